@@ -1,0 +1,39 @@
+"""Bytes in and out: msgpack for stores and wires between our own parts, JSON for people and foreign programs.
+
+Packed ids travel as raw bytes in msgpack and as base64 in JSON. Unknown fields are ignored on reading, so that an
+older reader accepts what a newer writer added.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+_ENCODER = msgspec.msgpack.Encoder()
+_JSON = msgspec.json.Encoder()
+
+
+def encode(value: Any) -> bytes:
+    """``value`` as msgpack."""
+    return _ENCODER.encode(value)
+
+
+def decode(data: bytes | bytearray | memoryview, type: type[T]) -> T:
+    """The value of ``type`` in msgpack ``data``; raises :class:`msgspec.ValidationError` on a mismatch."""
+    return msgspec.msgpack.decode(data, type=type)
+
+
+def to_json(value: Any) -> bytes:
+    """``value`` as compact JSON."""
+    return _JSON.encode(value)
+
+
+def from_json(data: bytes | str, type: type[T]) -> T:
+    """The value of ``type`` in JSON ``data``."""
+    return msgspec.json.decode(data, type=type)
+
+
+def to_builtins(value: Any) -> Any:
+    """``value`` as dicts, lists and scalars, with bytes as base64 text."""
+    return msgspec.to_builtins(value)

@@ -1,0 +1,190 @@
+"""Contracts of training: credit, runners, loggers, algorithms and the context that an algorithm receives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from agl.contracts.capture import Policy
+from agl.contracts.store import Metric, Store
+from agl.schemas import CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
+
+
+class Credit(Protocol):
+    """Turns the rewards of a group of episodes into a number for every call that is not rejected."""
+
+    def assign(self, group: Sequence[Episode]) -> Sequence[Sequence[CallCredit]]:
+        """One list per episode, in order; episodes of one group share a task. Pure and deterministic."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes attempts. The worker loop around it claims, renews leases and writes outcomes."""
+
+    async def start(self) -> None:
+        """Acquire what attempts share, such as a pool of processes."""
+        ...
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt to its end; never raises for what the agent does. Cancelling it stops the agent."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop running attempts and release everything; idempotent."""
+        ...
+
+
+class Logger(Protocol):
+    """A metric sink beside the store."""
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        """Take a batch of numbers; called in order of step, from one thread."""
+        ...
+
+    def close(self) -> None:
+        """Flush; idempotent."""
+        ...
+
+
+class StepReport(Record, frozen=True, kw_only=True):
+    """What one step of an algorithm did.
+
+    Attributes:
+        step: From 1; equals the number of steps done, over restarts too.
+        is_finished: Nothing is left to do.
+        metrics: Numbers to log at this step.
+        trained: Ids of the rollouts that the step's update consumed; the driver refuses one that was trained
+            before by this algorithm.
+        published: ``name@version`` of resources that the step published.
+        stop_reason: Why it finished, in words; ``""`` while it has not.
+    """
+
+    step: int
+    is_finished: bool = False
+    metrics: dict[str, float] = {}
+    trained: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()
+    stop_reason: str = ""
+
+
+class Collected(Record, frozen=True, kw_only=True):
+    """Finished rollouts of one request, in its order: groups are contiguous.
+
+    Attributes:
+        episodes: All of them, failed ones included: look at ``rollout.status``, ``reward`` and ``rows``.
+        dropped: Episodes per reason that the experiment's policies for failed rollouts and missing rewards
+            removed, so that nothing disappears uncounted.
+    """
+
+    episodes: tuple[Episode, ...] = ()
+    dropped: dict[str, int] = {}
+
+    def groups(self) -> list[list[Episode]]:
+        """The episodes by group id, in order of first appearance."""
+        groups: dict[str, list[Episode]] = {}
+        for episode in self.episodes:
+            groups.setdefault(episode.rollout.group_id, []).append(episode)
+        return list(groups.values())
+
+
+class CollectFn(Protocol):
+    """Runs the agent on tasks and returns the finished rollouts."""
+
+    async def __call__(
+        self,
+        tasks: Sequence[Json],
+        *,
+        step: int,
+        n: int = 1,
+        mode: Literal["train", "val", "test"] = "train",
+        resources: Mapping[str, str] | None = None,
+    ) -> Collected:
+        """Run every task ``n`` times as one group each.
+
+        Rollout ids follow from (experiment, algorithm, step, mode, position), so that a step that is repeated
+        after a crash finds what it had already paid for.
+        """
+        ...
+
+
+class PublishFn(Protocol):
+    """Publishes a new version of a resource that the algorithm tunes and makes it live."""
+
+    async def __call__(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
+    ) -> ResourceVersion:
+        """Returns once new rollouts get this version and, for weights, the policy serves it.
+
+        The version is ``<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmContext:
+    """Everything that an algorithm may use; immutable.
+
+    Attributes:
+        experiment: The experiment's name.
+        name: This algorithm's name, unique within the experiment.
+        tunes: Names of the resources that it owns now.
+        train: Training tasks; ``val`` validation tasks.
+        seed: The experiment's seed; derive random state from (seed, step, purpose), keep none in globals.
+        workdir: This algorithm's directory for checkpoints; exists.
+        store: The experiment's store.
+        credit: The configured credit assignment.
+        collect: See :class:`CollectFn`.
+        publish: See :class:`PublishFn`.
+        current: The live version of a resource by name.
+        policy: The running policy by name.
+        progress: ``progress(done, total, text)``: drives this algorithm's progress bar within a step.
+        clock: Unix seconds.
+    """
+
+    experiment: str
+    name: str
+    tunes: tuple[str, ...]
+    train: Sequence[Json]
+    val: Sequence[Json]
+    seed: int
+    workdir: Path
+    store: Store
+    credit: Credit
+    collect: CollectFn
+    publish: PublishFn
+    current: Callable[[str], ResourceVersion]
+    policy: Callable[[str], Policy]
+    progress: Callable[[int, int, str], None]
+    clock: Callable[[], float]
+
+
+class Algorithm(Protocol):
+    """Tunes resources in resumable steps. Construct it with its parameters only; they are typed and checked.
+
+    The driver calls ``setup``, then ``restore`` when there is a saved state, then ``step`` until it is finished,
+    and saves ``state()`` after every step. Kill the process anywhere: at most the step in flight is repeated.
+    """
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check what can be checked before anything is paid; raise :class:`~agl.errors.ConfigError`."""
+        ...
+
+    async def step(self) -> StepReport:
+        """Do one step: collect, update, publish. Must be repeatable from the state before it."""
+        ...
+
+    def state(self) -> Mapping[str, Json]:
+        """What ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
+        ...
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from ``state()``; weights and optimiser included."""
+        ...
+
+    async def close(self) -> None:
+        """Release memory and threads; idempotent."""
+        ...
+
+
+Params = Mapping[str, Any]
+"""Keyword arguments of a component, from ``[algorithm.params]`` or the like."""

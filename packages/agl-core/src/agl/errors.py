@@ -1,0 +1,126 @@
+"""Every error that this package raises on purpose, in one tree.
+
+    AglError
+    ├── ConfigError              an experiment file, an argument or an environment variable is wrong
+    │   └── DatasetError         a dataset cannot be read; names file and line
+    ├── PluginError              a plugin or one of its components cannot be used
+    │   ├── UnknownComponentError
+    │   ├── DuplicateComponentError
+    │   └── BrokenPluginError
+    ├── StoreError               the store refused or could not do what was asked
+    │   ├── NotFoundError        an id that the store does not know
+    │   ├── ConflictError        the same id with other content, or a state that forbids the change
+    │   ├── FencedError          the attempt is no longer the caller's
+    │   └── SchemaVersionError   the data was written by a newer release
+    ├── CaptureError             model calls were not, or could not be, recorded
+    │   ├── NoModelCallsError
+    │   ├── MissingTokenIdsError
+    │   └── TokenError           an attempt token is malformed, expired or out of scope
+    ├── RunError                 an agent could not be loaded, started or stopped
+    └── PolicyError              a model server could not be started or reached
+
+Every message says what was found, where, and what to do next, in one paragraph.
+"""
+
+__all__ = [
+    "AglError",
+    "BrokenPluginError",
+    "CaptureError",
+    "ConfigError",
+    "ConflictError",
+    "DatasetError",
+    "DuplicateComponentError",
+    "FencedError",
+    "MissingTokenIdsError",
+    "NoModelCallsError",
+    "NotFoundError",
+    "PluginError",
+    "PolicyError",
+    "RunError",
+    "SchemaVersionError",
+    "StoreError",
+    "TokenError",
+    "UnknownComponentError",
+]
+
+
+class AglError(Exception):
+    """The root: catch it to catch everything that agl raises on purpose."""
+
+
+class ConfigError(AglError):
+    """A setting is wrong; raised before the first rollout."""
+
+
+class DatasetError(ConfigError):
+    """A dataset cannot be read; the message names the file and the line."""
+
+
+class PluginError(AglError):
+    """A plugin cannot be used; the message names distribution, version and remedy."""
+
+
+class UnknownComponentError(PluginError):
+    """No plugin registers a component of that name."""
+
+
+class DuplicateComponentError(PluginError):
+    """Two plugins register one component name; both distributions are named."""
+
+
+class BrokenPluginError(PluginError):
+    """The plugin that holds the component failed to load."""
+
+
+class StoreError(AglError):
+    """The store refused or could not do what was asked."""
+
+
+class NotFoundError(StoreError):
+    """The store does not know an id.
+
+    Attributes:
+        kind: What was looked for, such as ``rollout``.
+        key: The id that is unknown.
+    """
+
+    def __init__(self, kind: str, key: str, hint: str = "") -> None:
+        super().__init__(f"unknown {kind} {key!r}" + (f"; {hint}" if hint else ""))
+        self.kind = kind
+        self.key = key
+
+
+class ConflictError(StoreError):
+    """The same id came with other content, or the state forbids the change."""
+
+
+class FencedError(StoreError):
+    """The attempt was lost or decided by somebody else; its late write was refused."""
+
+
+class SchemaVersionError(StoreError):
+    """The data was written by a newer release than the one that reads it."""
+
+
+class CaptureError(AglError):
+    """Model calls were not, or could not be, recorded."""
+
+
+class NoModelCallsError(CaptureError):
+    """A rollout finished and no model call was seen."""
+
+
+class MissingTokenIdsError(CaptureError):
+    """A backend returned no token ids although an algorithm needs them."""
+
+
+class TokenError(CaptureError):
+    """An attempt token is malformed, expired, forged or out of scope."""
+
+
+class RunError(AglError):
+    """An agent could not be loaded, started or stopped."""
+
+
+class PolicyError(AglError):
+    """A model server could not be started or reached."""

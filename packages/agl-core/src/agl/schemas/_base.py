@@ -1,0 +1,15 @@
+"""What all records share: frozen, keyword-only, versioned, tolerant of fields that a newer writer added."""
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+SCHEMA_VERSION = 1
+"""Version of the record layout; a store refuses data of a newer one and migrates older ones."""
+
+Json: TypeAlias = Any
+"""A value that JSON can carry: ``None``, bool, int, float, str, list or dict with str keys."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The base of every value: immutable, compared by content, encoded by :mod:`agl.codec`."""

@@ -1,0 +1,137 @@
+"""A model call: what was asked, what was answered, and the exact tokens in between.
+
+Token ids are packed little-endian int32, log-probabilities packed little-endian float32: ``bytes`` from the
+capture point to the trainer, because a list of Python numbers costs a hundred times more.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from agl.schemas._base import Json, Record
+
+Dialect = Literal["chat", "completions", "responses", "messages", "embeddings"]
+
+
+class Sampling(Record, frozen=True, kw_only=True):
+    """The sampling parameters that shape the distribution; ``None`` where the request said nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    @property
+    def changes_distribution(self) -> bool:
+        """Whether the sampled distribution differs from the model's own softmax at temperature 1."""
+        return (
+            self.temperature not in (None, 1.0)
+            or self.top_p not in (None, 1.0)
+            or self.top_k not in (None, 0, -1)
+            or self.min_p not in (None, 0.0)
+            or bool(self.frequency_penalty)
+            or bool(self.presence_penalty)
+            or self.repetition_penalty not in (None, 1.0)
+        )
+
+
+class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One sampled answer of a model. A request with ``n > 1`` gives one record per choice.
+
+    Attributes:
+        request_id: Of the HTTP exchange; a client's retries of one request share it, and so do the choices.
+        dialect: The wire format of ``request`` and ``response``.
+        policy: Name of the policy resource that served it; ``""`` if no configured one did.
+        model: The model name in the request.
+        model_version: Version of the weights that served it; ``""`` if unknown.
+        request: The request body as JSON, without secrets.
+        response: The response body as JSON with this choice only, without ids and log-probabilities.
+        prompt_ids: Packed int32, [P].
+        response_ids: Packed int32, [R], stop token included where the backend reports it.
+        logprobs: Packed float32, [R]: behaviour log-probability of each response token.
+        ids_missing: Why ids are absent; ``""`` when they are present.
+        finish_reason: As the backend said: ``stop``, ``length``, ``tool_calls`` ...
+        choice: Index of this choice; ``choices`` is how many the request asked for.
+        retry_count: The client's own count of retries for this request.
+        status_code: HTTP status; 0 when no response came.
+        is_complete: False when the answer was cut: by the client, the backend or the network.
+        latency_s: From the request's last byte to the response's last byte.
+        first_token_s: To the first byte of the body; equals ``latency_s`` when not streamed.
+        inputs: References (URL or content digest) to inputs that are not tokens, such as images.
+        error: What went wrong, ``""`` if nothing.
+    """
+
+    request_id: str
+    dialect: Dialect
+    model: str
+    policy: str = ""
+    model_version: str = ""
+    request: Json = None
+    response: Json = None
+    sampling: Sampling = Sampling()
+    prompt_ids: bytes = b""
+    response_ids: bytes = b""
+    logprobs: bytes = b""
+    ids_missing: str = ""
+    finish_reason: str = ""
+    choice: int = 0
+    choices: int = 1
+    retry_count: int = 0
+    status_code: int = 200
+    is_streamed: bool = False
+    is_complete: bool = True
+    latency_s: float = 0.0
+    first_token_s: float = 0.0
+    inputs: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def prompt_len(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.prompt_ids) // 4
+
+    @property
+    def response_len(self) -> int:
+        """Number of response tokens."""
+        return len(self.response_ids) // 4
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Pack token ids as little-endian int32."""
+    values = array("i", ids)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def pack_floats(values: Iterable[float]) -> bytes:
+    """Pack floats as little-endian float32."""
+    packed = array("f", values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The token ids in ``data``; the inverse of :func:`pack_ids`."""
+    values = array("i", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """The floats in ``data``; the inverse of :func:`pack_floats`."""
+    values = array("f", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

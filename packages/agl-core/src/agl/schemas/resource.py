@@ -1,0 +1,134 @@
+"""Resources: what algorithms change and agents read, as immutable versions with their lineage."""
+
+import string
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+from agl.errors import ConfigError
+from agl.schemas._base import SCHEMA_VERSION, Json, Record
+
+
+class LLM(Record, frozen=True, kw_only=True, tag="llm"):
+    """A model that the agent may call.
+
+    Attributes:
+        endpoint: Base URL of an OpenAI-compatible API, with its ``/v1``; in training the gateway's.
+        model: Name to send as ``model``.
+        sampling_parameters: Defaults for the request, such as ``{"temperature": 0.7}``.
+        api_key_env: Name of the environment variable that holds the provider's key.
+        api_key: The attempt's token, set on the copy that an agent gets; a store refuses to keep one.
+    """
+
+    endpoint: str = ""
+    model: str = ""
+    sampling_parameters: dict[str, Json] = {}
+    api_key_env: str = ""
+    api_key: str = ""
+
+    def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
+        """The base URL that carries the attempt's identity in its path, for clients that cannot carry a key.
+
+        Without ids, or where the endpoint is no gateway (no token is set), it is the endpoint itself.
+        """
+        if rollout_id is None or attempt_id is None or not self.api_key:
+            return self.endpoint
+        root = self.endpoint.removesuffix("/").removesuffix("/v1")
+        return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}/key/{self.api_key}/v1"
+
+    @property
+    def base_url(self) -> str:
+        """The endpoint."""
+        return self.endpoint
+
+
+class PromptTemplate(Record, frozen=True, kw_only=True, tag="prompt_template"):
+    """A prompt with placeholders.
+
+    Attributes:
+        template: The text.
+        engine: How placeholders are written: ``f-string`` ``{name}``, ``jinja`` ``{{ name }}`` (sandboxed;
+            needs the jinja2 package), or ``plain`` for none.
+    """
+
+    template: str
+    engine: Literal["f-string", "jinja", "plain"] = "f-string"
+
+    def format(self, **values: object) -> str:
+        """Fill the placeholders; raises :class:`ConfigError` naming the ones without a value."""
+        if self.engine == "plain":
+            return self.template
+        if self.engine == "jinja":
+            return _render_jinja(self.template, values)
+        missing = sorted(self.fields - values.keys())
+        if missing:
+            raise ConfigError(
+                f"the prompt template needs {missing} and got only {sorted(values)}; "
+                "pass the missing values or escape literal braces as {{ and }}"
+            )
+        return self.template.format(**values)
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the f-string placeholders; empty for the other engines."""
+        if self.engine != "f-string":
+            return frozenset()
+        names = (name for _, name, _, _ in string.Formatter().parse(self.template) if name is not None)
+        return frozenset(name.split(".")[0].split("[")[0] for name in names)
+
+
+class Weights(Record, frozen=True, kw_only=True, tag="weights"):
+    """Model weights or an adapter on disk.
+
+    Attributes:
+        uri: Directory, relative to the experiment's work directory or absolute.
+        base_model: What an adapter belongs to; ``""`` for full weights.
+        format: ``hf`` for a Hugging Face directory, ``lora`` for a peft adapter.
+    """
+
+    uri: str
+    base_model: str = ""
+    format: Literal["hf", "lora"] = "hf"
+
+
+class JsonResource(Record, frozen=True, kw_only=True, tag="json"):
+    """Any JSON value, such as a list of tool descriptions."""
+
+    value: Json
+
+
+Resource: TypeAlias = LLM | PromptTemplate | Weights | JsonResource
+NamedResources: TypeAlias = dict[str, Any]
+"""What an agent's ``rollout`` gets: resources by name."""
+
+
+class ResourceVersion(Record, frozen=True, kw_only=True):
+    """One immutable version of a resource and where it came from.
+
+    Attributes:
+        name: The resource's name, such as ``main_llm``.
+        version: Unique within the name; chosen by the publisher, so that publishing twice is harmless.
+        parent: The version it was made from, ``""`` for the first.
+        algorithm: Name of the algorithm that made it, ``""`` for a person.
+        step: The algorithm's step.
+        metadata: Anything else, such as scores.
+    """
+
+    name: str
+    version: str
+    resource: Resource
+    parent: str = ""
+    algorithm: str = ""
+    step: int = 0
+    created_at: float = 0.0
+    metadata: dict[str, Json] = {}
+    schema_version: int = SCHEMA_VERSION
+
+
+def _render_jinja(template: str, values: dict[str, object]) -> str:
+    try:
+        jinja2 = import_module("jinja2")
+        sandbox = import_module("jinja2.sandbox")
+    except ImportError as error:
+        raise ConfigError("a jinja prompt template needs jinja2; run: pip install jinja2") from error
+    environment = sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    return str(environment.from_string(template).render(**values))

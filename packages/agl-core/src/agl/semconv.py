@@ -1,0 +1,48 @@
+"""Names of span attributes: the GenAI semantic conventions (development snapshot of late 2026), and our own.
+
+The conventions moved to a repository of their own and still change, so the constants are kept here. What they lack
+is named ``agl.*``. Rollout and attempt ids are fields of the span, not attributes.
+"""
+
+OPERATION = "gen_ai.operation.name"
+PROVIDER = "gen_ai.provider.name"
+AGENT_NAME = "gen_ai.agent.name"
+AGENT_ID = "gen_ai.agent.id"
+WORKFLOW_NAME = "gen_ai.workflow.name"
+CONVERSATION_ID = "gen_ai.conversation.id"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_ID = "gen_ai.response.id"
+RESPONSE_MODEL = "gen_ai.response.model"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+INPUT_MESSAGES = "gen_ai.input.messages"
+OUTPUT_MESSAGES = "gen_ai.output.messages"
+TOOL_NAME = "gen_ai.tool.name"
+TOOL_CALL_ID = "gen_ai.tool.call.id"
+TOOL_ARGUMENTS = "gen_ai.tool.call.arguments"
+TOOL_RESULT = "gen_ai.tool.call.result"
+EVALUATION_NAME = "gen_ai.evaluation.name"
+EVALUATION_SCORE = "gen_ai.evaluation.score.value"
+EVALUATION_EXPLANATION = "gen_ai.evaluation.explanation"
+ERROR_TYPE = "error.type"
+
+NODE = "agl.node"
+ROLE = "agl.role"
+HANDOFF_SOURCE = "agl.handoff.source"
+HANDOFF_TARGET = "agl.handoff.target"
+FRAMEWORK_SPAN_ID = "agl.framework_span_id"
+OBSERVATION_ROLE = "agl.observation.role"
+OBSERVATION_CONTENT = "agl.observation.content"
+MODEL_VERSION = "agl.model_version"
+
+OP_CHAT = "chat"
+OP_TEXT_COMPLETION = "text_completion"
+OP_EMBEDDINGS = "embeddings"
+OP_INVOKE_AGENT = "invoke_agent"
+OP_INVOKE_WORKFLOW = "invoke_workflow"
+OP_EXECUTE_TOOL = "execute_tool"
+OP_EVALUATE = "evaluate"
+
+ROOT_SPAN_NAME = "rollout"
+"""Name of the span around the whole attempt; the parent of spans that have no other."""
