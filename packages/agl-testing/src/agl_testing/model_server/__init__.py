@@ -1,0 +1,44 @@
+"""A model API with a script: known replies, known tokens, faults on demand, every byte recorded."""
+
+from agl_testing.model_server.canned import CannedModelServer, CannedReply
+from agl_testing.model_server.codec import Call, Turn, decode, encode, logprob, render_prompt, render_turn
+from agl_testing.model_server.recording import RecordedCall
+from agl_testing.model_server.script import (
+    Cut,
+    Dialect,
+    Flavour,
+    Garbage,
+    ModelRequest,
+    Reply,
+    Respond,
+    Stall,
+    Status,
+    Step,
+    ToolCall,
+)
+from agl_testing.model_server.server import ScriptedModelServer
+
+__all__ = [
+    "Call",
+    "CannedModelServer",
+    "CannedReply",
+    "Cut",
+    "Dialect",
+    "Flavour",
+    "Garbage",
+    "ModelRequest",
+    "RecordedCall",
+    "Reply",
+    "Respond",
+    "ScriptedModelServer",
+    "Stall",
+    "Status",
+    "Step",
+    "ToolCall",
+    "Turn",
+    "decode",
+    "encode",
+    "logprob",
+    "render_prompt",
+    "render_turn",
+]

@@ -1,0 +1,54 @@
+"""``python -m agl_testing.model_server``: the canned or the scripted server as a process of its own."""
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Sequence
+
+from agl_testing.model_server import CannedModelServer, CannedReply, Reply, ScriptedModelServer
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Serve until interrupted; the first line on standard output is the base URL."""
+    options = _parser().parse_args(arguments)
+    if options.text is not None:
+        with ScriptedModelServer(default=Reply(text=options.text), port=options.port) as server:
+            print(server.base_url, flush=True)
+            threading.Event().wait()
+    else:
+        asyncio.run(_serve_canned(options))
+
+
+async def _serve_canned(options: argparse.Namespace) -> None:
+    replies = [
+        CannedReply.chat(
+            prompt_tokens=options.prompt_tokens,
+            response_tokens=options.response_tokens,
+            events=options.events,
+            seed=seed,
+        )
+        for seed in range(options.variants)
+    ]
+    server = CannedModelServer(replies, port=options.port, write_delay=options.write_delay)
+    started = threading.Event()
+    serving = asyncio.create_task(server.serve(started))
+    while not started.is_set() and not serving.done():
+        await asyncio.sleep(0.01)
+    print(server.base_url, flush=True)
+    await serving
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m agl_testing.model_server", description=__doc__)
+    parser.add_argument("--port", type=int, default=0, help="0 for any free port")
+    parser.add_argument("--text", help="answer every call of every API with this text (scripted, slower)")
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--response-tokens", type=int, default=200)
+    parser.add_argument("--events", type=int, default=50, help="pieces of a streamed reply")
+    parser.add_argument("--variants", type=int, default=1, help="different replies, used in turn")
+    parser.add_argument("--write-delay", type=float, default=0.0, help="seconds between the pieces")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

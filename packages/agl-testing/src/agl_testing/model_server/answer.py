@@ -1,0 +1,134 @@
+"""An answer cut into pieces with their tokens: the common ground of all dialects, plain and streamed."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from agl_testing.model_server.codec import END, Call, decode, encode, logprob, render_call_head
+from agl_testing.model_server.script import Dialect, Flavour, Reply
+
+PieceKind: TypeAlias = Literal["text", "call", "arguments", "end"]
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one streamed event brings: text, the head of a call, a part of its arguments, or the end.
+
+    Attributes:
+        ids: The tokens that became visible with it.
+        start: Position of the first of them in the response.
+        call: Index of the tool call, -1 for text and end.
+    """
+
+    kind: PieceKind
+    text: str
+    ids: list[int]
+    start: int
+    call: int = -1
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of the response: text, calls with their ids, finish reason and all pieces in order."""
+
+    text: str
+    calls: tuple[Call, ...]
+    call_ids: tuple[str, ...]
+    reason: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        """Every sampled token, the end token included unless the answer was cut by length."""
+        return [number for piece in self.pieces for number in piece.ids]
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a dialect needs to write its response.
+
+    Attributes:
+        number: Of the call on this server, from 1; response ids are derived from it.
+        prompts: One list of ids per prompt; completions may ask several at once.
+        answers: The choices, ``n`` per prompt, in order.
+        created: Unix seconds.
+    """
+
+    number: int
+    dialect: Dialect
+    flavour: Flavour
+    model: str
+    body: dict[str, Any]
+    prompts: list[list[int]]
+    answers: tuple[Answer, ...]
+    created: int
+
+    @property
+    def wants_ids(self) -> bool:
+        """Whether token ids go into the response."""
+        return bool(self.body.get("return_token_ids")) and self.flavour in ("vllm", "sglang")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        options: dict[str, Any] = self.body.get("stream_options") or {}
+        return bool(options.get("include_usage"))
+
+    def prompt_of(self, choice: int) -> list[int]:
+        """The prompt ids that ``choice`` answers."""
+        return self.prompts[choice * len(self.prompts) // len(self.answers)]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.ids) for answer in self.answers)
+
+
+def answer_of(reply: Reply, *, number: int, choice: int) -> Answer:
+    """Cut ``reply`` into pieces; call ids are derived from the call's number and the choice."""
+    calls = tuple(call.to_call() for call in reply.tool_calls)
+    drafts: list[tuple[PieceKind, str, list[int], int]] = []
+    for part in split(reply.text, reply.chunks):
+        drafts.append(("text", part, encode(part), -1))
+    for index, call in enumerate(calls):
+        drafts.append(("call", call.name, render_call_head(call.name), index))
+        for part in split(call.arguments, 2):
+            drafts.append(("arguments", part, encode(part), index))
+    drafts.append(("end", "", [] if reply.reason == "length" else [END], -1))
+    pieces: list[Piece] = []
+    position = 0
+    for kind, text, ids, index in drafts:
+        pieces.append(Piece(kind=kind, text=text, ids=ids, start=position, call=index))
+        position += len(ids)
+    call_ids = tuple(f"call_{number}_{choice}_{index}" for index in range(len(calls)))
+    return Answer(text=reply.text, calls=calls, call_ids=call_ids, reason=reply.reason, pieces=tuple(pieces))
+
+
+def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
+    """``text`` in that many parts of nearly equal length, or the parts given; empty parts are left out."""
+    if not isinstance(chunks, int):
+        if "".join(chunks) != text:
+            raise ValueError(f"the chunks {chunks!r} do not add up to the reply's text {text!r}; make them equal")
+        return [part for part in chunks if part]
+    count = max(1, min(chunks, len(text)))
+    bounds = [len(text) * index // count for index in range(count + 1)]
+    return [text[start:stop] for start, stop in pairwise(bounds) if stop > start]
+
+
+def logprobs_of(ids: Sequence[int], start: int = 0) -> list[float]:
+    """The log-probabilities of ``ids`` that begin at position ``start`` of the response."""
+    return [logprob(token, position) for position, token in enumerate(ids, start)]
+
+
+def content_logprobs(ids: Sequence[int], start: int, *, with_top: bool = False) -> list[dict[str, Any]]:
+    """Log-probabilities in the shape of chat and responses."""
+    entries: list[dict[str, Any]] = []
+    for token, value in zip(ids, logprobs_of(ids, start), strict=True):
+        text = decode([token])
+        entry: dict[str, Any] = {"token": text, "logprob": value, "bytes": list(text.encode())}
+        entries.append({**entry, "top_logprobs": [dict(entry)] if with_top else []})
+    return entries

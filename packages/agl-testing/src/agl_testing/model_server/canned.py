@@ -1,0 +1,198 @@
+"""The fast path for benchmarks: pre-encoded replies behind a minimal HTTP/1.1 protocol.
+
+It answers every POST with the next of its replies, looks into the body only for ``"stream":true``, and records
+nothing but a count, so that it costs about 30 microseconds per call and a measurement shows the client or the
+gateway, not the server. It is no general HTTP server: bodies need a ``Content-Length``, pipelining is not done.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from agl_testing.model_server.answer import Exchange, answer_of
+from agl_testing.model_server.codec import OFFSET
+from agl_testing.model_server.dialects import chat
+from agl_testing.model_server.script import Reply
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz     "
+
+
+class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete HTTP response, plain and as the writes of a stream."""
+
+    plain: bytes
+    stream: tuple[bytes, ...]
+
+    @classmethod
+    def chat(
+        cls, *, prompt_tokens: int = 1000, response_tokens: int = 200, events: int = 50, seed: int = 0
+    ) -> "CannedReply":
+        """A chat completion with that many prompt and response tokens, ids and log-probabilities.
+
+        Streamed it comes as ``events`` pieces of text, one write each; other seeds give other tokens.
+        """
+        draw = random.Random(seed)
+        text = "".join(draw.choice(_LETTERS) for _ in range(response_tokens - 1))
+        exchange = Exchange(
+            number=seed + 1,
+            dialect="chat",
+            flavour="vllm",
+            model="canned",
+            body={"return_token_ids": True, "logprobs": True, "stream_options": {"include_usage": True}},
+            prompts=[[draw.randrange(OFFSET, OFFSET + 256) for _ in range(prompt_tokens)]],
+            answers=(answer_of(Reply(text=text, chunks=events), number=seed + 1, choice=0),),
+            created=int(time.time()),
+        )
+        body = msgspec.json.encode(chat.body_of(exchange))
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        return cls(plain=head.encode() + body, stream=_framed(list(chat.events_of(exchange))))
+
+
+class CannedModelServer:
+    """Serves ``replies`` in turn from its own thread; a context manager like the scripted server.
+
+    ``write_delay`` is the time in seconds between the writes of a stream.
+    """
+
+    def __init__(
+        self,
+        replies: Sequence[CannedReply] | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        write_delay: float = 0.0,
+    ) -> None:
+        self.replies = tuple(replies) if replies else (CannedReply.chat(),)
+        self.write_delay = write_delay
+        self.call_count = 0
+        self._address = (host, port)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping: asyncio.Event | None = None
+        self._failure: OSError | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The address with ``/v1``."""
+        return f"http://{self._address[0]}:{self._address[1]}/v1"
+
+    def next_reply(self) -> CannedReply:
+        """The reply for the next call; they are used in turn."""
+        self.call_count += 1
+        return self.replies[(self.call_count - 1) % len(self.replies)]
+
+    def start(self) -> Self:
+        """Bind the port and serve; returns when calls are accepted."""
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="canned-model-server", daemon=True)
+        self._thread.start()
+        started.wait(10.0)
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def stop(self) -> None:
+        """Close the port and every connection."""
+        if self._thread is not None and self._loop is not None and self._stopping is not None:
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join()
+        self._thread = None
+
+    async def serve(self, started: threading.Event) -> None:
+        """Serve until :meth:`stop`; sets ``started`` when the port is open; raises what binding raises."""
+        connections: set[_Connection] = set()
+        self._loop = asyncio.get_running_loop()
+        server = await self._loop.create_server(lambda: _Connection(self, connections), *self._address)
+        self._address = (self._address[0], int(server.sockets[0].getsockname()[1]))
+        self._stopping = asyncio.Event()
+        started.set()
+        await self._stopping.wait()
+        server.close()
+        for connection in list(connections):
+            connection.close()
+
+    def _run(self, started: threading.Event) -> None:
+        try:
+            asyncio.run(self.serve(started))
+        except OSError as error:
+            self._failure = error
+            started.set()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, server: CannedModelServer, connections: "set[_Connection]") -> None:
+        self._server = server
+        self._connections = connections
+        self._received = bytearray()
+        self._expected = 0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._connections.discard(self)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if not self._expected:
+            end = self._received.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self._expected = end + 4 + _content_length(bytes(self._received[:end]))
+        if len(self._received) >= self._expected:
+            is_streamed = b'"stream":true' in self._received or b'"stream": true' in self._received
+            del self._received[: self._expected]
+            self._expected = 0
+            self._answer(is_streamed=is_streamed)
+
+    def _answer(self, *, is_streamed: bool) -> None:
+        assert self._transport is not None
+        reply = self._server.next_reply()
+        if is_streamed:
+            self._write_from(reply.stream, 0)
+        else:
+            self._transport.write(reply.plain)
+
+    def _write_from(self, writes: tuple[bytes, ...], index: int) -> None:
+        if self._transport is None:
+            return
+        self._transport.write(writes[index])
+        if index + 1 < len(writes):
+            asyncio.get_running_loop().call_later(self._server.write_delay, self._write_from, writes, index + 1)
+
+
+def _content_length(head: bytes) -> int:
+    for line in islice(head.split(b"\r\n"), 1, None):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return 0
+
+
+def _framed(events: list[bytes]) -> tuple[bytes, ...]:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+    framed = [b"%x\r\n%b\r\n" % (len(event), event) for event in events]
+    return (head + framed[0], *framed[1:-1], framed[-1] + b"0\r\n\r\n")

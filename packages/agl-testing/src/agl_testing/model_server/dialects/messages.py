@@ -1,0 +1,109 @@
+"""``POST /v1/messages``: Anthropic's blocks in and out, with its named events; it has no token ids."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import msgspec
+
+from agl_testing.model_server.answer import Answer, Exchange, Piece
+from agl_testing.model_server.codec import Call, Turn
+from agl_testing.model_server.sse import named_event
+
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+
+def turns_of(body: dict[str, Any]) -> tuple[Turn, ...]:
+    """System prompt and messages; each tool result is a turn of its own."""
+    turns: list[Turn] = []
+    if body.get("system"):
+        turns.append(Turn(role="system", text=_text(_blocks(body["system"]))))
+    for message in body.get("messages", ()):
+        turns += _turns(message["role"], _blocks(message["content"]))
+    return tuple(turns)
+
+
+def body_of(exchange: Exchange) -> dict[str, Any]:
+    """The plain response."""
+    answer = exchange.answers[0]
+    content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if _has_text(answer) else []
+    for index, call in enumerate(answer.calls):
+        content.append(_tool_use(answer, index, msgspec.json.decode(call.arguments)))
+    usage = {"input_tokens": exchange.prompt_tokens, "output_tokens": exchange.completion_tokens}
+    return {**_message(exchange, usage), "content": content, "stop_reason": _reason(answer)}
+
+
+def events_of(exchange: Exchange) -> Iterator[bytes]:
+    """The streamed response: start, one run of events per block, the end."""
+    yield from map(named_event, _events(exchange))
+
+
+def _events(exchange: Exchange) -> Iterator[dict[str, Any]]:
+    answer = exchange.answers[0]
+    usage = {"input_tokens": exchange.prompt_tokens, "output_tokens": 1}
+    yield {"type": "message_start", "message": _message(exchange, usage)}
+    yield {"type": "ping"}
+    if _has_text(answer):
+        pieces = [piece for piece in answer.pieces if piece.kind == "text"]
+        yield from _block_events(0, {"type": "text", "text": ""}, pieces)
+    for index in range(len(answer.calls)):
+        pieces = [piece for piece in answer.pieces if piece.kind == "arguments" and piece.call == index]
+        yield from _block_events(index + _has_text(answer), _tool_use(answer, index, {}), pieces)
+    delta = {"stop_reason": _reason(answer), "stop_sequence": None}
+    yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": exchange.completion_tokens}}
+    yield {"type": "message_stop"}
+
+
+def _block_events(index: int, block: dict[str, Any], pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    kind, field = ("text_delta", "text") if block["type"] == "text" else ("input_json_delta", "partial_json")
+    yield {"type": "content_block_start", "index": index, "content_block": block}
+    for piece in pieces:
+        yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: piece.text}}
+    yield {"type": "content_block_stop", "index": index}
+
+
+def _has_text(answer: Answer) -> bool:
+    return bool(answer.text) or not answer.calls
+
+
+def _reason(answer: Answer) -> str:
+    return _STOP_REASONS.get(answer.reason, answer.reason)
+
+
+def _tool_use(answer: Answer, index: int, given: object) -> dict[str, Any]:
+    call_id = answer.call_ids[index].replace("call_", "toolu_")
+    return {"type": "tool_use", "id": call_id, "name": answer.calls[index].name, "input": given}
+
+
+def _message(exchange: Exchange, usage: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": f"msg_{exchange.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": exchange.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
+
+
+def _blocks(content: object) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return cast("list[dict[str, Any]]", content or [])
+
+
+def _text(blocks: list[dict[str, Any]]) -> str:
+    return "".join(block["text"] for block in blocks if block["type"] == "text")
+
+
+def _turns(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
+    results = [block for block in blocks if block["type"] == "tool_result"]
+    turns = [Turn(role="tool", text=_text(_blocks(block.get("content", "")))) for block in results]
+    rest = [block for block in blocks if block["type"] != "tool_result"]
+    if rest:
+        uses = [block for block in rest if block["type"] == "tool_use"]
+        calls = tuple(Call(use["name"], msgspec.json.encode(use["input"]).decode()) for use in uses)
+        images = sum(block["type"] == "image" for block in rest)
+        turns.append(Turn(role=role, text=_text(rest), calls=calls, images=images))
+    return turns

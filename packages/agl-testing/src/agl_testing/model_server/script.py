@@ -1,0 +1,149 @@
+"""What a test writes down: the replies of the server and the faults that it injects, call by call."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from agl_testing.model_server.codec import Call, Turn
+
+Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "embeddings", "models"]
+Flavour: TypeAlias = Literal["vllm", "sglang", "plain", "openai"]
+"""``vllm`` and ``sglang`` return token ids in their own fields when asked; ``plain`` ignores the request for
+them; ``openai`` refuses it with a 400, as an API that checks its arguments does."""
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call of a reply; arguments are JSON text, or a mapping that is encoded to it."""
+
+    name: str
+    arguments: str | Mapping[str, Any] = "{}"
+
+    def to_call(self) -> Call:
+        """The call with its arguments as text."""
+        if isinstance(self.arguments, str):
+            return Call(self.name, self.arguments)
+        return Call(self.name, msgspec.json.encode(self.arguments).decode())
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer of the model.
+
+    Attributes:
+        text: The content.
+        tool_calls: Called in parallel when there are several.
+        finish_reason: In chat's words; ``""`` means ``tool_calls`` with tool calls and ``stop`` without.
+            ``length`` leaves the end token out.
+        delay: Seconds before the first byte; ``chunk_delay`` before each streamed piece.
+        chunks: Into how many pieces a streamed text is cut (at most its characters), or the pieces themselves.
+        headers: Added to the response's headers.
+    """
+
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: str = ""
+    delay: float = 0.0
+    chunk_delay: float = 0.0
+    chunks: int | tuple[str, ...] = 4
+    headers: dict[str, str] = {}
+
+    @property
+    def reason(self) -> str:
+        """The finish reason in chat's words."""
+        return self.finish_reason or ("tool_calls" if self.tool_calls else "stop")
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer with an HTTP error, such as 429 with ``retry_after`` seconds, or 500."""
+
+    code: int
+    retry_after: float | None = None
+    message: str = "injected by the script"
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """Send ``after_chunks`` streamed events, nothing for ``seconds``, then the rest of ``reply``."""
+
+    seconds: float
+    after_chunks: int = 0
+    reply: Reply | None = None
+
+
+class Cut(msgspec.Struct, frozen=True, kw_only=True):
+    """Close the connection after ``after_chunks`` streamed events, or within a plain body."""
+
+    after_chunks: int = 1
+    reply: Reply | None = None
+
+
+class Garbage(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer 200 with bytes that are not what the API promises."""
+
+    body: bytes = b"<html>it works!</html>"
+    content_type: str = "text/html"
+
+
+Step: TypeAlias = Reply | tuple[Reply, ...] | Status | Stall | Cut | Garbage
+"""One call's script; a tuple holds one reply per choice of a request with ``n > 1``."""
+
+
+class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as a scripting function sees it.
+
+    Attributes:
+        index: Position among the server's model calls, from 0.
+        body: The parsed JSON.
+        turns: The conversation, the same for every dialect; one user turn for a text prompt.
+        prompt_ids: The ids that the server reports for the prompt.
+    """
+
+    index: int
+    dialect: Dialect
+    headers: Mapping[str, str]
+    body: dict[str, Any]
+    turns: tuple[Turn, ...]
+    prompt_ids: list[int]
+
+    @property
+    def last_text(self) -> str:
+        """The text of the newest message."""
+        return self.turns[-1].text if self.turns else ""
+
+
+Respond: TypeAlias = Callable[[ModelRequest], Step]
+
+
+class Script:
+    """Where the server takes its next step from: a function, then queued steps, then the default.
+
+    A function that is set answers every call; without one, queued steps are used up in order.
+    """
+
+    def __init__(self, *, respond: Respond | None, steps: Iterable[Step], default: Reply | None) -> None:
+        self._respond = respond
+        self._steps: deque[Step] = deque(steps)
+        self.default = default
+
+    def enqueue(self, *steps: Step) -> None:
+        """Add steps behind those that wait."""
+        self._steps.extend(steps)
+
+    def respond_with(self, respond: Respond | None) -> None:
+        """Answer every call from here on with ``respond``; ``None`` goes back to the queue."""
+        self._respond = respond
+
+    def next_step(self, request: ModelRequest) -> Step:
+        """The step for ``request``; an HTTP 500 that says so when the script has run out."""
+        if self._respond is not None:
+            return self._respond(request)
+        if self._steps:
+            return self._steps.popleft()
+        if self.default is not None:
+            return self.default
+        return Status(code=500, message=f"the script has no step for call {request.index}; enqueue one more")
+
+    @property
+    def steps_left(self) -> int:
+        """How many queued steps were not used."""
+        return len(self._steps)

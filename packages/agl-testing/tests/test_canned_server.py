@@ -1,0 +1,55 @@
+"""The fast path answers like the scripted server, over one connection and many."""
+
+import json
+import subprocess
+import sys
+
+import openai
+import pytest
+
+from agl_testing.model_server import CannedModelServer, CannedReply
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def test_canned_reply_has_the_tokens_that_were_asked_for() -> None:
+    replies = [CannedReply.chat(prompt_tokens=100, response_tokens=20, seed=seed) for seed in range(2)]
+    with CannedModelServer(replies) as server, openai.OpenAI(base_url=server.base_url, api_key="k") as client:
+        answers = [client.chat.completions.create(model="m", messages=USER) for _ in range(3)]
+        assert server.call_count == 3
+    assert [(len(a.prompt_token_ids), len(a.choices[0].token_ids)) for a in answers] == [(100, 20)] * 3
+    assert len(answers[0].choices[0].logprobs.content) == 20
+    assert answers[0].prompt_token_ids != answers[1].prompt_token_ids
+    assert answers[0].prompt_token_ids == answers[2].prompt_token_ids
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.001])
+def test_canned_stream_assembles_to_the_plain_answer(delay: float) -> None:
+    with CannedModelServer(write_delay=delay) as server, openai.OpenAI(base_url=server.base_url, api_key="k") as client:
+        plain = client.chat.completions.create(model="m", messages=USER)
+        chunks = list(client.chat.completions.create(model="m", messages=USER, stream=True))
+    assert plain.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert plain.choices[0].token_ids == [
+        t for c in chunks if c.choices for t in getattr(c.choices[0], "token_ids", [])
+    ]
+
+
+@pytest.mark.parametrize("options", [["--prompt-tokens", "10"], ["--text", "hello"]])
+def test_command_line_serves_on_the_printed_address(options: list[str]) -> None:
+    command = [sys.executable, "-m", "agl_testing.model_server", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            with openai.OpenAI(base_url=url, api_key="k") as client:
+                answer = client.chat.completions.create(model="m", messages=USER, extra_body={"return_token_ids": True})
+            assert json.loads(answer.model_dump_json())["prompt_token_ids"]
+        finally:
+            process.kill()
+
+
+def test_port_in_use_is_an_error() -> None:
+    with CannedModelServer() as server:
+        taken = int(server.base_url.split(":")[2].split("/")[0])
+        with pytest.raises(OSError, match="address already in use"):
+            CannedModelServer(port=taken).start()
