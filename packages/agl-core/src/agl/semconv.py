@@ -34,6 +34,8 @@ HANDOFF_TARGET = "agl.handoff.target"
 FRAMEWORK_SPAN_ID = "agl.framework_span_id"
 OBSERVATION_ROLE = "agl.observation.role"
 OBSERVATION_CONTENT = "agl.observation.content"
+MESSAGE = "agl.message"
+OBJECT = "agl.object"
 MODEL_VERSION = "agl.model_version"
 
 OP_CHAT = "chat"
@@ -43,6 +45,9 @@ OP_INVOKE_AGENT = "invoke_agent"
 OP_INVOKE_WORKFLOW = "invoke_workflow"
 OP_EXECUTE_TOOL = "execute_tool"
 OP_EVALUATE = "evaluate"
+
+OUTPUT = "agl.output"
+"""On the root span: what the agent returned, where that is no reward."""
 
 ROOT_SPAN_NAME = "rollout"
 """Name of the span around the whole attempt; the parent of spans that have no other."""

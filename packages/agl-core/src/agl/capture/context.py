@@ -1,14 +1,23 @@
-"""Which attempt the running code belongs to: one context variable, carried into tasks, threads and executors."""
+"""Which attempt the running code belongs to: one context variable, carried into tasks, threads and executors.
 
-from collections.abc import Callable
+:func:`activate` is the only door into a rollout. While at least one rollout is active in the process, threads and
+executors carry context variables and HTTP clients are watched; after the last one the originals are back.
+"""
+
+import logging
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from agl.contracts import Upstream
+from agl.capture import process
+from agl.contracts import Tracer, Upstream
 from agl.schemas import Span
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Capture:
     """The attempt that is current here.
 
@@ -21,6 +30,7 @@ class Capture:
         gateway_url: Base URL of the gateway without ``/v1``; ``""`` when calls are recorded in this process.
         upstreams: The configured policies; calls to their models are redirected to the gateway.
         current_span_id: Id of the framework span that is current, from the installed tracers; ``None`` if none.
+        closers: Called once when the attempt's activation ends; model calls that are still open record themselves.
     """
 
     rollout_id: str
@@ -32,11 +42,93 @@ class Capture:
     gateway_url: str = ""
     upstreams: tuple[Upstream, ...] = ()
     current_span_id: Callable[[], str | None] = field(default=lambda: None, repr=False)
+    closers: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]], repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """An operation that is open: its span, and the framework span that was current when it began."""
+
+    span_id: str
+    framework_id: str | None
 
 
 _CURRENT: ContextVar[Capture | None] = ContextVar("agl_capture", default=None)
+_SCOPE: ContextVar[Scope | None] = ContextVar("agl_scope", default=None)
 
 
 def current() -> Capture | None:
     """The capture of the running attempt, ``None`` outside a rollout."""
     return _CURRENT.get()
+
+
+def current_scope() -> Scope | None:
+    """The innermost open operation, ``None`` if there is none."""
+    return _SCOPE.get()
+
+
+def set_scope(scope: Scope | None) -> None:
+    """Make ``scope`` the innermost operation of this context."""
+    _SCOPE.set(scope)
+
+
+@contextmanager
+def activate(capture: Capture) -> Generator[Capture]:
+    """Make ``capture`` current for the body, with everything that must be patched for it.
+
+    Activations nest and overlap freely between tasks and threads. What the body leaves open (streams that nobody
+    read to their end) is recorded as incomplete when it ends.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(process.patched())
+        previous, outer = _CURRENT.set(capture), _SCOPE.set(None)
+        stack.callback(_SCOPE.reset, outer)
+        stack.callback(_CURRENT.reset, previous)
+        stack.callback(_close, capture)
+        process.enter_scopes(stack, capture)
+        yield capture
+
+
+def current_span_id() -> str | None:
+    """Id of the innermost span: the framework's, an operation's, or the attempt's root; ``None`` outside a rollout."""
+    capture = _CURRENT.get()
+    return None if capture is None else innermost(capture)
+
+
+def innermost(capture: Capture) -> str:
+    """The innermost span of ``capture`` in this context; see :func:`current_span_id`."""
+    framework, scope = framework_span_id(capture), _SCOPE.get()
+    if scope is not None and framework in (None, scope.framework_id):
+        return scope.span_id
+    return framework or capture.root_span_id
+
+
+def framework_span_id(capture: Capture) -> str | None:
+    """What the tracers say; a tracer that fails is logged and counts as knowing nothing."""
+    try:
+        return capture.current_span_id()
+    except Exception:  # noqa: BLE001  # isolation point
+        _log.exception("A tracer failed to name its current span; the call is attached to the enclosing operation.")
+        return None
+
+
+def span_id_of(tracers: Iterable[Tracer]) -> Callable[[], str | None]:
+    """One ``current_span_id`` out of several tracers': the first that knows one answers.
+
+    Order matters where frameworks nest: put the tracers of frameworks before the general ``otel`` one.
+    """
+    asked = tuple(tracer.current_span_id for tracer in tracers)
+
+    def ask() -> str | None:
+        return next((found for one in asked if (found := one()) is not None), None)
+
+    return ask
+
+
+def _close(capture: Capture) -> None:
+    while capture.closers:
+        _, close = capture.closers.popitem()
+        try:
+            close()
+        except Exception:  # noqa: BLE001  # isolation point
+            _log.exception("An open model call of attempt %s could not be recorded.", capture.attempt_id)

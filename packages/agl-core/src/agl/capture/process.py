@@ -1,0 +1,90 @@
+"""What a rollout changes in its process, and how it is undone.
+
+Patches belong to the process while rollouts come and go, so they are counted: the first active rollout applies
+them, the last one restores the originals. This is the one place of the core that holds process-wide state, because
+the things that it patches are process-wide.
+"""
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, TypeAlias, cast
+
+Undo: TypeAlias = Callable[[], None]
+ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+"""Gives what a tracer needs around one attempt; called with the :class:`agl.capture.context.Capture`."""
+
+
+@dataclass
+class _State:
+    lock: Lock = field(default_factory=Lock)
+    active: int = 0
+    undo: list[Undo] = field(default_factory=list[Undo])
+    scopes: list[ScopeMaker] = field(default_factory=list[ScopeMaker])
+
+
+_STATE = _State()
+
+
+@contextmanager
+def patched() -> Generator[None]:
+    """Hold the patches for the body; they go away with the last holder."""
+    with _STATE.lock:
+        _STATE.active += 1
+        if _STATE.active == 1:
+            _apply()
+    try:
+        yield
+    finally:
+        with _STATE.lock:
+            _STATE.active -= 1
+            if _STATE.active == 0:
+                _revert()
+
+
+def add_scope(make: ScopeMaker) -> None:
+    """Enter ``make(capture)`` around every attempt from now on; idempotent."""
+    with _STATE.lock:
+        if make not in _STATE.scopes:
+            _STATE.scopes.append(make)
+
+
+def remove_scope(make: ScopeMaker) -> None:
+    """Stop what :func:`add_scope` started; attempts that run keep theirs."""
+    with _STATE.lock:
+        if make in _STATE.scopes:
+            _STATE.scopes.remove(make)
+
+
+def enter_scopes(stack: ExitStack, capture: object) -> None:
+    """Enter the registered scopes on ``stack``."""
+    for make in tuple(_STATE.scopes):
+        stack.enter_context(make(capture))
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Set ``owner.name`` to ``make(original)``; the returned function restores the original object itself.
+
+    Where somebody else has patched on top since, theirs stays: ours below it is idle outside rollouts.
+    """
+    original = cast("Any", vars(owner)[name])
+    ours = make(original)
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+
+    return undo
+
+
+def _apply() -> None:
+    from agl.capture import threads
+
+    _STATE.undo.extend(threads.install())
+
+
+def _revert() -> None:
+    while _STATE.undo:
+        _STATE.undo.pop()()

@@ -1,0 +1,98 @@
+"""Attempt tokens: who calls, proven by a signature, for a limited time, in the shape of an API key.
+
+A token is ``agl_<payload>.<signature>``: base64url of a small JSON array and of its HMAC-SHA256. It is signed, not
+encrypted: it holds ids, a scope and a time, and nothing secret. It cannot be revoked before it expires; the gateway
+also asks whether the attempt still runs.
+"""
+
+import binascii
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from typing import Literal
+
+import msgspec
+
+from agl.capture.redact import redact
+from agl.capture.secret import check_secret, load_secret
+from agl.errors import TokenError
+
+__all__ = ["PREFIX", "AttemptToken", "AttemptTokens", "TokenScope", "load_secret", "redact"]
+
+PREFIX = "agl_"
+TokenScope = Literal["attempt", "admin"]
+
+_MAX_LENGTH = 1024
+_NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
+
+
+class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What a verified token says.
+
+    Attributes:
+        rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for ``admin``.
+        expires_at: Unix seconds after which it is refused.
+        scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    expires_at: float
+    scope: TokenScope = "attempt"
+
+
+_DECODER = msgspec.json.Decoder(AttemptToken)
+
+
+class AttemptTokens:
+    """Issues and verifies tokens with one secret of at least 16 bytes; processes that share it trust each other."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = check_secret(secret, source="the secret given to AttemptTokens")
+
+    def issue(self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt") -> str:
+        """A token for one attempt, valid until ``expires_at`` (Unix seconds)."""
+        claim = AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope)
+        payload = _encode(msgspec.json.encode(claim))
+        return f"{PREFIX}{payload}.{self._sign(payload)}"
+
+    def issue_admin(self, *, expires_at: float) -> str:
+        """A token for the store API, valid until ``expires_at`` (Unix seconds)."""
+        return self.issue("", "", expires_at=expires_at, scope="admin")
+
+    def verify(self, token: str, *, now: float) -> AttemptToken:
+        """What ``token`` says, once its signature and time are checked against ``now`` (Unix seconds).
+
+        Raises:
+            TokenError: It is no agl token, was signed with another secret or changed, or has expired. The message
+                never holds the token.
+        """
+        payload, signature = _split(token)
+        if not hmac.compare_digest(self._sign(payload).encode(), signature.encode()):
+            raise TokenError(f"the token's signature does not match: it was forged, or signed by another run. {_NEXT}")
+        claim = _read(payload)
+        if now >= claim.expires_at:
+            late = now - claim.expires_at
+            raise TokenError(f"the token of attempt {claim.attempt_id!r} expired {late:.0f} s ago. {_NEXT}")
+        return claim
+
+    def _sign(self, payload: str) -> str:
+        return _encode(hmac.digest(self._secret, payload.encode(), "sha256"))
+
+
+def _split(token: str) -> tuple[str, str]:
+    payload, dot, signature = token.removeprefix(PREFIX).partition(".")
+    is_shaped = token.startswith(PREFIX) and token.isascii() and len(token) <= _MAX_LENGTH
+    if not (is_shaped and dot and payload and signature):
+        raise TokenError(f"the API key is no agl token (agl_..., {len(token)} characters found). {_NEXT}")
+    return payload, signature
+
+
+def _read(payload: str) -> AttemptToken:
+    try:
+        return _DECODER.decode(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (binascii.Error, msgspec.DecodeError, ValueError) as error:
+        raise TokenError(f"the token's payload cannot be read: it was made by another release. {_NEXT}") from error
+
+
+def _encode(data: bytes) -> str:
+    return urlsafe_b64encode(data).rstrip(b"=").decode()
