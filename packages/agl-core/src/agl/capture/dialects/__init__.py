@@ -1,0 +1,12 @@
+"""The wire formats of model calls as pure functions on bytes, shared by the gateway and the in-process tracer.
+
+OpenAI's chat completions, completions and responses, Anthropic's messages, and embeddings; plain bodies and
+streams; whole, cut or garbage. Nothing here does any input or output, and nothing raises for what a backend sends.
+"""
+
+from agl.capture.dialects.calls import calls_of
+from agl.capture.dialects.conversation import call_messages
+from agl.capture.dialects.exchange import Exchange, dialect_of
+from agl.capture.dialects.request import RequestHead, head_of, prepare_body
+
+__all__ = ["Exchange", "RequestHead", "call_messages", "calls_of", "dialect_of", "head_of", "prepare_body"]

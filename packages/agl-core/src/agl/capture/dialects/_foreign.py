@@ -1,0 +1,23 @@
+"""Foreign JSON, which may be anything, as the types that a reader hopes for."""
+
+from typing import Any, cast
+
+
+def is_list(value: object) -> bool:
+    """Whether ``value`` is an array."""
+    return isinstance(value, list)
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """``value`` if it is an object, else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def as_list(value: object) -> list[Any]:
+    """``value`` if it is an array, else an empty one."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def dicts_in(value: object) -> list[dict[str, Any]]:
+    """The objects in ``value`` if it is an array, else none."""
+    return [item for item in as_list(value) if isinstance(item, dict)]
