@@ -1,0 +1,169 @@
+"""Weights and optimizer state on disk: safetensors and JSON, never pickle, and never half a checkpoint.
+
+A directory is filled under a temporary name, flushed, and renamed, so what carries the final name is whole.
+Two kinds are written: what a policy serves (`save_served`: a Hugging Face directory, or a peft adapter) and
+what training continues from (`save_training`: trainable tensors, AdamW moments, the update count).
+Files of a run are only read back by this module, `transformers` and `peft`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import torch
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.model import has_lora, load_trainable_state, trainable_state
+from agl_algo_torch.typed import read_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+
+    from agl_algo_torch.model import LoadedModel
+
+FORMAT = 1
+"""Version of the training checkpoint's layout."""
+
+
+def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
+    """Call `fill` on an empty temporary directory beside `target`, flush it to disk and rename it to `target`.
+
+    A `target` that exists is replaced; a crash at any point leaves the old one, the new one, or none, never a
+    mixture, and leftovers of an earlier crash are removed.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
+    for leftover in (fresh, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir()
+    fill(fresh)
+    for path in sorted(fresh.rglob("*")):
+        if path.is_file():
+            _flush(path)
+    if target.exists():
+        target.rename(old)
+    fresh.rename(target)
+    _flush_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def save_served(loaded: LoadedModel, target: Path) -> Weights:
+    """Write what a policy serves and return the resource that names it.
+
+    Full weights: a Hugging Face directory with the tokenizer. LoRA: a peft adapter that names its base model.
+    """
+    model = cast("Any", loaded.model)
+
+    def fill(directory: Path) -> None:
+        model.save_pretrained(directory)
+        loaded.tokenizer.save_pretrained(directory)
+
+    write_directory(target, fill)
+    if has_lora(loaded.model):
+        return Weights(uri=str(target), base_model=loaded.name, format="lora")
+    return Weights(uri=str(target), format="hf")
+
+
+def save_training(
+    target: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, updates: int, origin: Weights
+) -> None:
+    """Write what training continues from; `origin` is the resource that the model was opened from."""
+    moments, steps = _optimizer_tensors(model, optimizer)
+
+    def fill(directory: Path) -> None:
+        write_tensors(trainable_state(model), directory / "trainable.safetensors")
+        write_tensors(moments, directory / "optimizer.safetensors")
+        state = {"format": FORMAT, "updates": updates, "origin": msgspec.to_builtins(origin), "steps": steps}
+        (directory / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+    write_directory(target, fill)
+
+
+def read_origin(source: Path) -> Weights:
+    """Return the resource that the model of a training checkpoint was opened from."""
+    return msgspec.convert(_read_state(source)["origin"], Weights)
+
+
+def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.AdamW) -> int:
+    """Restore model and optimizer in place from `save_training`; returns the number of updates done.
+
+    Raises ConfigError when the directory is absent, newer, or belongs to another model.
+    """
+    state = _read_state(source)
+    load_trainable_state(model, read_tensors(source / "trainable.safetensors"))
+    moments = read_tensors(source / "optimizer.safetensors")
+    names = _parameter_names(model)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[parameter]
+            if name not in state["steps"]:
+                continue
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(state["steps"][name])),
+                "exp_avg": moments[f"{name}/exp_avg"].to(parameter.device),
+                "exp_avg_sq": moments[f"{name}/exp_avg_sq"].to(parameter.device),
+            }
+    return int(state["updates"])
+
+
+def prune(directory: Path, *, keep: int) -> None:
+    """Remove all but the `keep` newest entries of `directory`, by name; hidden ones are left alone."""
+    found = sorted(p for p in directory.glob("*") if p.is_dir() and not p.name.startswith("."))
+    for path in found[: max(0, len(found) - keep)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _read_state(source: Path) -> dict[str, Any]:
+    path = source / "state.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no training checkpoint in {source}: state.json is absent. "
+            "Resume where the run's files are, or start the run under a new name."
+        )
+    state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+    if state["format"] > FORMAT:
+        raise ConfigError(
+            f"The checkpoint {source} has format {state['format']}, but {FORMAT} is the newest that is known. "
+            "Upgrade agl-algo-torch."
+        )
+    return state
+
+
+def _parameter_names(model: nn.Module) -> dict[Any, str]:
+    return {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, float]]:
+    moments: dict[str, Tensor] = {}
+    steps: dict[str, float] = {}
+    for parameter, name in _parameter_names(model).items():
+        state = optimizer.state.get(parameter)
+        if not state:
+            continue
+        steps[name] = float(state["step"])
+        moments[f"{name}/exp_avg"] = state["exp_avg"]
+        moments[f"{name}/exp_avg_sq"] = state["exp_avg_sq"]
+    return moments, steps
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_directory(path: Path) -> None:
+    if os.name != "posix":  # other systems cannot open a directory to flush it
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,138 @@
+"""Dialogues in OpenAI's message format, from JSON lines to tokens in which only the assistant's are trained.
+
+One line is `{"messages": [...], "tools": [...]}`; `tools` may be absent. Messages are rendered with the model's
+own chat template, exactly as the policy server renders a request, so training sees what serving will.
+What counts as the assistant's: the text that its turn adds to the prompt, up to and including the end-of-turn
+token. A template that renders earlier turns differently later (as reasoning models do) gives several rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import DatasetError
+from agl_algo_torch.batch import Sample, from_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """A conversation and the tools that it was given; `where` is file and line, for error messages."""
+
+    where: str
+    messages: tuple[Message, ...]
+    tools: tuple[Any, ...] = ()
+
+
+def read_dialogues(path: Path) -> list[Dialogue]:
+    """Read a JSON-lines file; blank lines are skipped. Raises DatasetError with file and line."""
+    if not path.is_file():
+        raise DatasetError(
+            f"The dialogue file {path} does not exist (looked from {Path.cwd()}). Correct `data` or create it."
+        )
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [_parse(line, where=f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise DatasetError(f"The dialogue file {path} is empty. Give one JSON object with `messages` per line.")
+    return found
+
+
+def _parse(line: str, *, where: str) -> Dialogue:
+    try:
+        row: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DatasetError(f"{where}: the line is no JSON ({error.msg}). Give one JSON object per line.") from error
+    messages = cast("dict[str, Any]", row).get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list) or not all(_is_message(m) for m in cast("list[Any]", messages)):
+        raise DatasetError(
+            f'{where}: expected {{"messages": [{{"role": ..., "content": ...}}, ...]}}. '
+            "Give the messages as the OpenAI chat API takes them."
+        )
+    turns = cast("list[Message]", messages)
+    if not any(m["role"] == "assistant" for m in turns):
+        raise DatasetError(
+            f"{where}: no message has the role assistant, so there is nothing to learn. Remove the line."
+        )
+    tools: list[Any] = cast("dict[str, Any]", row).get("tools") or []
+    return Dialogue(where=where, messages=tuple(turns), tools=tuple(tools))
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
+
+
+def template_messages(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as chat templates expect them: the arguments of tool calls as objects, not as JSON text."""
+    return [_with_parsed_calls(message) if message.get("tool_calls") else dict(message) for message in messages]
+
+
+def _with_parsed_calls(message: Message) -> Message:
+    calls: list[Any] = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        calls.append({**call, "function": {**call["function"], "arguments": parsed}})
+    return {**message, "tool_calls": calls}
+
+
+def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Sample]:
+    """Return the rows of a dialogue, one where the template only appends.
+
+    All rows carry `dialogue.where` as their rollout, so they share an update and one share of the gradient.
+    Raises DatasetError for a row above `max_tokens`, or one that the template cannot render.
+    """
+    samples: list[Sample] = []
+    for text, spans in _rows(dialogue, tokenizer):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids: list[int] = encoded["input_ids"]
+        if len(ids) > max_tokens:
+            raise DatasetError(
+                f"{dialogue.where}: the dialogue has {len(ids)} tokens, but the model's context is {max_tokens}. "
+                "Shorten or remove it."
+            )
+        offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        mask = [int(any(start <= a < stop for start, stop in spans)) for a, _ in offsets]
+        samples.append(from_tokens(dialogue.where, ids, mask))
+    return samples
+
+
+def _rows(dialogue: Dialogue, tokenizer: Any) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield texts with the assistant's character spans, longest first; every assistant turn is in one of them."""
+    text, spans = "", list[tuple[int, int]]()
+    for index in reversed(range(len(dialogue.messages))):
+        if dialogue.messages[index]["role"] != "assistant":
+            continue
+        rendered, start = _turn(dialogue, tokenizer, index)
+        if not text.startswith(rendered):
+            if text:
+                yield text, spans
+            text, spans = rendered, []
+        spans.append((start, len(rendered)))
+    yield text, spans
+
+
+def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
+    """The conversation up to the end of the assistant turn `index`, and where that turn begins."""
+    messages = template_messages(dialogue.messages)
+    prompt = _render(tokenizer, messages[:index], dialogue, is_prompt=True)
+    whole = _render(tokenizer, messages[: index + 1], dialogue, is_prompt=False)
+    if not whole.startswith(prompt):
+        raise DatasetError(
+            f"{dialogue.where}: the chat template renders message {index} so that it does not continue its prompt. "
+            "Use a template whose generation prompt is a prefix of the answer."
+        )
+    end = whole.rfind(tokenizer.eos_token, len(prompt)) if tokenizer.eos_token else -1
+    return (whole if end < 0 else whole[: end + len(tokenizer.eos_token)]), len(prompt)
+
+
+def _render(tokenizer: Any, messages: list[Message], dialogue: Dialogue, *, is_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+        messages, tools=list(dialogue.tools) or None, tokenize=False, add_generation_prompt=is_prompt
+    )

@@ -1,0 +1,344 @@
+"""GRPO: policy gradients with group-relative advantages, on the recorded tokens of whatever the agent did.
+
+Paper: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), section 4.1. One step:
+
+    1. collect: run every task `group_size` times with the live weights
+    2. advantages (`advantages.py`): credit per call, minus its group's baseline, scaled by `estimator`
+    3. update: sum over trained tokens of  w_t * c_t * max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+                                           + w_t * kl_coef * KL_t              (`losses.py`), r = pi / pi_old
+    4. publish the new weights, which the policy then serves
+
+Deviations from the paper, and why:
+- The clip has two bounds and the loss is averaged over tokens by default, both as in DAPO (arXiv 2503.14476);
+  `estimator`, `aggregation` and `clip_*` restore the paper, or give RLOO, REINFORCE++ and Dr. GRPO.
+- No KL penalty by default (`kl_coef = 0`): no reference is held in memory then.
+- pi_old is the trainer's own recomputation, not the sampler's; the difference to the recorded behaviour
+  log-probabilities is corrected by truncated importance sampling (`tis_cap`) and logged as `logprob_gap`.
+- Agents have several calls, several rows and several roles: the unit of every statistic, of every normalisation
+  and of every minibatch is the rollout. Splitting a rollout into rows changes nothing.
+- Groups whose advantages are all zero cost no forward pass (unless a KL penalty needs one) but stay in the
+  denominators, so that skipping them changes the time and not the update; they are counted in `groups_silent`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agl.contracts import StepReport
+from agl.errors import ConfigError
+from agl_algo_torch.advantages import ESTIMATORS, Estimator
+from agl_algo_torch.batch import MicroBatch, Sample, micro_batches, split_updates, weights
+from agl_algo_torch.episodes import prepare
+from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, validate
+from agl_algo_torch.losses import (
+    AGGREGATIONS,
+    KL,
+    KLS,
+    Aggregation,
+    entropy,
+    kl_estimate,
+    policy_loss,
+    truncated_importance,
+)
+from agl_algo_torch.model import LoraSettings, Reference
+from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.typed import backward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Json
+
+
+class GRPO:
+    """Trains the weights of one policy on groups of rollouts that share a task.
+
+    Args:
+        steps: Steps in all; one step collects once and publishes once.
+        tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
+        group_size: Rollouts per task, whose rewards are compared.
+        estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++` or `reinforce++-baseline`.
+        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does).
+        updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
+        clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
+        kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        tis_cap: Largest importance weight of the trainer's over the sampler's probability; 0 turns it off.
+        val_every: Steps between validations; 0 validates only before the first and after the last step.
+        lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        token_budget: Padded tokens that one forward pass may take.
+        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        keep: Saved states and exported weights that stay on disk.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        steps: int = 100,
+        tasks_per_step: int = 16,
+        group_size: int = 8,
+        estimator: Estimator = "grpo",
+        aggregation: Aggregation = "token",
+        constant_tokens: int = 1024,
+        updates_per_step: int = 1,
+        epochs: int = 1,
+        clip_low: float = 0.2,
+        clip_high: float = 0.28,
+        kl: KL = "k3",
+        kl_coef: float = 0.0,
+        tis_cap: float = 2.0,
+        val_every: int = 0,
+        lr: float = 1e-6,
+        warmup: int = 0,
+        decay: Decay = "constant",
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        token_budget: int = 16_384,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+        lora_targets: tuple[str, ...] = ("all-linear",),
+        device: str = "auto",
+        dtype: str = "float32",
+        threads: int = 0,
+        keep: int = 2,
+    ) -> None:
+        _refuse_unknown(estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        counts = {
+            "steps": steps,
+            "tasks_per_step": tasks_per_step,
+            "group_size": group_size,
+            "updates_per_step": updates_per_step,
+            "epochs": epochs,
+            "constant_tokens": constant_tokens,
+            "keep": keep,
+        }
+        low = {name: value for name, value in counts.items() if value < 1}
+        if low:
+            raise ConfigError(f"grpo got {low}; each must be at least 1.")
+        if group_size == 1 and estimator != "reinforce++":
+            raise ConfigError(
+                f"grpo with estimator {estimator!r} compares the rollouts of a group, but group_size is 1. "
+                'Give at least 2, or estimator = "reinforce++", which compares over the batch.'
+            )
+        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._estimator: Estimator = estimator
+        self._aggregation: Aggregation = aggregation
+        self._constant_tokens = constant_tokens
+        self._updates_per_step, self._epochs = updates_per_step, epochs
+        self._clip_low, self._clip_high = clip_low, clip_high
+        self._kl: KL = kl
+        self._kl_coef, self._tis_cap = kl_coef, tis_cap
+        self._val_every, self._token_budget, self._keep = val_every, token_budget, keep
+        self._settings = LearnerSettings(
+            optim=OptimSettings(
+                lr=lr,
+                betas=(betas[0], betas[1]),
+                weight_decay=weight_decay,
+                warmup=warmup,
+                decay=decay,
+                total=steps * updates_per_step * epochs,
+                max_grad_norm=max_grad_norm,
+            ),
+            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+        self._learner: Learner | None = None
+        self._reference: Reference | None = None
+        self._step = 0
+        self._live = ""  # the version that `_learner` holds
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
+        self._context = context
+        self._name = tuned_name(context, algorithm="grpo")
+        tuned_weights(context.current(self._name).resource, name=self._name)
+        if not context.train:
+            raise ConfigError("grpo needs training tasks, but the experiment has none. Set `train` to a dataset.")
+
+    async def step(self) -> StepReport:
+        """Collect one batch of groups, update, save and publish."""
+        context, step = self._context, self._step + 1
+        learner = await self._current_learner()
+        metrics: dict[str, float] = {}
+        if step == 1:
+            before = await validate(context, step=0)
+            metrics |= {f"{name}_before": value for name, value in before.items()}
+
+        started = time.perf_counter()
+        collected = await context.collect(self._tasks(step), step=step, n=self._group_size)
+        metrics["collect_s"] = time.perf_counter() - started
+        batch = prepare(collected.groups(), credit=context.credit, estimator=self._estimator)
+        metrics |= batch.metrics
+        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+
+        started = time.perf_counter()
+        metrics |= await self._train(learner, batch.samples)
+        metrics["update_s"] = time.perf_counter() - started
+
+        await asyncio.to_thread(learner.save, context.workdir / "state" / f"{step:06d}", keep=self._keep)
+        resource = await asyncio.to_thread(learner.export, context.workdir / "weights" / f"{step:06d}", keep=self._keep)
+        version = await context.publish(self._name, resource, step=step)
+        self._step, self._live = step, version.version
+        is_finished = step >= self._steps
+        if is_finished or (self._val_every and step % self._val_every == 0):
+            metrics |= await validate(context, step=step)
+        return StepReport(
+            step=step,
+            is_finished=is_finished,
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(sample.rollout for sample in batch.samples)),
+            published=(f"{self._name}@{version.version}",),
+            stop_reason=f"{self._steps} steps done" if is_finished else "",
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """The step count, the newest checkpoint and the version that it was published as."""
+        path = self._context.workdir / "state" / f"{self._step:06d}"
+        return {"step": self._step, "checkpoint": str(path) if self._step else "", "live": self._live}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments and the KL reference included."""
+        self._step, self._live = int(state["step"]), str(state["live"])
+        if state["checkpoint"]:
+            self._learner = await asyncio.to_thread(self._resume, Path(state["checkpoint"]))
+
+    async def close(self) -> None:
+        """Drop the model and the reference."""
+        self._learner = self._reference = None
+
+    def _tasks(self, step: int) -> list[Json]:
+        """The tasks of a step: every epoch is a shuffle that follows from seed and epoch."""
+        tasks, first = self._context.train, (step - 1) * self._tasks_per_step
+        chosen: list[Json] = []
+        for position in range(first, first + min(self._tasks_per_step, len(tasks))):
+            epoch, index = divmod(position, len(tasks))
+            order = list(range(len(tasks)))
+            random.Random(f"{self._context.seed}/{self._context.name}/{epoch}").shuffle(order)
+            chosen.append(tasks[order[index]])
+        return chosen
+
+    async def _current_learner(self) -> Learner:
+        """The learner, opened again when another algorithm has published weights since."""
+        version = self._context.current(self._name)
+        if self._learner is None or version.version != self._live:
+            origin = tuned_weights(version.resource, name=self._name)
+            self._learner = None  # free the old model before the new one is loaded
+            updates = self._step * self._updates_per_step * self._epochs
+            self._learner = await asyncio.to_thread(self._open, origin, updates)
+            self._live = version.version
+        return self._learner
+
+    def _open(self, origin: Any, updates: int) -> Learner:
+        learner = Learner(origin=origin, settings=self._settings)
+        learner.updates = updates
+        if self._kl_coef and self._reference is None:
+            self._reference = Reference(learner.loaded.model)
+        return learner
+
+    def _resume(self, checkpoint: Path) -> Learner:
+        learner = Learner.resume(checkpoint, settings=self._settings)
+        if self._kl_coef:
+            self._reference = Reference(Learner(origin=learner.origin, settings=self._settings).loaded.model)
+        return learner
+
+    async def _train(self, learner: Learner, samples: list[Sample]) -> dict[str, float]:
+        """All updates of a step; a number that several updates report is averaged."""
+        if self._updates_per_step * self._epochs > 1:
+            samples = await asyncio.to_thread(self._with_old, learner, samples)
+        parts = split_updates(samples, updates=self._updates_per_step)
+        reports: list[dict[str, float]] = []
+        for epoch in range(self._epochs):
+            for index, part in enumerate(parts):
+                reports.append(await asyncio.to_thread(self._update, learner, part))
+                self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
+        names = dict.fromkeys(name for report in reports for name in report)
+        return {name: mean([report[name] for report in reports if name in report]) for name in names}
+
+    def _batches(self, learner: Learner, samples: Sequence[Sample]) -> tuple[list[Sample], list[MicroBatch]]:
+        """The rows that have a gradient and their micro-batches, weighted as part of all `samples`."""
+        weight = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        kept = [i for i, s in enumerate(samples) if s.trained_tokens and (self._kl_coef or not s.is_silent)]
+        rows = [samples[i] for i in kept]
+        batches = micro_batches(
+            rows, [weight[i] for i in kept], token_budget=self._token_budget, device=learner.loaded.device
+        )
+        return rows, list(batches)
+
+    @torch.no_grad()
+    def _with_old(self, learner: Learner, samples: list[Sample]) -> list[Sample]:
+        """Add the log-probabilities before the step's first update; rows without a gradient are left out."""
+        learner.use_threads()
+        rows, batches = self._batches(learner, samples)
+        old: dict[int, Tensor] = {}
+        for batch in batches:
+            old |= batch.scatter(batch.logprobs(batch.logits(learner.loaded.model)))
+        by_row = {id(row): old[index] for index, row in enumerate(rows)}
+        return [replace(s, old=by_row[id(s)]) if id(s) in by_row else s for s in samples]
+
+    def _update(self, learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer update on whole rollouts; none when no row has a gradient."""
+        learner.use_threads()
+        rows, batches = self._batches(learner, samples)
+        if not rows:
+            return {"updates_skipped": 1.0}
+        sums: defaultdict[str, float] = defaultdict(float)
+        peaks = {"ratio_max": 0.0, "logprob_gap": 0.0}
+        for batch in batches:
+            logits_M_V = batch.logits(learner.loaded.model)
+            logp_M = batch.logprobs(logits_M_V)
+            old_M = logp_M.detach() if batch.old_M is None else batch.old_M
+            importance_M = None
+            if self._tis_cap:
+                importance_M = truncated_importance(old_M, batch.behaviour_M, cap=self._tis_cap)
+                sums["tis_truncated"] += int((importance_M >= self._tis_cap).sum())
+            result = policy_loss(
+                logp_M,
+                old_logp_M=old_M,
+                advantages_M=batch.advantages_M,
+                weight_M=batch.weight_M,
+                clip_low=self._clip_low,
+                clip_high=self._clip_high,
+                importance_M=importance_M,
+            )
+            loss = result.loss
+            if self._kl_coef:
+                kl_M = kl_estimate(logp_M, self._reference_logprobs(batch), kind=self._kl)
+                loss = loss + self._kl_coef * (batch.weight_M * kl_M).sum()
+                sums["kl"] += float(kl_M.detach().sum())
+            backward(loss)
+            sums["loss"] += float(loss.detach())
+            sums["entropy"] += float(entropy(logits_M_V.detach()).sum())
+            sums["clipped_low"] += result.clipped_low
+            sums["clipped_high"] += result.clipped_high
+            sums["tokens"] += len(logp_M)
+            peaks["ratio_max"] = max(peaks["ratio_max"], result.ratio_max)
+            peaks["logprob_gap"] = max(peaks["logprob_gap"], float((old_M - batch.behaviour_M).abs().max()))
+        totals = {"loss", "tokens"}
+        report = {name: value if name in totals else value / sums["tokens"] for name, value in sums.items()}
+        return report | peaks | {"grad_norm": learner.apply()}
+
+    def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
+        if self._reference is None:
+            raise AssertionError("a KL penalty is configured, so opening the learner made a reference")
+        with self._reference.active() as model:
+            return batch.logprobs(batch.logits(model))
+
+
+def _refuse_unknown(**choices: tuple[str, tuple[str, ...]]) -> None:
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"grpo got {name} = {value!r}, which is unknown. Use one of: {', '.join(known)}.")

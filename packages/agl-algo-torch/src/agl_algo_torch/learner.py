@@ -1,0 +1,138 @@
+"""The model in training: opened from a published resource, saved, restored and published again.
+
+Shared by the algorithms so that each of them reads as its own loop; it decides nothing about losses.
+Everything here blocks; algorithms call it in a thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
+from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
+from agl_algo_torch.typed import seed_everything
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Resource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSettings:
+    """Where and how the model is trained; `lora` absent means full weights, `threads` 0 leaves torch's choice."""
+
+    optim: OptimSettings
+    lora: LoraSettings | None = None
+    device: str = "auto"
+    dtype: str = "float32"
+    threads: int = 0
+
+
+class Learner:
+    """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from."""
+
+    def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
+        """Load `origin`; raises ConfigError when it cannot be loaded."""
+        self.settings = settings
+        self.origin = origin
+        self.updates = 0
+        self.use_threads()
+        self.loaded = _open(origin, settings)
+        self.optimizer = build_optimizer(self.loaded.model, settings.optim)
+
+    @classmethod
+    def resume(cls, source: Path, *, settings: LearnerSettings) -> Learner:
+        """Open the checkpoint that `save` wrote; continues bit for bit on the same machine and thread count."""
+        learner = cls(origin=read_origin(source), settings=settings)
+        learner.updates = load_training(source, model=learner.loaded.model, optimizer=learner.optimizer)
+        return learner
+
+    def use_threads(self) -> None:
+        """Give torch the configured number of threads in the calling thread; one is fastest for tiny models."""
+        if self.settings.threads:
+            torch.set_num_threads(self.settings.threads)
+
+    def apply(self) -> float:
+        """Do one optimizer update with the accumulated gradient; returns its norm before clipping."""
+        norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates)
+        self.updates += 1
+        return norm
+
+    def save(self, target: Path, *, keep: int) -> None:
+        """Write a training checkpoint and remove all but the `keep` newest beside it."""
+        save_training(
+            target, model=self.loaded.model, optimizer=self.optimizer, updates=self.updates, origin=self.origin
+        )
+        prune(target.parent, keep=keep)
+
+    def export(self, target: Path, *, keep: int) -> Weights:
+        """Write the weights to serve and return the resource that names them; prunes like `save`."""
+        weights = save_served(self.loaded, target)
+        prune(target.parent, keep=keep)
+        return weights
+
+
+def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
+    """Return the one resource that the algorithm tunes; raises ConfigError unless there is exactly one."""
+    if len(context.tunes) != 1:
+        raise ConfigError(
+            f"{algorithm} trains the weights of one policy, but tunes {list(context.tunes)}. "
+            'Give one name, such as tunes = "main_llm", and one [[algorithm]] per policy.'
+        )
+    return context.tunes[0]
+
+
+def tuned_weights(resource: Resource, *, name: str) -> Weights:
+    """Return the resource as weights; raises ConfigError for an endpoint, whose weights cannot be reached."""
+    if not isinstance(resource, Weights):
+        raise ConfigError(
+            f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
+            f'Serve it in this process: [policy.{name}] use = "torch".'
+        )
+    return resource
+
+
+async def validate(context: AlgorithmContext, *, step: int) -> dict[str, float]:
+    """Run every validation task once on the live resources and return the mean reward, `{}` without tasks.
+
+    Rollouts without a reward are left out of the mean and counted in `val_unrewarded`.
+    """
+    if not context.val:
+        return {}
+    collected = await context.collect(context.val, step=step, mode="val")
+    rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
+    missing = len(context.val) - len(rewards)
+    if not rewards:
+        return {"val_unrewarded": float(missing)}
+    return {"val_reward": sum(rewards) / len(rewards), "val_unrewarded": float(missing)}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean, 0.0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
+    seed_everything(0)  # adapters start from the same random matrices on every start
+    if origin.format == "hf":
+        loaded = load_model(origin.uri, device=settings.device, dtype=settings.dtype)
+        return replace(loaded, model=add_lora(loaded.model, settings.lora)) if settings.lora else loaded
+    loaded = load_model(origin.base_model, device=settings.device, dtype=settings.dtype)
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"The weights {origin.uri} are a LoRA adapter, but peft is not installed. "
+            "Run: pip install 'agl-algo-torch[lora]'."
+        ) from error
+    adapted = cast("Any", PeftModel).from_pretrained(loaded.model, origin.uri, is_trainable=True)
+    return replace(loaded, model=adapted)

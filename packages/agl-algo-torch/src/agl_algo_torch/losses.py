@@ -1,0 +1,129 @@
+"""Policy-gradient losses over trained tokens, as pure functions of tensors in any floating dtype.
+
+Notation: M is the number of trained tokens of a micro-batch (mask 1), flat over rows, in the order of the rows.
+`logp_M` requires grad; everything else is data. A loss is a sum of `weight_M * loss_M`, where the weights carry
+the whole normalisation of the update, so micro-batches add up and no function here divides by a row count.
+
+Weights (`token_weight`) make a rollout's share independent of how many rows it was split into:
+
+    token      1 / tokens of the update               every token counts the same (DAPO, arXiv 2503.14476, eq. 8)
+    sequence   1 / (tokens of the rollout * rollouts) every rollout counts the same (GRPO, arXiv 2402.03300, eq. 3)
+    constant   1 / (constant * rollouts)              no length bias (Dr. GRPO, arXiv 2503.20783, section 3.1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from agl.errors import ConfigError
+
+Aggregation = Literal["token", "sequence", "constant"]
+KL = Literal["k1", "k2", "k3"]
+AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
+KLS: tuple[str, ...] = get_args(KL)
+
+
+def token_weight(
+    aggregation: Aggregation, *, rollout_tokens: int, update_tokens: int, update_rollouts: int, constant: int = 1
+) -> float:
+    """Return the weight of one trained token of a rollout that has `rollout_tokens` of them over all its rows.
+
+    `update_tokens` and `update_rollouts` count the whole optimizer update, rollouts without advantage included.
+    """
+    if aggregation == "token":
+        return 1.0 / update_tokens
+    if aggregation == "sequence":
+        return 1.0 / (rollout_tokens * update_rollouts)
+    if aggregation == "constant":
+        return 1.0 / (constant * update_rollouts)
+    raise ConfigError(f"The aggregation {aggregation!r} is unknown. Use one of: {', '.join(AGGREGATIONS)}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """A loss to differentiate, and numbers to log that need no gradient.
+
+    `clipped_low` and `clipped_high` count tokens; `ratio_max` is the largest ratio to the old policy.
+    """
+
+    loss: Tensor
+    clipped_low: int
+    clipped_high: int
+    ratio_max: float
+
+
+def policy_loss(
+    logp_M: Tensor,
+    *,
+    old_logp_M: Tensor,
+    advantages_M: Tensor,
+    weight_M: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    importance_M: Tensor | None = None,
+) -> PolicyLoss:
+    """Return `sum w * c * max(-A r, -A clip(r, 1 - low, 1 + high))`, r = exp(logp - old_logp).
+
+    PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347, equation 7) with separate bounds
+    (DAPO, arXiv 2503.14476, section 3.1). `importance_M` is c, see `truncated_importance`; 1 when absent.
+    """
+    ratio_M = torch.exp(logp_M - old_logp_M)
+    clipped_M = ratio_M.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * clipped_M)
+    if importance_M is not None:
+        loss_M = loss_M * importance_M
+    with torch.no_grad():
+        low = (ratio_M < 1.0 - clip_low) & (advantages_M < 0)
+        high = (ratio_M > 1.0 + clip_high) & (advantages_M > 0)
+        ratio_max = float(ratio_M.max()) if ratio_M.numel() else 1.0
+    return PolicyLoss(
+        loss=(weight_M * loss_M).sum(),
+        clipped_low=int(low.sum()),
+        clipped_high=int(high.sum()),
+        ratio_max=ratio_max,
+    )
+
+
+def truncated_importance(old_logp_M: Tensor, behaviour_logp_M: Tensor, *, cap: float) -> Tensor:
+    """Return `min(pi_old / pi_behaviour, cap)` per token, without gradient (TIS).
+
+    The sampler and the trainer compute slightly different probabilities, and samples may be a few versions old;
+    the weight corrects the expectation and the cap bounds its variance (Yao et al. 2025, "Your efficient RL
+    framework secretly brings you off-policy RL training"). `behaviour_logp_M` are the recorded ones.
+    """
+    return torch.exp(old_logp_M.detach() - behaviour_logp_M).clamp(max=cap)
+
+
+def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor:
+    """Return per-token estimates of KL(policy || reference) from samples of the policy, [M].
+
+    Schulman 2020, "Approximating KL divergence": with d = reference - policy log-probability, k1 = -d (unbiased),
+    k2 = d^2 / 2 (its gradient is the KL's in expectation), k3 = exp(d) - 1 - d (unbiased, never negative).
+    As a loss, k1 has zero gradient in expectation: use it to watch, k2 or k3 to penalise.
+    """
+    d_M = reference_logp_M - logp_M
+    if kind == "k1":
+        return -d_M
+    if kind == "k2":
+        return 0.5 * d_M**2
+    if kind == "k3":
+        return torch.exp(d_M) - 1.0 - d_M
+    raise ConfigError(f"The KL estimator {kind!r} is unknown. Use one of: {', '.join(KLS)}.")
+
+
+def token_logprobs(logits_M_V: Tensor, *, targets_M: Tensor, temperature_M: Tensor) -> Tensor:
+    """Return the log-probability of each target under `softmax(logits / temperature)`, [M], at least float32."""
+    scaled_M_V = logits_M_V.to(torch.promote_types(logits_M_V.dtype, torch.float32)) / temperature_M[:, None]
+    chosen_M = scaled_M_V.gather(1, targets_M[:, None])[:, 0]
+    return chosen_M - scaled_M_V.logsumexp(dim=1)
+
+
+def entropy(logits_M_V: Tensor) -> Tensor:
+    """Return the entropy of `softmax(logits)` per position in nats, [M], without gradient."""
+    with torch.no_grad():
+        logp_M_V = logits_M_V.float().log_softmax(dim=1)
+        return -(logp_M_V.exp() * logp_M_V).sum(dim=1)

@@ -1,0 +1,168 @@
+"""Load a causal language model for training, with full weights or a LoRA adapter, and export what is served.
+
+A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture.
+What stays elsewhere: optimisers (`optim`), files on disk (`checkpoint`), sampling (`engine`).
+
+Limits: one device; quantised base weights can be loaded but their LoRA cannot be merged for serving.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl.errors import ConfigError
+from agl_algo_torch.typed import modules
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from torch import Tensor, nn
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): `delta W = B A * alpha / rank`."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of the modules that get an adapter; `("all-linear",)` means every linear layer but the head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM and its tokenizer on one device; `name` is what was asked for."""
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    device: torch.device
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens (prompt plus response) that the position embedding was made for."""
+        config = cast("Any", self.model).config
+        return int(config.max_position_embeddings)
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """Return the device that `name` means; "auto" is the first GPU where one is usable, else the CPU."""
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> LoadedModel:
+    """Load model and tokenizer from a directory or hub name, in evaluation mode.
+
+    Raises ConfigError when `dtype` is unknown, the model cannot be read or has no chat template.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
+    where = pick_device(device)
+    try:
+        tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
+        model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=DTYPES[dtype])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The model {path!r} cannot be loaded: {error}. "
+            "Give a directory in Hugging Face's format (config.json, model.safetensors, tokenizer.json) or a hub name."
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"The tokenizer of {path!r} has no chat template, so messages cannot be turned into tokens. "
+            "Use an instruction-tuned model, or add chat_template.jinja beside its tokenizer.json."
+        )
+    return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
+
+
+def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
+    """Return `model` with trainable adapters and frozen base weights (needs the extra `lora`)."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ConfigError(
+            "LoRA was asked for, but peft is not installed. Run: pip install 'agl-algo-torch[lora]'."
+        ) from error
+    every = settings.targets == ("all-linear",)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast("int", settings.alpha),
+        lora_dropout=settings.dropout,
+        target_modules="all-linear" if every else list(settings.targets),
+        task_type="CAUSAL_LM",
+    )
+    return cast("nn.Module", get_peft_model(cast("Any", model), config))
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether `model` carries adapters made by `add_lora`."""
+    return hasattr(model, "peft_config")
+
+
+def trainable_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that training changes, by parameter name; views, not copies."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Copy `state` into the trainable parameters; raises ConfigError unless names and shapes agree."""
+    own = trainable_state(model)
+    odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
+    if odd:
+        raise ConfigError(
+            f"The checkpoint does not fit the model: {len(odd)} tensors differ, first {odd[0]!r}. "
+            "Resume with the model and LoRA settings that wrote it, or start a new run."
+        )
+    with torch.no_grad():
+        for name, target in own.items():
+            target.copy_(state[name])
+
+
+def served_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a detached copy of the weights to serve, in the base model's names, adapters merged.
+
+    The merge is computed on the side (`W + get_delta_weight`), so training weights keep every bit.
+    """
+    if not has_lora(model):
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {name: tensor for name, tensor in _merged(cast("Any", model).get_base_model())}
+
+
+def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    deltas: dict[str, Tensor] = {}
+    for name, module in modules(base):
+        if hasattr(module, "get_delta_weight"):
+            layer = cast("Any", module)
+            deltas[f"{name}.weight"] = torch.stack([layer.get_delta_weight(a) for a in layer.active_adapters]).sum(0)
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(".base_layer.", ".")
+        value = tensor.detach().clone()
+        yield plain, value + deltas[plain].detach() if plain in deltas else value
+
+
+class Reference:
+    """The frozen policy that a KL penalty compares with: the base under LoRA, else a copy of the weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copy = None if has_lora(model) else copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+
+    @contextmanager
+    def active(self) -> Generator[nn.Module]:
+        """Yield the reference; under LoRA the adapters are off inside the block."""
+        manager = nullcontext() if self._copy is not None else cast("Any", self._model).disable_adapter()
+        with manager, torch.no_grad():
+            yield self._copy if self._copy is not None else self._model

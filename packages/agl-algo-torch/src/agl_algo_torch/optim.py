@@ -1,0 +1,85 @@
+"""AdamW with warm-up and gradient clipping: the settings, and the few lines that apply them.
+
+The learning rate is a pure function of the update number, so a resumed run continues on the same curve.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from agl.errors import AglError, ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Decay = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSettings:
+    """AdamW (Loshchilov & Hutter 2017, arXiv 1711.05101); vectors (norms, biases) are not decayed.
+
+    The rate rises linearly over `warmup` updates; with `linear` or `cosine` decay it falls to zero at `total`.
+    `max_grad_norm` bounds the 2-norm of the whole gradient.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup: int = 0
+    decay: Decay = "constant"
+    total: int = 0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.max_grad_norm <= 0:
+            raise ConfigError(f"lr is {self.lr} and max_grad_norm {self.max_grad_norm}; both must be above 0.")
+        if self.decay != "constant" and self.total < 1:
+            raise ConfigError(f"decay {self.decay!r} needs the total number of updates, but total is {self.total}.")
+
+
+def learning_rate(settings: OptimSettings, update: int) -> float:
+    """Return the rate of update number `update`, counted from 0."""
+    warm = min(1.0, (update + 1) / (settings.warmup + 1))
+    if settings.decay == "constant":
+        return settings.lr * warm
+    left = max(0.0, 1.0 - update / settings.total)
+    shape = left if settings.decay == "linear" else 0.5 * (1.0 - math.cos(math.pi * left))
+    return settings.lr * warm * shape
+
+
+def build_optimizer(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
+    """Return an optimizer over the trainable parameters, matrices and vectors in a group each."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
+    )
+
+
+def apply_gradients(optimizer: torch.optim.AdamW, settings: OptimSettings, *, update: int) -> float:
+    """Clip the gradient, do one update, clear the gradient; returns the norm before clipping.
+
+    A gradient that is not finite raises AglError and leaves the weights as they were.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+    if not math.isfinite(norm):
+        optimizer.zero_grad(set_to_none=True)
+        raise AglError(
+            f"The gradient norm of update {update} is {norm}, so the update was not made. "
+            "Lower lr, or train in float32 instead of float16."
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(settings, update)
+    optimizer.step()  # pyright: ignore[reportUnknownMemberType] - untyped in torch
+    optimizer.zero_grad(set_to_none=True)
+    return norm

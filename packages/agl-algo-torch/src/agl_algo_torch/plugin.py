@@ -1,0 +1,39 @@
+"""What this distribution registers; nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agl import AlgorithmEntry, PolicyEntry, hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@hookimpl
+def agl_algorithms() -> Iterable[AlgorithmEntry]:
+    """Algorithms over the weights of a policy in this process."""
+    yield AlgorithmEntry(
+        name="sft",
+        factory="agl_algo_torch.sft:SFT",
+        summary="supervised fine-tuning on dialogues",
+        tunes=("weights",),
+        needs_token_ids=False,
+    )
+    yield AlgorithmEntry(
+        name="grpo",
+        factory="agl_algo_torch.grpo:GRPO",
+        summary="policy gradients with group-relative advantages (GRPO, RLOO, REINFORCE++, Dr. GRPO)",
+        tunes=("weights",),
+    )
+
+
+@hookimpl
+def agl_policies() -> Iterable[PolicyEntry]:
+    """The embedded model server."""
+    yield PolicyEntry(
+        name="torch",
+        factory="agl_algo_torch.policy:TorchPolicy",
+        summary="OpenAI-compatible server over the model in training, in this process",
+        trains=True,
+    )

@@ -1,0 +1,62 @@
+"""Functions of torch and safetensors whose own annotations are incomplete, with complete ones and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import safetensors.torch
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+_torch: Any = torch
+_files: Any = safetensors.torch
+
+
+def unique(values: Tensor, *, dim: int | None = None) -> tuple[Tensor, Tensor]:
+    """Return the sorted distinct values (or slices along `dim`) and, for each value, its place among them."""
+    return _torch.unique(values, dim=dim, return_inverse=True)
+
+
+def from_bytes(data: bytes, *, kind: str, dtype: torch.dtype) -> Tensor:
+    """Return packed little-endian numbers (`kind` is numpy's, such as `<i4`) as a tensor of its own memory."""
+    return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy()).to(dtype)
+
+
+def numbers(values: Tensor) -> list[float]:
+    """Return a vector as Python numbers."""
+    return cast("Any", values).tolist()
+
+
+def integers(values: Tensor) -> list[int]:
+    """Return a vector of integers as Python numbers."""
+    return cast("Any", values).tolist()
+
+
+def backward(loss: Tensor) -> None:
+    """Add the gradient of `loss` to the parameters."""
+    cast("Any", loss).backward()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's global generator, which the initialisation of layers draws from."""
+    _torch.manual_seed(seed)
+
+
+def modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of a model with their names, the model itself first."""
+    return list(cast("Any", model).named_modules())
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file to the CPU."""
+    return _files.load_file(path)
+
+
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file; tensors that share memory are copied."""
+    _files.save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
