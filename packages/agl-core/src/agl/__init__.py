@@ -31,7 +31,8 @@ if TYPE_CHECKING:
         TokenError,
         UnknownComponentError,
     )
-    from agl.experiment import ExperimentConfig, Trainer
+    from agl.experiment.config import ExperimentConfig
+    from agl.experiment.trainer import Trainer
     from agl.hookspecs import hookimpl
     from agl.plugins import PluginManager, PluginStatus
     from agl.records import (
@@ -207,8 +208,8 @@ _MODULES = {
     "emit_observation": "agl.capture.emitters",
     "emit_reward": "agl.capture.emitters",
     "operation": "agl.capture.operation",
-    "ExperimentConfig": "agl.experiment",
-    "Trainer": "agl.experiment",
+    "ExperimentConfig": "agl.experiment.config",
+    "Trainer": "agl.experiment.trainer",
     "hookimpl": "agl.hookspecs",
     "PluginManager": "agl.plugins",
     "PluginStatus": "agl.plugins",
