@@ -1,0 +1,131 @@
+"""Text to tokens and back, safe to share between threads, with streaming text and stop strings.
+
+A fast tokenizer must not be used by two threads at once (it raises "Already borrowed"), so the codec works on a
+copy of its own behind a lock.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextCodec:
+    """A tokenizer, and which of its tokens end a response.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer; copied.
+        extra_stop_ids: Ids beside the tokenizer's own end of sequence, such as those of the generation config.
+        visible: Texts of special tokens that stay in responses, such as the tags of tool calls.
+    """
+
+    def __init__(self, tokenizer: Any, *, extra_stop_ids: Sequence[int] = (), visible: Sequence[str] = ()) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
+        self._token_texts: dict[int, str] = {}
+        own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+        self.stop_ids = frozenset((*own, *extra_stop_ids))
+        special = cast("list[int]", tokenizer.all_special_ids)
+        self._hidden_ids = frozenset(i for i in special if self.token_text(i) not in visible)
+
+    @property
+    def chat_template(self) -> str:
+        """The template's source, all of them when there are several; `""` without one."""
+        template = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`."""
+        with self._lock:
+            return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        kept = [i for i in ids if i not in self._hidden_ids] if skip_special_tokens else list(ids)
+        with self._lock:
+            return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special ones included."""
+        if token_id not in self._token_texts:
+            self._token_texts[token_id] = self.decode([token_id])
+        return self._token_texts[token_id]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The chat template's text for `messages`, ready for the assistant to speak."""
+        with self._lock:
+            return self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True, **options
+            )
+
+    def generation_suffix(self) -> str:
+        """What the template appends for the assistant to speak; `""` where it cannot be told apart."""
+        hello = [{"role": "user", "content": "hello"}]
+        with self._lock:
+            if not self._tokenizer.chat_template:
+                return ""
+            asked, open_ = (
+                self._tokenizer.apply_chat_template(hello, tokenize=False, add_generation_prompt=is_open)
+                for is_open in (False, True)
+            )
+        return open_.removeprefix(asked) if open_.startswith(asked) else ""
+
+
+class TextStream:
+    """The text of a growing sequence, piece by piece; characters come out when they are complete."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._ids: list[int] = []
+        self._window, self._read = 0, 0
+        self.text = ""
+
+    def push(self, token_id: int) -> None:
+        """Take the next token; `text` grows by what it completes."""
+        self._ids.append(token_id)
+        before = self._decode(self._ids[self._window : self._read])
+        after = self._decode(self._ids[self._window :])
+        if len(after) > len(before) and not after.endswith(_INCOMPLETE):
+            self.text += after[len(before) :]
+            self._window, self._read = self._read, len(self._ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._codec.decode(ids, skip_special_tokens=True)
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """`text` up to the earliest stop string."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def safe_length(text: str, markers: Sequence[str]) -> int:
+    """How much of a growing text cannot become part of a marker any more."""
+    cut = len(cut_at_stop(text, markers))
+    if cut < len(text):
+        return cut
+    longest = max((len(marker) for marker in markers), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers):
+            return len(text) - size
+    return len(text)
+
+
+def stop_checker(codec: TextCodec, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+    """A test for the engine: whether the text of the latest tokens holds a stop string; None without any."""
+    if not stops:
+        return None
+    # A character takes at most four tokens (byte by byte); the spare ones complete a first character that is cut.
+    window = 4 * max(len(stop) for stop in stops) + 4
+
+    def has_stopped(ids: Sequence[int]) -> bool:
+        text = codec.decode(ids[-window:], skip_special_tokens=True)
+        return any(stop in text for stop in stops)
+
+    return has_stopped

@@ -1,0 +1,410 @@
+"""Batched generation over one causal LM in a thread of its own, with requests that come and go between tokens.
+
+Every turn of the thread is one token boundary: cancelled rows leave, a due weight swap happens, waiting requests
+are prefilled and join, and one forward pass draws one token for every row.
+
+Why not transformers' own continuous batching: version 5.23 (`init_continuous_batching`) does run on a CPU, and its
+log-probabilities agree with a recompute to 5e-7, but it
+- knows no seed per request and re-seeds the process's global random state, which training shares;
+- samples or takes the maximum for all requests alike, and offers temperature or top-p per request only if the
+  generation config was built with other than neutral values;
+- returns no alternatives (`top_logprobs`) and reports the log-probability after top-k and top-p;
+- has no token boundary at which weights can change, so prefixes computed with old weights would be shared with new.
+What is used of transformers here: the model's forward pass with its masks, the `Cache` interface and the warpers.
+
+Prompts reuse the keys and values of the longest known prefix (earlier turns, siblings of a group, a common system
+prompt); identical prompts that wait together are computed once. A weight swap forgets them all.
+
+Threads: the caller decides with `torch.set_num_threads`; one is fastest for models below a few million parameters.
+Limits: one device; the batch reads masked columns up to its longest row, so one very long row slows its neighbours.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl_algo_torch.kvcache import BatchCache, KeyValues, PrefixStore, check_supported, has_sliding_window
+from agl_algo_torch.sampling import draw
+from agl_algo_torch.sequence import (
+    EngineError,
+    EngineStoppedError,
+    Event,
+    Flight,
+    GenerationRequest,
+    QueueFullError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from agl_algo_torch.kvcache import TokenArray
+
+_log = logging.getLogger(__name__)
+
+_WORTH_WAITING = 32
+"""Tokens of prefix for which a request waits one turn until another one has computed them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Limits of an engine.
+
+    Attributes:
+        max_rows: Sequences that run at once.
+        max_waiting: Sequences that may wait; more are refused.
+        prefill_tokens: Prompt tokens, padding included, computed between two tokens of the running rows; bounds
+            their stall. A longer prompt is computed alone.
+        prefix_bytes: Memory for prefixes; 0 turns their reuse off.
+        seed: Seed of the draws of requests that bring none.
+    """
+
+    max_rows: int = 64
+    max_waiting: int = 1024
+    prefill_tokens: int = 2048
+    prefix_bytes: int = 256 * 2**20
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Swap:
+    """A weight change that waits for the running rows."""
+
+    apply: Callable[[nn.Module], None]
+    version: str
+    deadline: float
+    done: Future[None]
+
+
+@dataclass(slots=True)
+class _Admission:
+    """One distinct prompt with everything that starts from it."""
+
+    tokens: TokenArray
+    shared: int
+    prefix: KeyValues | None
+    flights: list[Flight]
+
+    @property
+    def new(self) -> int:
+        return len(self.tokens) - self.shared
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the start, and what is going on now."""
+
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    swaps: int = 0
+
+
+class Engine:
+    """Generates for any number of callers; `submit`, `cancel` and `swap` may be called from any thread.
+
+    The engine owns `model`: it sets it to evaluation mode and nobody else may change it, except through `swap`.
+
+    Args:
+        model: A Hugging Face causal LM on the device where it is to run.
+        version: Name of its current weights.
+        settings: Limits.
+
+    Attributes:
+        version: Name of the weights that draw now.
+        vocab_size: Token ids are below it.
+        stats: Counts, written by the engine's thread.
+    """
+
+    def __init__(self, model: nn.Module, *, version: str = "0", settings: EngineSettings | None = None) -> None:
+        config = cast("Any", model).config.get_text_config()
+        self.settings = settings or EngineSettings()
+        self.version = version
+        self.stats = EngineStats()
+        self._model = model.eval()
+        self._device = next(model.parameters()).device
+        self.vocab_size = int(config.vocab_size)
+        self._n_layers = check_supported(config)
+        self._options = _forward_options(model)
+        self._cache = BatchCache(n_layers=self._n_layers)
+        reuses = not has_sliding_window(config)
+        self._prefixes = PrefixStore(max_bytes=self.settings.prefix_bytes if reuses else 0)
+        self._shares = reuses and self.settings.prefix_bytes > 0
+        self._shared_generator = torch.Generator(self._device).manual_seed(self.settings.seed)
+        self._running: list[Flight] = []
+        self._waiting: deque[Flight] = deque()
+        self._inbox: list[Flight] = []
+        self._swaps: deque[_Swap] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread; idempotent. Raises EngineStoppedError after `stop`."""
+        if self._is_stopping:
+            raise EngineStoppedError("The engine was stopped and cannot start again; construct a new policy.")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="agl-engine", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current token; whatever has not finished gets an EngineStoppedError. Idempotent."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def submit(
+        self, requests: Sequence[GenerationRequest], *, listeners: Sequence[Callable[[Event], None]]
+    ) -> list[Flight]:
+        """Queue all requests or none; each listener is called in the engine's thread and must not block.
+
+        Raises QueueFullError, EngineStoppedError.
+        """
+        flights = [
+            Flight(request=request, listener=listener, generator=self._generator(request.params.seed))
+            for request, listener in zip(requests, listeners, strict=True)
+        ]
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("The policy server is stopping; start it again before calling it.")
+            waiting = len(self._inbox) + len(self._waiting)
+            if waiting + len(flights) > self.settings.max_waiting:
+                raise QueueFullError(
+                    f"{waiting} requests wait already and at most {self.settings.max_waiting} may. "
+                    "Lower the runner's concurrency or raise the policy's max_waiting."
+                )
+            self._inbox.extend(flights)
+            self._wake.notify()
+        return flights
+
+    def _generator(self, seed: int | None) -> torch.Generator | None:
+        return None if seed is None else torch.Generator(self._device).manual_seed(seed)
+
+    def cancel(self, flights: Sequence[Flight]) -> None:
+        """Drop sequences at the next token boundary; their listeners hear nothing more. Finished ones are ignored."""
+        for flight in flights:
+            flight.is_cancelled = True
+
+    def swap(self, apply: Callable[[nn.Module], None], *, version: str, drain_s: float = 30.0) -> Future[None]:
+        """Change the weights at a token boundary by `apply(model)`; the future ends once they serve.
+
+        Running rows finish on the old weights while new requests wait, at most `drain_s` seconds. Rows that still
+        run then continue on the new weights from recomputed keys and values, and say so in their version spans.
+        An exception of `apply` ends the future; the engine then goes on with the version it had.
+        """
+        swap = _Swap(apply, version, time.monotonic() + drain_s, Future())
+        with self._wake:
+            if self._is_stopping:
+                raise EngineStoppedError("The policy server is stopping; its weights cannot change any more.")
+            self._swaps.append(swap)
+            self._wake.notify()
+        return swap.done
+
+    def _loop(self) -> None:
+        while self._receive():
+            try:
+                self._turn()
+            except Exception as error:  # isolation point: one bad pass must not end the server
+                _log.exception("a generation step failed; %d requests are answered with it", len(self._running))
+                self._fail(EngineError(f"Generation failed: {type(error).__name__}: {error}."), self._running)
+                self._reset()
+        stopped = EngineStoppedError("The policy server was stopped before this request finished.")
+        self._fail(stopped, [*self._running, *self._waiting, *self._inbox])
+        for swap in self._swaps:
+            swap.done.set_exception(stopped)
+
+    def _receive(self) -> bool:
+        with self._wake:
+            while not (self._is_stopping or self._inbox or self._waiting or self._running or self._swaps):
+                self._wake.wait()
+            self._waiting.extend(self._inbox)
+            self._inbox.clear()
+            return not self._is_stopping
+
+    def _turn(self) -> None:
+        self._drop_cancelled()
+        self._swap_if_due()
+        if not self._swaps:
+            self._admit()
+        if self._running:
+            self._step()
+        self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)
+
+    def _drop_cancelled(self) -> None:
+        self._evict([row for row, flight in enumerate(self._running) if flight.is_cancelled])
+        if any(flight.is_cancelled for flight in self._waiting):
+            self._waiting = deque(flight for flight in self._waiting if not flight.is_cancelled)
+
+    def _swap_if_due(self) -> None:
+        if not self._swaps or (self._running and time.monotonic() < self._swaps[0].deadline):
+            return
+        swap = self._swaps.popleft()
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self._reset()
+        try:
+            swap.apply(self._model)
+        except Exception as error:  # isolation point: the caller gets it
+            swap.done.set_exception(error)
+            return
+        self._model.eval()
+        self.version = swap.version
+        self.stats.swaps += 1
+        swap.done.set_result(None)
+
+    def _reset(self) -> None:
+        self._running = []
+        self._cache = BatchCache(n_layers=self._n_layers)
+        self._prefixes.clear()
+
+    def _fail(self, error: EngineError, flights: Sequence[Flight]) -> None:
+        for flight in flights:
+            if not flight.is_cancelled:
+                flight.listener(error)
+
+    def _admit(self) -> None:
+        admissions = self._pick()
+        if admissions:
+            self._prefill(admissions)
+
+    def _pick(self) -> list[_Admission]:
+        """Take waiting flights while rows and the prefill budget last; keep back those worth a turn's wait."""
+        picked: dict[bytes, _Admission] = {}
+        kept: list[Flight] = []
+        rows, width = self.settings.max_rows - len(self._running), 0
+        while self._waiting and rows > 0:
+            flight = self._waiting.popleft()
+            tokens = flight.tokens()
+            admission = picked.get(tokens.tobytes()) or self._admission(tokens, picked)
+            if admission is None:
+                kept.append(flight)
+                continue
+            width = max(width, admission.new)
+            if picked and not admission.flights and (len(picked) + 1) * width > self.settings.prefill_tokens:
+                kept.append(flight)
+                break
+            picked[tokens.tobytes()] = admission
+            admission.flights.append(flight)
+            flight.cached_tokens = admission.shared
+            rows -= 1
+        self._waiting.extendleft(reversed(kept))
+        return list(picked.values())
+
+    def _admission(self, tokens: TokenArray, picked: dict[bytes, _Admission]) -> _Admission | None:
+        """The admission of a prompt not seen in this turn; None if another one is about to compute its prefix."""
+        shared, prefix = self._prefixes.find(tokens)
+        if self._shares:
+            probe = shared + _WORTH_WAITING
+            start = tokens[:probe].tobytes()
+            if len(tokens) > probe and any(key.startswith(start) for key in picked):
+                return None
+        return _Admission(tokens, shared, prefix, [])
+
+    def _prefill(self, admissions: list[_Admission]) -> None:
+        """Compute the prompts in one pass, let their flights join the batch and draw their first tokens."""
+        width = max(admission.new for admission in admissions)
+        cache = BatchCache(n_layers=self._n_layers)
+        cache.begin([admission.prefix for admission in admissions], new_tokens=width)
+        new = [admission.new for admission in admissions]
+        logits = self._forward(cache, *_padded(admissions, width), new=new)
+        first, source = len(self._running), list[int]()
+        for row, admission in enumerate(admissions):
+            computed = cache.row(row, tokens=admission.new)
+            parts = [computed] if admission.prefix is None else [admission.prefix, computed]
+            for flight in admission.flights:
+                self._cache.add(parts)
+                self._running.append(flight)
+                source.append(row)
+            self._prefixes.add(admission.tokens, self._cache.row(len(self._running) - 1, tokens=len(admission.tokens)))
+            self.stats.prefilled_tokens += admission.new
+            self.stats.cached_tokens += admission.shared
+        self._draw(logits[source], first=first)
+
+    def _step(self) -> None:
+        """Draw one token for every running row; the token drawn before is what goes in."""
+        lengths = self._cache.lengths
+        ids = torch.tensor([[flight.ids[-1]] for flight in self._running])
+        positions = torch.tensor([[length] for length in lengths])
+        self._cache.reserve(1)
+        logits = self._forward(self._cache, ids, positions, new=[1] * len(lengths))
+        self.stats.steps += 1
+        self._draw(logits, first=0)
+
+    @torch.inference_mode()
+    def _forward(self, cache: BatchCache, ids: Tensor, positions: Tensor, *, new: list[int]) -> Tensor:
+        """Logits (rows, vocabulary) after the last column; ids and positions (rows, columns), padded on the left."""
+        inputs: dict[str, Any] = {
+            "input_ids": ids.to(self._device),
+            "attention_mask": cache.mask(new, pad_to=ids.shape[1], device=self._device),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if "position_ids" in self._options:
+            inputs["position_ids"] = positions.to(self._device)
+        if "logits_to_keep" in self._options:
+            inputs["logits_to_keep"] = 1
+        logits = cast("Tensor", self._model(**inputs).logits)
+        cache.advance(ids.shape[1])
+        return logits[:, -1]
+
+    @torch.inference_mode()
+    def _draw(self, logits: Tensor, *, first: int) -> None:
+        """Give the rows from `first` on their next token and let the finished ones leave."""
+        flights = self._running[first:]
+        draws = draw(
+            logits,
+            [flight.request.params for flight in flights],
+            generators=[flight.generator for flight in flights],
+            shared=self._shared_generator,
+        )
+        for flight, one in zip(flights, draws, strict=True):
+            flight.accept(one, version=self.version)
+        self.stats.generated_tokens += len(flights)
+        self._finish([row for row in range(first, len(self._running)) if self._running[row].finish_reason])
+
+    def _finish(self, rows: list[int]) -> None:
+        for row in rows:
+            flight = self._running[row]
+            length = self._cache.lengths[row]
+            self._prefixes.add(flight.tokens()[:length], self._cache.row(row, tokens=length))
+            if not flight.is_cancelled:
+                flight.listener(flight.result())
+        self._evict(rows)
+
+    def _evict(self, rows: list[int]) -> None:
+        for row in reversed(rows):  # descending, because the last row takes the place of a removed one
+            self._cache.remove(row)
+            last = self._running.pop()
+            if row < len(self._running):
+                self._running[row] = last
+
+
+def _padded(admissions: Sequence[_Admission], width: int) -> tuple[Tensor, Tensor]:
+    """Token ids and positions (rows, width) of what each prompt adds to its prefix, padded on the left with 0."""
+    ids = torch.zeros((len(admissions), width), dtype=torch.long)
+    positions = torch.zeros_like(ids)
+    for row, admission in enumerate(admissions):
+        ids[row, width - admission.new :] = torch.from_numpy(admission.tokens[admission.shared :])
+        positions[row, width - admission.new :] = torch.arange(admission.shared, len(admission.tokens))
+    return ids, positions
+
+
+def _forward_options(model: nn.Module) -> frozenset[str]:
+    """Which optional arguments the model's forward pass takes."""
+    base = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
+    return frozenset(inspect.signature(base.forward).parameters) & {"position_ids", "logits_to_keep"}

@@ -1,0 +1,321 @@
+"""The embedded policy: a model, its engine and its server, in this process and on a free local port.
+
+The policy serves a copy of the model, so training may change its own weights while requests run; `publish` (weights in
+memory) and `load` (weights on disk) bring the copy up to date between two tokens. The server has its own event loop
+in its own thread: a training step that blocks the caller's loop delays nobody's answer.
+
+Limit: Python threads share one interpreter, so a busy agent in the same process slows the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from agl.errors import ConfigError, PolicyError
+from agl.schemas import LLM, ResourceVersion, Weights
+from aiohttp import web
+from safetensors.torch import load_file
+
+from agl_algo_torch.codec import TextCodec
+from agl_algo_torch.engine import Engine, EngineSettings
+from agl_algo_torch.model import LoadedModel, load_model, served_state
+from agl_algo_torch.server import PolicyServer, ServerSettings
+from agl_algo_torch.templates import PromptBuilder
+from agl_algo_torch.toolcalls import tool_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """How a policy serves.
+
+    Attributes:
+        model_name: Name that requests give.
+        host: Interface to listen on.
+        port: Port; 0 for a free one.
+        context_length: Most tokens of prompt and response; None for what the model was made for.
+        max_tokens: Response length of chat requests that give none; None for all that the context leaves.
+        tool_parser: Notation of tool calls: `hermes` or `none`.
+        drain_s: Seconds that running requests may take to finish before new weights replace the old.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    context_length: int | None = None
+    max_tokens: int | None = None
+    tool_parser: str = "hermes"
+    drain_s: float = 30.0
+
+
+class TorchPolicy:
+    """The role `Policy` over a Hugging Face causal LM on the CPU or one GPU.
+
+    Args:
+        name: The policy's name, which is also the model name that requests give.
+        model: Directory or hub name; or a model that is loaded already, of which a copy is served.
+        device: `auto`, `cpu`, `cuda` or `cuda:1`.
+        dtype: `float32`, `bfloat16` or `float16`.
+        max_rows: Sequences that run at once.
+        max_waiting: Sequences that may wait; more are answered with 429.
+        prefix_mb: Memory for prompt prefixes that requests share, in MiB; 0 computes every prompt anew.
+        seed: Seed of the draws of requests that bring none.
+        threads: Torch's CPU threads in this process; 0 leaves them. 1 is fastest for models of a few million weights.
+        settings: The rest, as keyword arguments of `PolicySettings`.
+
+    Raises ConfigError for what cannot be served, when it is constructed.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        model: str | LoadedModel,
+        device: str = "auto",
+        dtype: str = "float32",
+        max_rows: int = 64,
+        max_waiting: int = 1024,
+        prefix_mb: int = 256,
+        seed: int = 0,
+        threads: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.name = name
+        self._settings = _settings(name, settings)
+        self._parser = tool_parser(self._settings.tool_parser)
+        loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else _copied(model)
+        self._loaded = loaded
+        limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
+        self._engine = Engine(loaded.model, settings=limits)
+        self._thread: _ServerThread | None = None
+        self._base_url = ""
+        if threads:
+            torch.set_num_threads(threads)
+
+    @property
+    def model_name(self) -> str:
+        """Name that requests give."""
+        return self._settings.model_name
+
+    @property
+    def model_version(self) -> str:
+        """Version of the weights that serve now."""
+        return self._engine.version
+
+    @property
+    def base_url(self) -> str:
+        """Where it serves, with `/v1`; `""` before `start`."""
+        return self._base_url
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Always: answers carry token ids and log-probabilities when they are asked for."""
+        return True
+
+    def resource(self) -> Weights:
+        """The weights it was constructed with, by their place."""
+        return Weights(uri=self._loaded.name)
+
+    async def start(self) -> LLM:
+        """Serve; raises PolicyError when the port is taken."""
+        if self._thread is not None:
+            raise PolicyError(f"The policy {self.name!r} serves already at {self._base_url}; stop it first.")
+        self._engine.start()
+        self._thread = _ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
+        port = await asyncio.to_thread(self._thread.start)
+        self._base_url = f"http://{self._settings.host}:{port}/v1"
+        return LLM(endpoint=self._base_url, model=self.model_name)
+
+    def _server(self) -> PolicyServer:
+        config = cast("Any", self._loaded.model).config
+        codec = TextCodec(
+            self._loaded.tokenizer, extra_stop_ids=_stop_ids(self._loaded.model), visible=self._parser.tags
+        )
+        return PolicyServer(
+            engine=self._engine,
+            codec=codec,
+            builder=PromptBuilder(codec),
+            parser=self._parser,
+            settings=ServerSettings(
+                model_name=self.model_name,
+                context_length=self._settings.context_length or config.get_text_config().max_position_embeddings,
+                default_max_tokens=self._settings.max_tokens,
+            ),
+        )
+
+    async def stop(self) -> None:
+        """End the engine, answering what still runs with 503, and close the port; idempotent."""
+        await asyncio.to_thread(self._engine.stop)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.stop)
+            self._thread, self._base_url = None, ""
+
+    async def load(self, version: ResourceVersion) -> None:
+        """Serve weights from disk; raises ConfigError when they are no weights or belong to another model."""
+        weights = version.resource
+        if not isinstance(weights, Weights):
+            raise ConfigError(
+                f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
+                f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
+            )
+        state = await asyncio.to_thread(self._read, weights)
+        await self.publish(state, version.version)
+
+    def _read(self, weights: Weights) -> dict[str, Tensor]:
+        if weights.format == "lora":
+            return _read_adapter(weights)
+        files = sorted(Path(weights.uri).glob("*.safetensors"))
+        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        if state and not _problems(self._loaded.model, state):
+            return state
+        # Absent, or saved under names that transformers translates: let it read the directory.
+        return dict(load_model(weights.uri, device="cpu").model.state_dict())
+
+    async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
+        """Serve `state` as `version`; returns once it is live, and reads `state` until then.
+
+        Requests in flight finish on the old weights, at most `drain_s` seconds; new ones wait meanwhile.
+        Raises ConfigError, with the old weights in place, when names or shapes differ from the model's.
+        """
+        problems = _problems(self._loaded.model, state)
+        if problems:
+            raise ConfigError(
+                f"The weights {version!r} do not fit the model {self._loaded.name!r}: {len(problems)} tensors differ, "
+                f"first {problems[0]}. Publish the state of a model with the same configuration."
+            )
+        drain = self._settings.drain_s if drain_s is None else drain_s
+        self._engine.start()
+        done = self._engine.swap(lambda model: _copy_into(model, state), version=version, drain_s=drain)
+        await asyncio.wrap_future(done)
+
+    def health(self) -> dict[str, Any]:
+        """Version and counts, as `/health` says them."""
+        return {"model": self.model_name, "model_version": self.model_version, **asdict(self._engine.stats)}
+
+
+class _ServerThread:
+    """An aiohttp server on an event loop of its own."""
+
+    def __init__(self, make_app: Callable[[], web.Application], *, host: str, port: int) -> None:
+        self._make_app, self._host, self._port = make_app, host, port
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._ready = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, name="agl-policy-server", daemon=True)
+
+    def start(self) -> int:
+        """Listen; returns the port."""
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            self._thread.join()
+            raise PolicyError(
+                f"The policy server cannot listen on {self._host}:{self._port}: {self._error}. "
+                "Choose another port, or 0 for a free one."
+            ) from self._error
+        return self._port
+
+    def stop(self) -> None:
+        """Close connections and end the thread."""
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        runner = web.AppRunner(self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            await self._listen(runner)
+            self._ready.set()
+            if self._error is None:
+                await self._stopped.wait()
+        finally:
+            await runner.cleanup()
+
+    async def _listen(self, runner: web.AppRunner) -> None:
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except OSError as error:
+            self._error = error
+            return
+        self._port = int(runner.addresses[0][1])
+
+
+def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
+    known = set(PolicySettings.__dataclass_fields__)
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ConfigError(
+            f"The policy {name!r} does not know {unknown}. Use one of: {', '.join(sorted(known))}, or the arguments "
+            "of TorchPolicy."
+        )
+    return PolicySettings(**{"model_name": name, **values})
+
+
+def _copied(loaded: LoadedModel) -> LoadedModel:
+    """A copy for serving; adapters are merged."""
+    model = cast("Any", loaded.model)
+    base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
+    if hasattr(model, "peft_config"):
+        plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
+        plain.load_state_dict(served_state(loaded.model))
+        base = plain
+    return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
+
+
+def _read_adapter(weights: Weights) -> dict[str, Tensor]:
+    """The base model's weights with the adapter merged in."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"The weights {weights.uri} are a LoRA adapter, but peft is not installed. "
+            "Run: pip install 'agl-algo-torch[lora]'."
+        ) from error
+    base = load_model(weights.base_model, device="cpu")
+    adapted = PeftModel.from_pretrained(cast("Any", base.model), weights.uri)
+    return served_state(cast("nn.Module", adapted))
+
+
+def _stop_ids(model: nn.Module) -> list[int]:
+    """What the model's own generation config ends a response with."""
+    eos = cast("Any", model).generation_config.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _problems(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Names that are missing, unknown or of another shape; a tensor tied to a given one may be missing."""
+    own = cast("dict[str, Tensor]", model.state_dict())
+    given = {own[name].data_ptr() for name in state if name in own}
+    missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
+    unknown = [f"{n} (unknown)" for n in state if n not in own]
+    shapes = [
+        f"{n} (shape {tuple(t.shape)}, not {tuple(own[n].shape)})"
+        for n, t in state.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    return sorted(missing + unknown + shapes)
+
+
+@torch.no_grad()
+def _copy_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    own = cast("dict[str, Tensor]", model.state_dict())
+    for name, tensor in state.items():
+        own[name].copy_(tensor)

@@ -1,0 +1,131 @@
+"""What goes into the engine and comes out of it: requests, sequences in flight, tokens and finished generations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from agl.errors import PolicyError
+
+from agl_algo_torch.sampling import Draw, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from agl_algo_torch.kvcache import TokenArray
+
+FinishReason = Literal["stop", "length"]
+
+
+class EngineError(PolicyError):
+    """The engine cannot serve a request; the message says why and what to do."""
+
+
+class QueueFullError(EngineError):
+    """More requests wait than the engine was told to hold."""
+
+
+class EngineStoppedError(EngineError):
+    """The engine was stopped before the request finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One sequence to generate.
+
+    Attributes:
+        prompt_ids: At least one token.
+        max_tokens: At least 1.
+        params: How tokens are drawn.
+        stop_ids: Tokens that end the sequence; they are part of what is returned.
+        stop_check: Called with all generated ids after each token, in the engine's thread; true ends the sequence.
+        wants_tokens: Whether every token is reported when it is drawn.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    params: SamplingParams = SamplingParams()
+    stop_ids: frozenset[int] = frozenset()
+    stop_check: Callable[[Sequence[int]], bool] | None = None
+    wants_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """The tokens `start` to `end` (exclusive) of a response, drawn from weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A finished sequence; `draws` has one entry per token, the stop token included."""
+
+    draws: tuple[Draw, ...]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]
+    cached_tokens: int = 0
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The generated ids."""
+        return [draw.token_id for draw in self.draws]
+
+
+Event = Draw | Generation | EngineError
+"""A token (only where `wants_tokens`), then one generation; or an error instead of what was still to come."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Flight:
+    """A request in flight; only the engine's thread changes it, except for `is_cancelled`."""
+
+    request: GenerationRequest
+    listener: Callable[[Event], None]
+    generator: torch.Generator | None
+    draws: list[Draw] = field(default_factory=list[Draw])
+    ids: list[int] = field(default_factory=list[int])
+    spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    is_cancelled: bool = False
+
+    def tokens(self) -> TokenArray:
+        """Prompt and what was generated so far."""
+        return np.array([*self.request.prompt_ids, *self.ids], dtype=np.int32)
+
+    def accept(self, draw: Draw, *, version: str) -> None:
+        """Take the next token and decide whether it is the last one."""
+        self.draws.append(draw)
+        self.ids.append(draw.token_id)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, len(self.ids))
+        else:
+            self.spans.append((version, len(self.ids)))
+        self.finish_reason = self._finish(draw.token_id)
+        if self.request.wants_tokens:
+            self.listener(draw)
+
+    def _finish(self, token_id: int) -> FinishReason | None:
+        request = self.request
+        if token_id in request.stop_ids or (request.stop_check is not None and request.stop_check(self.ids)):
+            return "stop"
+        return "length" if len(self.ids) >= request.max_tokens else None
+
+    def result(self) -> Generation:
+        """The finished generation."""
+        spans: list[VersionSpan] = []
+        for version, end in self.spans:
+            spans.append(VersionSpan(version=version, start=spans[-1].end if spans else 0, end=end))
+        assert self.finish_reason is not None  # noqa: S101 - only finished sequences are asked
+        return Generation(
+            draws=tuple(self.draws),
+            finish_reason=self.finish_reason,
+            versions=tuple(spans),
+            cached_tokens=self.cached_tokens,
+        )

@@ -1,0 +1,156 @@
+"""Turn chat messages into prompt ids that continue what the model really sampled.
+
+A client sends messages, not tokens. Tokenising the rendered conversation again may split an earlier answer in other
+places than the model did (or lose bytes that were no text), and then the next prompt does not extend the last one and
+a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns: where the
+rendered conversation begins, character by character, with the text of a remembered prompt and response, their ids are
+used and only what follows is tokenised. Where the text differs (the template rewrote the answer, the client edited
+it), the conversation is tokenised as usual.
+
+Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
+most recent one is continued.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from agl_algo_torch.codec import TextCodec
+
+_LONGEST_TAIL = 24
+"""Most characters at the end of a prompt by which positions worth a look-up are found in a longer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered conversation: its text, its ids, and how many of them were spliced from earlier turns."""
+
+    text: str
+    ids: tuple[int, ...]
+    spliced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A response to a remembered prompt."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    ids: tuple[int, ...]
+    call_ids: frozenset[str]
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
+
+class PromptBuilder:
+    """Builds prompts with one codec; used by one thread.
+
+    Args:
+        codec: Tokenizer and chat template.
+        max_tokens: Tokens of prompts and responses that are remembered; 0 turns splicing off.
+        max_siblings: Responses that are remembered per prompt.
+    """
+
+    def __init__(self, codec: TextCodec, *, max_tokens: int = 2_000_000, max_siblings: int = 64) -> None:
+        self._codec = codec
+        self._max_tokens, self._max_siblings = max_tokens, max_siblings
+        self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
+        self._n_tokens = 0
+        self._tails: dict[str, int] = {}
+        suffix = codec.generation_suffix() if max_tokens else ""
+        self._tail = min(len(suffix) or _LONGEST_TAIL, _LONGEST_TAIL)
+
+    def build(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> Prompt:
+        """Render and tokenise; raises what the template raises (`jinja2.TemplateError` for what it refuses)."""
+        plain = [_plain(message) for message in messages]
+        text = self._codec.render(plain, tools=list(tools) if tools else None, **options)
+        call_ids = {call["id"] for message in messages for call in message.get("tool_calls") or () if call.get("id")}
+        found = self._find(text, call_ids)
+        if found is not None:
+            start, turn = found
+            rest = text[start:]
+            ids = self._codec.encode(rest)
+            if self._codec.decode(ids) == rest:
+                known = (*turn.prompt_ids, *turn.ids)
+                return Prompt(text, (*known, *ids), len(known))
+        return Prompt(text, tuple(self._codec.encode(text)))
+
+    def _find(self, text: str, call_ids: set[str]) -> tuple[int, _Turn] | None:
+        """The latest remembered turn with which `text` begins, and where it ends."""
+        for end in self._ends(text):
+            turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
+            if turns:
+                self._turns.move_to_end(text[:end])
+                turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & call_ids)))
+                return end + len(turn.text), turn
+        return None
+
+    def _ends(self, text: str) -> Iterator[int]:
+        """Positions at which a remembered prompt may end, last first."""
+        found: set[int] = set()
+        for tail in self._tails:
+            at = text.find(tail)
+            while at >= 0:
+                found.add(at + len(tail))
+                at = text.find(tail, at + 1)
+        return iter(sorted(found, reverse=True))
+
+    def remember(self, prompt: Prompt, ids: Sequence[int], *, call_ids: Sequence[str] = ()) -> None:
+        """Keep a response to `prompt` for the turns that follow it; most recent first."""
+        if self._max_tokens == 0 or not ids:
+            return
+        turn = _Turn(self._codec.decode(ids), prompt.ids, tuple(ids), frozenset(call_ids))
+        if prompt.text not in self._turns:
+            tail = prompt.text[-self._tail :]
+            self._tails[tail] = self._tails.get(tail, 0) + 1
+        siblings = self._turns.setdefault(prompt.text, [])
+        siblings.insert(0, turn)
+        self._n_tokens += turn.size - sum(old.size for old in siblings[self._max_siblings :])
+        del siblings[self._max_siblings :]
+        self._turns.move_to_end(prompt.text)
+        while self._n_tokens > self._max_tokens:
+            self._evict()
+
+    def _evict(self) -> None:
+        text, turns = self._turns.popitem(last=False)
+        self._n_tokens -= sum(turn.size for turn in turns)
+        tail = text[-self._tail :]
+        self._tails[tail] -= 1
+        if self._tails[tail] == 0:
+            del self._tails[tail]
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: text content, and arguments of tool calls as objects."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _text(message.get("content"))
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+    return plain
+
+
+def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part["text"] for part in content)
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    try:
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        pass  # the template shows what is no JSON as the text that it is
+    return {**call, "function": function}

@@ -1,0 +1,93 @@
+"""Read tool calls out of generated text, by the name of the notation that the model was trained on.
+
+`hermes` (Qwen and Hermes models, and this project's examples) writes each call as
+
+    <tool_call>
+    {"name": "calc", "arguments": {"expression": "7*8"}}
+    </tool_call>
+
+Text in which a call is malformed is never half understood: it stays content as it is, so that the agent and the
+reward see what the model really wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call; `arguments` is the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a response says beside its calls (`None` for nothing), and the calls."""
+
+    content: str | None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParser:
+    """A notation: how to read a whole response, the texts at which a streamed one must wait, and its tags."""
+
+    parse: Callable[[str], Parsed]
+    markers: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _parse_hermes(text: str) -> Parsed:
+    """Calls between tags; what stands before the first one is content, less the one newline templates put there."""
+    head, *parts = text.split(_OPEN)
+    calls: list[ToolCall] = []
+    rest = ""
+    for part in parts:
+        body, closed, after = part.partition(_CLOSE)
+        call = _read_call(body) if closed else None
+        if call is None:
+            return Parsed(text)
+        calls.append(call)
+        rest += after
+    if not calls:
+        return Parsed(text)
+    content = head.removesuffix("\n") + (rest if rest.strip() else "")
+    return Parsed(content or None, tuple(calls))
+
+
+def _read_call(body: str) -> ToolCall | None:
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    fields = cast("dict[str, Any]", value)
+    name, arguments = fields.get("name"), fields.get("arguments", {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+
+
+def tool_parser(name: str) -> ToolParser:
+    """The parser of a notation; raises ConfigError with the known names."""
+    parsers = {
+        "hermes": ToolParser(_parse_hermes, markers=("\n" + _OPEN, _OPEN), tags=(_OPEN, _CLOSE)),
+        "none": ToolParser(Parsed),
+    }
+    if name not in parsers:
+        raise ConfigError(f"The tool parser {name!r} is unknown. Use one of: {', '.join(sorted(parsers))}.")
+    return parsers[name]

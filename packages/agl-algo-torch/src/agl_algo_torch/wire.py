@@ -1,0 +1,236 @@
+"""What clients may ask, read strictly: a setting that would change sampling and is not supported is refused.
+
+Requests follow OpenAI's chat completions and completions; `return_token_ids`, `top_k`, `stop_token_ids`,
+`ignore_eos` and `chat_template_kwargs` follow vLLM. Fields that change nothing about the answer are accepted and
+dropped; unsupported fields are accepted only with their neutral value.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+import msgspec
+
+from agl_algo_torch.sampling import SamplingParams
+
+_HARMLESS = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id "
+    "priority verbosity".split()
+)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "reasoning_effort": ("none",),
+}
+
+
+class WireError(Exception):
+    """A request is answered with an error in OpenAI's form.
+
+    Attributes:
+        status: HTTP status.
+        code: Short machine-readable reason.
+        param: The field at fault, if one is.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def body(self) -> bytes:
+        """The JSON body."""
+        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+
+class Function(msgspec.Struct):
+    """The function of a tool call in a message; unknown fields are left to the template."""
+
+    name: str
+    arguments: str | None = None
+
+
+class Call(msgspec.Struct):
+    """A tool call in a message."""
+
+    function: Function
+    id: str | None = None
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content; only text can be served."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct):
+    """What is checked about a message; the template gets the message as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    tool_calls: list[Call] | None = None
+
+
+class StreamOptions(msgspec.Struct):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    model: str
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    max_tokens: PositiveInt | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings without empty ones."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [stop for stop in stops if stop]
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate; None for the default."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives per token are wanted; None when no log-probabilities are."""
+        raise NotImplementedError
+
+    def params(self, choice: int) -> SamplingParams:
+        """How to sample the choice of that index."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(self.top_k, 0),
+            seed=None if self.seed is None else self.seed + choice,
+            top_logprobs=self.alternatives or 0,
+        )
+
+
+class ChatBody(_Common, kw_only=True):
+    """A chat completion request."""
+
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] = 0
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def limit(self) -> int | None:
+        """The newer name wins."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """`top_logprobs`, when `logprobs` is on."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionBody(_Common, kw_only=True):
+    """A completion request; `prompt` is text, token ids, or a list of either."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """OpenAI's default for completions is 16."""
+        return self.max_tokens or 16
+
+    @property
+    def alternatives(self) -> int | None:
+        """`logprobs` itself is the number."""
+        return self.logprobs
+
+
+Body = TypeVar("Body", ChatBody, CompletionBody)
+
+
+def read_body(data: bytes, kind: type[Body]) -> Body:
+    """Check a request; raises WireError that names the field at fault."""
+    try:
+        raw = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise WireError(f"The request body is no JSON: {error}.", code="invalid_json") from error
+    if not isinstance(raw, dict):
+        raise WireError("The request body must be a JSON object.", code="invalid_json")
+    fields = {key: value for key, value in cast("dict[str, Any]", raw).items() if value is not None}
+    known = set(kind.__struct_fields__)
+    body = {key: value for key, value in fields.items() if key in known}
+    for key in fields.keys() - known - _HARMLESS:
+        _refuse_unless_neutral(key, fields[key])
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"The request is not valid: {error}.", param=_field(str(error))) from error
+
+
+def _refuse_unless_neutral(key: str, value: Any) -> None:
+    if key not in _NEUTRAL:
+        hint = "is not supported by the embedded policy server. Remove it."
+    elif value not in _NEUTRAL[key]:
+        hint = f"can only be {_NEUTRAL[key][0]!r} on the embedded policy server, not {value!r}. Remove it."
+    else:
+        return
+    raise WireError(f"The parameter {key!r} {hint}", code="unsupported_parameter", param=key)
+
+
+def _field(message: str) -> str | None:
+    """The path that msgspec names at the end of its message, without the root."""
+    _, found, path = message.partition("`$.")
+    return path.rstrip("`") if found else None
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """Refuse messages of a wrong form, and content that is not text."""
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        try:
+            checked = msgspec.convert(message, Message)
+        except msgspec.ValidationError as error:
+            raise WireError(f"{where} is not valid: {error}.", param=where) from error
+        for part in checked.content if isinstance(checked.content, list) else ():
+            if part.type != "text" or part.text is None:
+                raise WireError(
+                    f"{where} has content of type {part.type!r}, and this policy is a text model. Send text only.",
+                    code="unsupported_content",
+                    param=where,
+                )

@@ -1,0 +1,200 @@
+"""Build the answer to one request, whole or as a stream of chunks: one writer per endpoint.
+
+A writer sees every choice's tokens in order. In a stream, text is held back while it may still become part of a stop
+string or of a tool call; token ids and log-probabilities are never held back, so a chunk may carry ids and no text.
+Tool calls are sent as deltas when the response is complete, because only then is it known that they are well formed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from agl_algo_torch.codec import TextStream, cut_at_stop, safe_length
+from agl_algo_torch.responses import chat_logprobs, new_id, text_logprobs, tool_calls
+from agl_algo_torch.toolcalls import Parsed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agl_algo_torch.codec import TextCodec
+    from agl_algo_torch.sampling import Draw
+    from agl_algo_torch.sequence import Generation
+    from agl_algo_torch.templates import Prompt, PromptBuilder
+    from agl_algo_torch.toolcalls import ToolParser
+    from agl_algo_torch.wire import ChatBody, CompletionBody
+
+Json = dict[str, Any]
+
+
+class Writer(Protocol):
+    """What the server needs of an endpoint's form."""
+
+    def top(self) -> Json:
+        """Fields beside `choices` in a whole answer, and in the first chunk of a stream."""
+        ...
+
+    def choice(self, index: int, generation: Generation) -> Json:
+        """A finished choice of a whole answer."""
+        ...
+
+    def opening(self, index: int) -> Json | None:
+        """The choice in its first chunk, before any token."""
+        ...
+
+    def token(self, index: int, draw: Draw) -> Json | None:
+        """The choice in the chunk of one token; None when there is nothing to say yet."""
+        ...
+
+    def closing(self, index: int, generation: Generation) -> Json:
+        """The choice in its last chunk."""
+        ...
+
+
+class _Texts:
+    """The visible text of the choices of one request, whole or growing."""
+
+    def __init__(self, codec: TextCodec, *, stops: Sequence[str], stop_ids: frozenset[int], markers: Sequence[str]):
+        self._codec = codec
+        self._stops, self._stop_ids = stops, stop_ids
+        self._held = (*stops, *markers)
+        self._streams: dict[int, TextStream] = {}
+        self._sent: dict[int, int] = {}
+
+    def whole(self, generation: Generation) -> str:
+        ids = generation.token_ids
+        if generation.finish_reason == "stop" and ids[-1] in self._stop_ids:
+            ids = ids[:-1]
+        return cut_at_stop(self._codec.decode(ids, skip_special_tokens=True), self._stops)
+
+    def push(self, index: int, draw: Draw) -> str:
+        """What the token adds to the text that can be sent."""
+        if draw.token_id in self._stop_ids:
+            return ""
+        stream = self._streams.setdefault(index, TextStream(self._codec))
+        stream.push(draw.token_id)
+        sent = self._sent.get(index, 0)
+        safe = max(sent, safe_length(stream.text, self._held))
+        self._sent[index] = safe
+        return stream.text[sent:safe]
+
+    def rest(self, index: int, whole: str) -> str:
+        """What of the final text has not been sent."""
+        return whole[self._sent.get(index, 0) :]
+
+
+class ChatWriter:
+    """Chat completions; remembers every response so that the next turn's prompt can extend it."""
+
+    def __init__(
+        self,
+        *,
+        body: ChatBody,
+        prompt: Prompt,
+        codec: TextCodec,
+        builder: PromptBuilder,
+        parser: ToolParser | None,
+        stop_ids: frozenset[int],
+    ) -> None:
+        self._body, self._prompt, self._codec, self._builder, self._parser = body, prompt, codec, builder, parser
+        markers = parser.markers if parser else ()
+        self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
+
+    def top(self) -> Json:
+        return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
+
+    def choice(self, index: int, generation: Generation) -> Json:
+        parsed, call_ids = self._read(generation)
+        message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.calls:
+            message["tool_calls"] = tool_calls(parsed, call_ids, is_delta=False)
+        choice: Json = {"index": index, "message": message, "finish_reason": _reason(parsed, generation)}
+        return choice | self._details(generation.draws)
+
+    def _read(self, generation: Generation) -> tuple[Parsed, list[str]]:
+        text = self._texts.whole(generation)
+        parsed = self._parser.parse(text) if self._parser else Parsed(text)
+        call_ids = [new_id("call") for _ in parsed.calls]
+        self._builder.remember(self._prompt, generation.token_ids, call_ids=call_ids)
+        return parsed, call_ids
+
+    def _details(self, draws: Sequence[Draw]) -> Json:
+        details: Json = {"logprobs": None}
+        if self._body.logprobs:
+            as_ids = self._body.return_tokens_as_token_ids
+            details["logprobs"] = chat_logprobs(draws, self._codec, as_ids=as_ids)
+        if self._body.return_token_ids:
+            details["token_ids"] = [draw.token_id for draw in draws]
+        return details
+
+    def opening(self, index: int) -> Json | None:
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+
+    def token(self, index: int, draw: Draw) -> Json | None:
+        piece = self._texts.push(index, draw)
+        if not (piece or self._body.logprobs or self._body.return_token_ids):
+            return None
+        delta = {"content": piece} if piece else {}
+        return {"index": index, "delta": delta, "finish_reason": None} | self._details([draw])
+
+    def closing(self, index: int, generation: Generation) -> Json:
+        parsed, call_ids = self._read(generation)
+        delta: Json = {}
+        if rest := self._texts.rest(index, parsed.content or ""):
+            delta["content"] = rest
+        if parsed.calls:
+            delta["tool_calls"] = tool_calls(parsed, call_ids, is_delta=True)
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": _reason(parsed, generation)}
+
+
+class CompletionWriter:
+    """Completions: plain text, the prompt ids inside the choice; `n` choices per prompt, prompt by prompt."""
+
+    def __init__(
+        self, *, body: CompletionBody, prompts: Sequence[Sequence[int]], codec: TextCodec, stop_ids: frozenset[int]
+    ) -> None:
+        self._body, self._prompts, self._codec = body, prompts, codec
+        self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
+        self._offsets: dict[int, int] = {}
+
+    def top(self) -> Json:
+        return {}
+
+    def choice(self, index: int, generation: Generation) -> Json:
+        choice = {"index": index, "text": self._texts.whole(generation), "finish_reason": generation.finish_reason}
+        return choice | self._details(generation.draws) | self._prompt_ids(index)
+
+    def _details(self, draws: Sequence[Draw], *, offset: int = 0) -> Json:
+        details: Json = {"logprobs": None}
+        if self._body.logprobs is not None:
+            as_ids = self._body.return_tokens_as_token_ids
+            details["logprobs"] = text_logprobs(draws, self._codec, as_ids=as_ids, offset=offset)
+        if self._body.return_token_ids:
+            details["token_ids"] = [draw.token_id for draw in draws]
+        return details
+
+    def _prompt_ids(self, index: int) -> Json:
+        if not self._body.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
+
+    def opening(self, index: int) -> Json | None:
+        if not self._body.return_token_ids:
+            return None
+        opening: Json = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
+        return opening | self._prompt_ids(index)
+
+    def token(self, index: int, draw: Draw) -> Json | None:
+        piece = self._texts.push(index, draw)
+        offset = self._offsets.get(index, 0)
+        self._offsets[index] = offset + len(self._codec.token_text(draw.token_id))
+        if not (piece or self._body.logprobs is not None or self._body.return_token_ids):
+            return None
+        return {"index": index, "text": piece, "finish_reason": None} | self._details([draw], offset=offset)
+
+    def closing(self, index: int, generation: Generation) -> Json:
+        rest = self._texts.rest(index, self._texts.whole(generation))
+        return {"index": index, "text": rest, "logprobs": None, "finish_reason": generation.finish_reason}
+
+
+def _reason(parsed: Parsed, generation: Generation) -> str:
+    return "tool_calls" if parsed.calls else generation.finish_reason
