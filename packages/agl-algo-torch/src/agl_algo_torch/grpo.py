@@ -37,7 +37,7 @@ from agl.errors import ConfigError
 from agl_algo_torch.advantages import ESTIMATORS, Estimator
 from agl_algo_torch.batch import MicroBatch, Sample, micro_batches, split_updates, weights
 from agl_algo_torch.episodes import prepare
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, validate
+from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, version_to_open
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
@@ -74,7 +74,6 @@ class GRPO:
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
         kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         tis_cap: Largest importance weight of the trainer's over the sampler's probability; 0 turns it off.
-        val_every: Steps between validations; 0 validates only before the first and after the last step.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
@@ -98,7 +97,6 @@ class GRPO:
         kl: KL = "k3",
         kl_coef: float = 0.0,
         tis_cap: float = 2.0,
-        val_every: int = 0,
         lr: float = 1e-6,
         warmup: int = 0,
         decay: Decay = "constant",
@@ -140,7 +138,7 @@ class GRPO:
         self._clip_low, self._clip_high = clip_low, clip_high
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
-        self._val_every, self._token_budget, self._keep = val_every, token_budget, keep
+        self._token_budget, self._keep = token_budget, keep
         self._settings = LearnerSettings(
             optim=OptimSettings(
                 lr=lr,
@@ -159,7 +157,7 @@ class GRPO:
         self._learner: Learner | None = None
         self._reference: Reference | None = None
         self._step = 0
-        self._live = ""  # the version that `_learner` holds
+        self._opened = ""  # the version that `_learner` was opened from
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
@@ -173,16 +171,11 @@ class GRPO:
         """Collect one batch of groups, update, save and publish."""
         context, step = self._context, self._step + 1
         learner = await self._current_learner()
-        metrics: dict[str, float] = {}
-        if step == 1:
-            before = await validate(context, step=0)
-            metrics |= {f"{name}_before": value for name, value in before.items()}
-
         started = time.perf_counter()
         collected = await context.collect(self._tasks(step), step=step, n=self._group_size)
-        metrics["collect_s"] = time.perf_counter() - started
+        collect_s = time.perf_counter() - started
         batch = prepare(collected.groups(), credit=context.credit, estimator=self._estimator)
-        metrics |= batch.metrics
+        metrics = batch.metrics | {"collect_s": collect_s}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
         started = time.perf_counter()
@@ -192,10 +185,8 @@ class GRPO:
         await asyncio.to_thread(learner.save, context.workdir / "state" / f"{step:06d}", keep=self._keep)
         resource = await asyncio.to_thread(learner.export, context.workdir / "weights" / f"{step:06d}", keep=self._keep)
         version = await context.publish(self._name, resource, step=step)
-        self._step, self._live = step, version.version
+        self._step = step
         is_finished = step >= self._steps
-        if is_finished or (self._val_every and step % self._val_every == 0):
-            metrics |= await validate(context, step=step)
         return StepReport(
             step=step,
             is_finished=is_finished,
@@ -206,13 +197,13 @@ class GRPO:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the newest checkpoint and the version that it was published as."""
+        """The step count, the newest checkpoint and the version that training started from."""
         path = self._context.workdir / "state" / f"{self._step:06d}"
-        return {"step": self._step, "checkpoint": str(path) if self._step else "", "live": self._live}
+        return {"step": self._step, "checkpoint": str(path) if self._step else "", "opened": self._opened}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the KL reference included."""
-        self._step, self._live = int(state["step"]), str(state["live"])
+        self._step, self._opened = int(state["step"]), str(state["opened"])
         if state["checkpoint"]:
             self._learner = await asyncio.to_thread(self._resume, Path(state["checkpoint"]))
 
@@ -234,12 +225,14 @@ class GRPO:
     async def _current_learner(self) -> Learner:
         """The learner, opened again when another algorithm has published weights since."""
         version = self._context.current(self._name)
-        if self._learner is None or version.version != self._live:
+        is_foreign = version.algorithm != self._context.name and version.version != self._opened
+        if self._learner is None or is_foreign:
+            version = await version_to_open(self._context, self._name)
             origin = tuned_weights(version.resource, name=self._name)
             self._learner = None  # free the old model before the new one is loaded
             updates = self._step * self._updates_per_step * self._epochs
             self._learner = await asyncio.to_thread(self._open, origin, updates)
-            self._live = version.version
+            self._opened = version.version
         return self._learner
 
     def _open(self, origin: Any, updates: int) -> Learner:

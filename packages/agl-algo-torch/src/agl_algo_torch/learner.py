@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import Resource
+    from agl.schemas import Resource, ResourceVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,14 @@ class Learner:
         return norm
 
     def save(self, target: Path, *, keep: int) -> None:
-        """Write a training checkpoint and remove all but the `keep` newest beside it."""
+        """Write a training checkpoint and remove all but the `keep` newest beside it, at least two.
+
+        The one before stays because the run's state names it until the new state is saved.
+        """
         save_training(
             target, model=self.loaded.model, optimizer=self.optimizer, updates=self.updates, origin=self.origin
         )
-        prune(target.parent, keep=keep)
+        prune(target.parent, keep=max(2, keep))
 
     def export(self, target: Path, *, keep: int) -> Weights:
         """Write the weights to serve and return the resource that names them; prunes like `save`."""
@@ -101,19 +104,16 @@ def tuned_weights(resource: Resource, *, name: str) -> Weights:
     return resource
 
 
-async def validate(context: AlgorithmContext, *, step: int) -> dict[str, float]:
-    """Run every validation task once on the live resources and return the mean reward, `{}` without tasks.
+async def version_to_open(context: AlgorithmContext, name: str) -> ResourceVersion:
+    """Return the live version of `name`, or, where this algorithm published that one, what it was made from.
 
-    Rollouts without a reward are left out of the mean and counted in `val_unrewarded`.
+    An algorithm opens a version only when it has no state of its own; a version of its own that is live then is
+    the result of a step that a crash cut off before its state was saved, and the step is repeated.
     """
-    if not context.val:
-        return {}
-    collected = await context.collect(context.val, step=step, mode="val")
-    rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
-    missing = len(context.val) - len(rewards)
-    if not rewards:
-        return {"val_unrewarded": float(missing)}
-    return {"val_reward": sum(rewards) / len(rewards), "val_unrewarded": float(missing)}
+    version = context.current(name)
+    while version.algorithm == context.name and version.parent:
+        version = await context.store.resource(name, version.parent)
+    return version
 
 
 def mean(values: Sequence[float]) -> float:

@@ -23,7 +23,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import micro_batches, weights
 from agl_algo_torch.dialogues import read_dialogues, tokenize
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, validate
+from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, version_to_open
 from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -81,7 +81,7 @@ class SFT:
     ) -> None:
         if min(batch_size, updates_per_step, keep) < 1 or updates < 0:
             raise ConfigError(
-                f"sft got batch_size={batch_size}, updates_per_step={updates_per_step}, keep={keep} and updates={updates}; "
+                f"sft got {batch_size=}, {updates_per_step=}, {keep=} and {updates=}; "
                 "the first three must be at least 1, updates at least 0."
             )
         self._dialogues = read_dialogues(Path(data))
@@ -120,11 +120,7 @@ class SFT:
     async def step(self) -> StepReport:
         """Do the next `updates_per_step` updates, save, and publish after the last one."""
         context, step, started = self._context, self._step + 1, time.perf_counter()
-        metrics: dict[str, float] = {}
-        if step == 1:
-            before = await validate(context, step=0)
-            metrics |= {f"{name}_before": value for name, value in before.items()}
-        learner = self._learner = self._learner or await asyncio.to_thread(self._open)
+        learner = self._learner = self._learner or await self._open()
 
         losses: list[float] = []
         norms: list[float] = []
@@ -140,8 +136,12 @@ class SFT:
         is_finished = learner.updates >= self._updates
         await asyncio.to_thread(learner.save, context.workdir / "state" / f"{step:06d}", keep=self._keep)
         self._step = step
-        metrics |= {"loss": mean(losses), "grad_norm": mean(norms), "tokens": float(tokens)}
-        metrics["update_s"] = time.perf_counter() - started
+        metrics = {
+            "loss": mean(losses),
+            "grad_norm": mean(norms),
+            "tokens": float(tokens),
+            "update_s": time.perf_counter() - started,
+        }
         published: tuple[str, ...] = ()
         if is_finished:
             resource = await asyncio.to_thread(
@@ -149,7 +149,6 @@ class SFT:
             )
             version = await context.publish(self._name, resource, step=step)
             published = (f"{self._name}@{version.version}",)
-            metrics |= await validate(context, step=step)
         return StepReport(
             step=step,
             is_finished=is_finished,
@@ -173,9 +172,10 @@ class SFT:
         """Drop the model."""
         self._learner = None
 
-    def _open(self) -> Learner:
-        resource = self._context.current(self._name).resource
-        return Learner(origin=tuned_weights(resource, name=self._name), settings=self._settings)
+    async def _open(self) -> Learner:
+        version = await version_to_open(self._context, self._name)
+        origin = tuned_weights(version.resource, name=self._name)
+        return await asyncio.to_thread(lambda: Learner(origin=origin, settings=self._settings))
 
     def _update(self, learner: Learner) -> tuple[float, float, int]:
         """One optimizer update: its loss, gradient norm and number of trained tokens."""
