@@ -80,9 +80,10 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
 
 def _apply() -> None:
-    from agl.capture import threads
+    from agl.capture import threads, wire
 
     _STATE.undo.extend(threads.install())
+    _STATE.undo.append(wire.install())
 
 
 def _revert() -> None:

@@ -1,0 +1,127 @@
+"""Records one model call in the process: from the request's departure to its answer's last byte."""
+
+import logging
+import time
+from threading import Lock
+from typing import Any
+
+from agl.capture.chat_spans import chat_spans
+from agl.capture.context import Capture
+from agl.capture.dialects import Exchange, calls_of
+from agl.capture.redact import redact
+from agl.capture.routing import Route
+
+_log = logging.getLogger(__name__)
+
+
+class OpenCall:
+    """A call that is under way; it becomes spans exactly once, when it is finished or abandoned.
+
+    Nothing here raises: a call that cannot be recorded is logged with its traceback.
+
+    Args:
+        capture: The attempt that the call was made in.
+        route: Where the call goes.
+        body: The request's content as the client made it.
+        parent_id: The span in which the call is made.
+        request_id: Shared by the client's retries.
+        retry_count: The client's own count.
+    """
+
+    def __init__(
+        self, capture: Capture, route: Route, *, body: bytes, parent_id: str, request_id: str, retry_count: int
+    ) -> None:
+        self._capture = capture
+        self._route = route
+        self._body = body
+        self._parent_id = parent_id
+        self._request_id = request_id
+        self._retry_count = retry_count
+        self._start_ns = time.time_ns()
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._chunks: list[bytes] = []
+        self._response: Any = None
+        self._lock = Lock()
+        self._is_finished = False
+        capture.closers[id(self)] = self._abandon
+
+    def answered(self, response: Any) -> None:
+        """The response's head arrived; ``response`` is the client's own object."""
+        self._response = response
+
+    def take(self, chunk: bytes) -> None:
+        """A part of the body arrived, still encoded as the response's headers say."""
+        if self._first is None:
+            self._first = time.perf_counter()
+        self._chunks.append(chunk)
+
+    def finish(self, *, is_complete: bool, error: str = "", body: bytes | None = None) -> None:
+        """Record the call; ``body`` is its decoded content where the client has read it already."""
+        with self._lock:
+            if self._is_finished:
+                return
+            self._is_finished = True
+        self._capture.closers.pop(id(self), None)
+        try:
+            self._record(is_complete=is_complete, error=error, body=body)
+        except Exception:  # noqa: BLE001  # isolation point: the agent's call goes on
+            _log.exception("A model call of attempt %s could not be recorded.", self._capture.attempt_id)
+
+    def discard(self) -> None:
+        """Forget the call: somebody else records it."""
+        with self._lock:
+            self._is_finished = True
+        self._capture.closers.pop(id(self), None)
+
+    def _abandon(self) -> None:
+        self.finish(is_complete=False, error="" if self._chunks else "the attempt ended before an answer came")
+
+    def _record(self, *, is_complete: bool, error: str, body: bytes | None) -> None:
+        exchange = self._exchange(is_complete=is_complete, error=error, body=body)
+        upstream = self._route.upstream
+        calls = calls_of(
+            exchange,
+            policy=upstream.name if upstream else "",
+            model_version=upstream.model_version if upstream else "",
+            want_ids=self._route.wants_ids,
+        )
+        capture = self._capture
+        for span in chat_spans(
+            calls,
+            rollout_id=capture.rollout_id,
+            attempt_id=capture.attempt_id,
+            trace_id=capture.trace_id,
+            parent_id=self._parent_id,
+            start_ns=self._start_ns,
+            end_ns=time.time_ns(),
+        ):
+            capture.record(span)
+
+    def _exchange(self, *, is_complete: bool, error: str, body: bytes | None) -> Exchange:
+        latency = time.perf_counter() - self._started
+        first = latency if self._first is None else self._first - self._started
+        response = self._response
+        headers = {} if response is None else {key.lower(): value for key, value in response.headers.items()}
+        return Exchange(
+            path=self._route.url,
+            request=self._body,
+            request_id=self._request_id,
+            status=0 if response is None else response.status_code,
+            headers=headers,
+            response=self._decoded(headers) if body is None else body,
+            is_streamed="text/event-stream" in headers.get("content-type", ""),
+            is_complete=is_complete,
+            latency_s=latency,
+            first_token_s=first,
+            retry_count=self._retry_count,
+            error=redact(error),
+        )
+
+    def _decoded(self, headers: dict[str, str]) -> bytes:
+        """The chunks with the response's content encoding undone; a cut encoded body is what can be read of it."""
+        raw = b"".join(self._chunks)
+        if not raw or headers.get("content-encoding", "identity") == "identity":
+            return raw
+        whole = type(self._response)(200, headers={"content-encoding": headers["content-encoding"]}, content=raw)
+        return whole.content

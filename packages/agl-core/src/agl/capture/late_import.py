@@ -1,0 +1,64 @@
+"""Runs a function once a module has been imported, without importing it."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+OnImport = Callable[[ModuleType], None]
+
+
+class ImportWatch(MetaPathFinder):
+    """Calls ``on_import`` with each of ``names``: at once for those imported already, else right after their import.
+
+    It stands first on ``sys.meta_path`` until :meth:`stop`, and only while one of the names is not imported.
+    """
+
+    def __init__(self, names: Sequence[str], on_import: OnImport) -> None:
+        self._waiting = set(names)
+        self._on_import = on_import
+
+    def start(self) -> None:
+        """Report what is there, and watch for the rest."""
+        for name in tuple(self._waiting):
+            if name in sys.modules:
+                self._report(importlib.import_module(name))  # waits for another thread that is importing it
+        if self._waiting:
+            sys.meta_path.insert(0, self)
+
+    def stop(self) -> None:
+        """Stop watching; imports that are under way are not reported."""
+        self._waiting.clear()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The other finders' spec of a name that is waited for, with a loader that reports the module."""
+        if fullname not in self._waiting:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((one for one in found if one is not None), None)
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
+
+    def _watch(self, loader: Any) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            self._report(module)
+
+        loader.exec_module = exec_module
+
+    def _report(self, module: ModuleType) -> None:
+        if module.__name__ in self._waiting:
+            self._waiting.discard(module.__name__)
+            self._on_import(module)
