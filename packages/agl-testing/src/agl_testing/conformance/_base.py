@@ -1,0 +1,72 @@
+"""What all conformance classes share: flags that say what an implementation may lack, and the guard over both.
+
+A class states the strictest capabilities as its defaults. An implementation that lacks one lowers the flag in
+its subclass, where a reader sees it; a single test may be weakened by overriding it with an ``xfail`` that gives
+its reason, and in no other way.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar, cast
+
+import pytest
+
+T = TypeVar("T")
+
+LIMIT_S = 30.0
+"""Seconds that one test's coroutine may take; a wake-up that never comes fails instead of hanging."""
+
+
+def run(work: Coroutine[Any, Any, T], *, limit_s: float = LIMIT_S) -> T:
+    """Run ``work`` in a fresh event loop; :class:`TimeoutError` when it hangs."""
+    return asyncio.run(asyncio.wait_for(work, limit_s))
+
+
+class Conformance:
+    """Base of the conformance classes; a subclass in a test file is named ``Test...`` and overrides one fixture."""
+
+    contract: ClassVar[str] = ""
+    """The contract's name, for messages."""
+
+    def test_no_test_is_weakened_without_a_reason(self) -> None:
+        """Overridden tests carry ``xfail`` with a reason, and the class as a whole is neither skipped nor excused."""
+        faults = [*_faults_of_tests(type(self)), *_faults_of_marks(type(self))]
+        assert faults == []
+
+
+def require(condition: bool, flag: str, contract: str) -> None:
+    """Skip a test whose capability the subclass gave up by lowering ``flag``."""
+    if not condition:
+        pytest.skip(f"this {contract} says {flag} = False")
+
+
+def _faults_of_tests(cls: type) -> list[str]:
+    own, theirs = _split(cls)
+    names = {name for base in theirs for name in vars(base) if name.startswith("test_")}
+    faults: list[str] = []
+    for name in sorted(names):
+        for override in (vars(base)[name] for base in own if name in vars(base)):
+            if not any(mark.name == "xfail" and mark.kwargs.get("reason") for mark in _marks(override)):
+                faults.append(f"{name} is overridden; mark the override xfail(reason=...) or remove it")
+    return faults
+
+
+def _faults_of_marks(cls: type) -> list[str]:
+    own, _ = _split(cls)
+    names = {mark.name for base in own for mark in _marks(base)}
+    return [f"the class is marked {name}; mark single tests xfail instead" for name in sorted(names & _EXCUSES)]
+
+
+def _split(cls: type) -> tuple[list[type], list[type]]:
+    own = [base for base in cls.__mro__ if not base.__module__.startswith("agl_testing.conformance")]
+    theirs = [base for base in cls.__mro__ if base.__module__.startswith("agl_testing.conformance")]
+    return own, theirs
+
+
+def _marks(target: object) -> list[pytest.Mark]:
+    found: Any = vars(target).get("pytestmark", []) if hasattr(target, "__dict__") else []
+    marks = cast("list[Any]", found if isinstance(found, list) else [found])
+    return [getattr(mark, "mark", mark) for mark in marks]
+
+
+_EXCUSES = {"skip", "skipif", "xfail"}

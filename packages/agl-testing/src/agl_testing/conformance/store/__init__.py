@@ -1,0 +1,38 @@
+"""The conformance class of stores: every invariant of :mod:`agl.contracts.store`."""
+
+from typing import ClassVar
+
+import pytest
+
+from agl_testing.conformance._base import Conformance
+from agl_testing.conformance.store.durability import DurabilityTests
+from agl_testing.conformance.store.leases import LeaseTests
+from agl_testing.conformance.store.location import StoreLocation
+from agl_testing.conformance.store.queue import QueueTests
+from agl_testing.conformance.store.resources import ResourceTests
+from agl_testing.conformance.store.spans import FeedTests, SpanTests
+
+__all__ = ["StoreConformance", "StoreLocation"]
+
+
+class StoreConformance(QueueTests, LeaseTests, SpanTests, FeedTests, ResourceTests, DurabilityTests, Conformance):
+    """Run every test of the store contract.
+
+    .. code-block:: python
+
+        class TestMyStore(StoreConformance):
+            @pytest.fixture
+            def location(self, tmp_path):
+                return StoreLocation(factory="my_store:MyStore", url=f"my:///{tmp_path}/x.db")
+
+            def set_schema_version(self, location, version): ...
+
+    Flags, all true by default: ``is_durable``, ``is_shared``, ``has_schema_version``.
+    """
+
+    contract: ClassVar[str] = "store"
+
+    @pytest.fixture
+    def location(self) -> StoreLocation:
+        """A fresh, empty location; the one fixture to override."""
+        raise NotImplementedError("override the fixture 'location' with the store under test")

@@ -1,0 +1,244 @@
+"""What survives: a restart, ``kill -9``, several processes on one store, and releases of other versions."""
+
+# ruff: noqa: D102  # the names of the tests say what holds
+
+import asyncio
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from agl.contracts import Metric, RolloutQuery, Store
+from agl.errors import NotFoundError, SchemaVersionError, StoreError
+from agl.schemas import PromptTemplate, Record, ResourceVersion
+from agl_testing.conformance._base import require, run
+from agl_testing.conformance.store.location import StoreLocation
+from agl_testing.conformance.store.samples import finish_one, make_rollout, make_span, outcome_of, start_one
+
+KILLS = 8
+"""How often the kill test kills; each kill costs about a second."""
+
+
+class Acknowledged(Record, frozen=True, kw_only=True):
+    """One line of a victim's report: a write that the store has acknowledged."""
+
+    kind: str
+    key: str
+
+
+class DurabilityTests:
+    """Tests that open a location more than once."""
+
+    is_durable: ClassVar[bool] = True
+    """What was acknowledged survives the end of the process."""
+
+    is_shared: ClassVar[bool] = True
+    """Several processes may have the location open at once."""
+
+    has_schema_version: ClassVar[bool] = True
+    """The location carries a schema version; then :meth:`set_schema_version` must be written."""
+
+    def set_schema_version(self, location: StoreLocation, version: int) -> None:
+        """Make the data at ``location`` look as if a release with schema ``version`` had written it."""
+        raise NotImplementedError(f"write set_schema_version for {location.factory}, or lower has_schema_version")
+
+    def test_reopened_store_has_everything(self, location: StoreLocation) -> None:
+        require(self.is_durable, "is_durable", "store")
+
+        async def write() -> list[object]:
+            store = location.open()
+            await finish_one(store, spans=2)
+            claim = await start_one(store, make_rollout(experiment="e"))
+            await store.append_spans([make_span(claim)])
+            await store.save_state({"k": b"v"})
+            version = ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="t"))
+            await store.publish([version])
+            await store.log_metrics([Metric(experiment="e", algorithm="a", step=1, name="loss", value=0.5)])
+            seen = await _contents(store)
+            await store.close()
+            return seen
+
+        async def read() -> list[object]:
+            store = location.open()
+            try:
+                return await _contents(store)
+            finally:
+                await store.close()
+
+        assert run(write()) == run(read())
+
+    def test_acknowledged_writes_survive_kill_9(self, location: StoreLocation, tmp_path: Path) -> None:
+        require(self.is_durable, "is_durable", "store")
+        draw = random.Random(11)
+        for number in range(KILLS):
+            report = tmp_path / f"report-{number}"
+            _run_victim(location, report, kill_after_s=draw.uniform(0.05, 0.6))
+            acknowledged = _read_report(report)
+            assert acknowledged
+            assert run(_lost(location, acknowledged)) == []
+
+    def test_attempt_of_a_killed_worker_is_claimed_again(self, location: StoreLocation, tmp_path: Path) -> None:
+        require(self.is_durable, "is_durable", "store")
+        report = tmp_path / "report"
+        _run_victim(location, report, kill_after_s=0.3)
+
+        async def reclaim() -> None:
+            store = location.open()
+            unfinished = {
+                r.rollout_id for r in await store.rollouts(RolloutQuery(status=("queued", "running"), limit=100_000))
+            }
+            while unfinished:
+                claims = await store.claim(worker="next", limit=100, wait_s=10)
+                assert claims
+                await store.finish([outcome_of(claim) for claim in claims])
+                unfinished -= {claim.rollout.rollout_id for claim in claims}
+            assert await store.rollouts(RolloutQuery(status=("queued", "running", "failed"))) == []
+            await store.close()
+
+        run(reclaim())
+
+    def test_two_objects_on_one_location_wake_each_other(self, location: StoreLocation) -> None:
+        require(self.is_shared, "is_shared", "store")
+
+        async def body() -> None:
+            one, two = location.open(), location.open()
+            waiting = asyncio.create_task(two.claim(worker="w", wait_s=20))
+            await asyncio.sleep(0.1)
+            rollout = (await one.enqueue([make_rollout()]))[0]
+            started = time.monotonic()
+            claims = await waiting
+            assert [rollout.rollout_id] == [c.rollout.rollout_id for c in claims]
+            assert time.monotonic() - started < 3
+            await two.finish([outcome_of(claims[0])])
+            assert (await one.rollouts(RolloutQuery()))[0].status == "succeeded"
+            await one.close()
+            await two.close()
+
+        run(body())
+
+    def test_several_processes_share_the_work_without_overlap(self, location: StoreLocation, tmp_path: Path) -> None:
+        require(self.is_shared, "is_shared", "store")
+
+        async def enqueue() -> set[str]:
+            store = location.open()
+            asked = await store.enqueue([make_rollout() for _ in range(200)])
+            await store.close()
+            return {r.rollout_id for r in asked}
+
+        asked = run(enqueue())
+        reports = [tmp_path / f"worker-{number}" for number in range(3)]
+        workers = [_start_victim(location, report, "drain") for report in reports]
+        assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+        taken = [line.key for report in reports for line in _read_report(report)]
+        assert sorted(asked) == sorted(taken)
+
+    def test_closed_store_refuses_work(self, location: StoreLocation) -> None:
+        async def body() -> None:
+            store = location.open()
+            await store.close()
+            await store.close()
+            with pytest.raises(StoreError):
+                await store.enqueue([make_rollout()])
+
+        run(body())
+
+    def test_data_of_a_newer_schema_is_refused(self, location: StoreLocation) -> None:
+        require(self.has_schema_version, "has_schema_version", "store")
+
+        async def use() -> None:
+            store = location.open()
+            try:
+                await store.enqueue([make_rollout()])
+            finally:
+                await store.close()
+
+        run(use())
+        self.set_schema_version(location, 999)
+        with pytest.raises(SchemaVersionError, match="999"):
+            run(use())
+
+    def test_operations_cost_no_more_in_a_large_store(self, location: StoreLocation) -> None:
+        async def body() -> None:
+            store = location.open()
+            await _cost(store)
+            small = min([await _cost(store) for _ in range(5)])
+            for _ in range(20):
+                await store.enqueue([make_rollout(experiment="other") for _ in range(250)])
+            large = min([await _cost(store) for _ in range(5)])
+            await store.close()
+            assert large < 8 * small + 0.02
+
+        run(body(), limit_s=90)
+
+
+async def _cost(store: Store) -> float:
+    started = time.perf_counter()
+    await store.enqueue([make_rollout(experiment="mine")])
+    claim = (await store.claim(worker="w", experiment="mine"))[0]
+    await store.append_spans([make_span(claim)])
+    await store.finish([outcome_of(claim)])
+    await store.spans(claim.rollout.rollout_id)
+    await store.changes(after=await store.cursor() - 1)
+    return time.perf_counter() - started
+
+
+async def _contents(store: Store) -> list[object]:
+    rollouts = await store.rollouts(RolloutQuery())
+    ids = [rollout.rollout_id for rollout in rollouts]
+    attempts = [await store.attempts(rollout_id) for rollout_id in ids]
+    spans = [await store.spans(rollout_id) for rollout_id in ids]
+    rest = [
+        await store.changes(),
+        await store.resources("prompt"),
+        await store.load_state(""),
+        await store.metrics("e"),
+    ]
+    return [rollouts, attempts, spans, rest]
+
+
+async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> list[Acknowledged]:
+    store = location.open()
+    lost: list[Acknowledged] = []
+    for item in acknowledged:
+        try:
+            rollout = (await store.rollouts(RolloutQuery(ids=(item.key,))))[0]
+            attempts = await store.attempts(item.key)
+            spans = await store.spans(item.key, attempt_id=attempts[0].attempt_id) if attempts else []
+        except NotFoundError:
+            lost.append(item)
+            continue
+        is_kept = {
+            "enqueued": True,
+            "claimed": bool(attempts),
+            "appended": any(span.name == "appended" for span in spans),
+            "finished": rollout.status == "succeeded" and any(span.name == "final" for span in spans),
+        }[item.kind]
+        lost += [] if is_kept else [item]
+    await store.close()
+    return lost
+
+
+def _run_victim(location: StoreLocation, report: Path, *, kill_after_s: float) -> None:
+    victim = _start_victim(location, report, "write")
+    deadline = time.monotonic() + 30
+    while not (report.exists() and report.stat().st_size) and time.monotonic() < deadline:
+        assert victim.poll() is None
+        time.sleep(0.01)
+    time.sleep(kill_after_s)
+    victim.kill()
+    victim.wait(30)
+
+
+def _start_victim(location: StoreLocation, report: Path, mode: str) -> "subprocess.Popen[bytes]":
+    arguments = [location.factory, location.url, str(report), mode]
+    return subprocess.Popen([sys.executable, "-m", "agl_testing.conformance.store.victim", *arguments])
+
+
+def _read_report(report: Path) -> list[Acknowledged]:
+    whole = report.read_bytes().rpartition(b"\n")[0]
+    return [msgspec.json.decode(line, type=Acknowledged) for line in whole.splitlines()]

@@ -1,0 +1,185 @@
+"""Leases, time limits, fencing and waiting: what happens when workers are slow, gone or many."""
+
+# ruff: noqa: D102  # the names of the tests say what holds
+
+import asyncio
+import statistics
+import threading
+import time
+
+import pytest
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import FencedError, StoreError
+from agl.schemas import RetryPolicy
+from agl_testing.conformance.store.location import store_test
+from agl_testing.conformance.store.samples import (
+    TWO_ATTEMPTS,
+    claim_one,
+    make_rollout,
+    make_span,
+    outcome_of,
+    start_one,
+    until,
+)
+
+SHORT_S = 0.3
+"""A lease or time limit that lapses within the test."""
+
+WAKE_UP_S = 0.05
+"""Median seconds from a write to the end of a wait for it, within one store object: too short for polling."""
+
+
+class LeaseTests:
+    """Liveness comes from leases, and order from fencing."""
+
+    @store_test
+    async def test_lapsed_lease_gives_the_rollout_to_a_waiting_worker(self, store: Store) -> None:
+        first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS), lease_s=SHORT_S)
+        second = await claim_one(store, wait_s=10)
+        assert (first.rollout.rollout_id, 2) == (second.rollout.rollout_id, second.attempt.number)
+        assert [a.status for a in await store.attempts(first.rollout.rollout_id)] == ["lost", "running"]
+
+    @store_test
+    async def test_lapsed_lease_fails_the_rollout_while_somebody_waits_for_changes(self, store: Store) -> None:
+        claim = await start_one(store, lease_s=SHORT_S)
+        started, cursor = time.monotonic(), await store.cursor()
+        seen = await store.changes(after=cursor, wait_s=10)
+        assert [(claim.rollout.rollout_id, "failed")] == [(c.key, c.status) for c in seen]
+        assert time.monotonic() - started < 5
+        assert [a.status for a in await store.attempts(claim.rollout.rollout_id)] == ["lost"]
+
+    @store_test
+    async def test_lapsed_lease_is_seen_by_whoever_reads(self, store: Store) -> None:
+        claim = await start_one(store, lease_s=SHORT_S)
+        await asyncio.sleep(SHORT_S * 2)
+        assert (await store.rollouts(RolloutQuery(ids=(claim.rollout.rollout_id,))))[0].status == "failed"
+
+    @store_test
+    async def test_renewed_lease_holds_and_a_lapsed_one_does_not(self, store: Store) -> None:
+        await store.enqueue([make_rollout(), make_rollout()])
+        kept = await claim_one(store, lease_s=SHORT_S)
+        lapsed = await claim_one(store, lease_s=SHORT_S)
+        assert [kept.attempt.attempt_id] == await store.renew([kept.attempt.attempt_id], lease_s=60)
+        await asyncio.sleep(SHORT_S * 2)
+        both = [kept.attempt.attempt_id, lapsed.attempt.attempt_id]
+        assert [kept.attempt.attempt_id] == await store.renew(both, lease_s=60)
+        assert (await store.finish([outcome_of(kept)]))[0].status == "succeeded"
+
+    @store_test
+    async def test_late_finish_of_a_lost_attempt_is_fenced(self, store: Store) -> None:
+        first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS), lease_s=SHORT_S)
+        second = await claim_one(store, wait_s=10)
+        with pytest.raises(FencedError, match=first.attempt.attempt_id):
+            await store.finish([outcome_of(first)])
+        assert (await store.rollouts(RolloutQuery()))[0].status == "running"
+        decided = (await store.finish([outcome_of(second)]))[0]
+        assert ("succeeded", second.attempt.attempt_id) == (decided.status, decided.attempt_id)
+
+    @store_test
+    async def test_late_spans_are_kept_and_marked(self, store: Store) -> None:
+        first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS), lease_s=SHORT_S)
+        early = make_span(first, name="early")
+        await store.append_spans([early])
+        second = await claim_one(store, wait_s=10)
+        late = make_span(first, name="late")
+        await store.append_spans([late, make_span(second, name="current"), early])
+        old = await store.spans(first.rollout.rollout_id, attempt_id=first.attempt.attempt_id)
+        assert [(s.name, s.is_late) for s in old] == [("early", False), ("late", True)]
+        assert [(s.name, s.is_late) for s in await store.spans(first.rollout.rollout_id)] == [("current", False)]
+        assert (await store.rollouts(RolloutQuery()))[0].status == "running"
+
+    @store_test
+    async def test_attempt_beyond_its_time_limit_is_a_timeout_although_it_renews(self, store: Store) -> None:
+        claim = await start_one(store, make_rollout(retry=RetryPolicy(timeout_s=SHORT_S)))
+        await store.renew([claim.attempt.attempt_id], lease_s=60)
+
+        async def is_finished() -> bool:
+            return (await store.rollouts(RolloutQuery()))[0].is_finished
+
+        await until(is_finished, store=store, limit_s=15)
+        assert [a.status for a in await store.attempts(claim.rollout.rollout_id)] == ["timeout"]
+        assert (await store.rollouts(RolloutQuery()))[0].status == "failed"
+
+    @store_test
+    async def test_waiting_claim_is_woken_by_an_enqueue(self, store: Store) -> None:
+        delays: list[float] = []
+        for _ in range(7):
+            waiting = asyncio.create_task(store.claim(worker="w", wait_s=10))
+            await asyncio.sleep(0.02)
+            sent = time.monotonic()
+            await store.enqueue([make_rollout()])
+            assert len(await waiting) == 1
+            delays.append(time.monotonic() - sent)
+        assert statistics.median(delays) < WAKE_UP_S
+
+    @store_test
+    async def test_waiting_claim_of_another_experiment_keeps_waiting(self, store: Store) -> None:
+        waiting = asyncio.create_task(store.claim(worker="w", wait_s=10, experiment="a"))
+        await asyncio.sleep(0.02)
+        await store.enqueue([make_rollout(experiment="b")])
+        done, _ = await asyncio.wait({waiting}, timeout=0.1)
+        assert not done
+        await store.enqueue([make_rollout(experiment="a")])
+        assert [c.rollout.experiment for c in await waiting] == ["a"]
+
+    @store_test
+    async def test_waiting_claim_ends_empty_after_its_time(self, store: Store) -> None:
+        started = time.monotonic()
+        assert await store.claim(worker="w", wait_s=0.2) == []
+        assert 0.15 < time.monotonic() - started < 2
+
+    @store_test
+    async def test_each_of_many_waiting_claims_gets_its_rollout(self, store: Store) -> None:
+        waiting = [asyncio.create_task(store.claim(worker=f"w{i}", wait_s=10)) for i in range(10)]
+        await asyncio.sleep(0.02)
+        asked = await store.enqueue([make_rollout() for _ in range(10)])
+        taken = [c.rollout.rollout_id for claims in await asyncio.gather(*waiting) for c in claims]
+        assert sorted(r.rollout_id for r in asked) == sorted(taken)
+
+    @store_test
+    async def test_cancelled_waiting_claim_loses_no_rollout(self, store: Store) -> None:
+        for round_number in range(20):
+            waiting = asyncio.create_task(store.claim(worker="gone", wait_s=10))
+            await asyncio.sleep(0.001 * (round_number % 3))
+            await store.enqueue([make_rollout()])
+            await asyncio.sleep(0)
+            waiting.cancel()
+            result = (await asyncio.gather(waiting, return_exceptions=True))[0]
+            if isinstance(result, BaseException):
+                assert isinstance(result, asyncio.CancelledError)
+                assert len(await store.claim(worker="next", wait_s=5)) == 1
+
+    @store_test
+    async def test_close_ends_waiting_calls(self, store: Store) -> None:
+        claiming = asyncio.create_task(store.claim(worker="w", wait_s=20))
+        watching = asyncio.create_task(store.changes(after=0, wait_s=20))
+        await asyncio.sleep(0.05)
+        await store.close()
+        with pytest.raises(StoreError):
+            await claiming
+        with pytest.raises(StoreError):
+            await watching
+        await store.close()
+
+    @store_test
+    async def test_one_object_serves_several_threads_and_event_loops(self, store: Store) -> None:
+        taken: list[str] = []
+
+        async def work() -> None:
+            while claims := await store.claim(worker="thread", wait_s=1.0):
+                await store.append_spans([make_span(claims[0])])
+                await store.finish([outcome_of(claims[0])])
+                taken.append(claims[0].rollout.rollout_id)
+
+        threads = [threading.Thread(target=lambda: asyncio.run(work())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        asked: list[str] = []
+        for _ in range(10):
+            asked += [r.rollout_id for r in await store.enqueue([make_rollout() for _ in range(3)])]
+            await asyncio.sleep(0.01)
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+        assert sorted(asked) == sorted(taken)
+        assert {"succeeded"} == {r.status for r in await store.rollouts(RolloutQuery())}

@@ -1,0 +1,57 @@
+"""A process that works on a store until it is killed, or until the queue is empty.
+
+``python -m agl_testing.conformance.store.victim FACTORY URL REPORT write|drain``: after every write that the store
+acknowledged it appends a line to REPORT, so that a test can compare what was promised with what is there.
+"""
+
+import asyncio
+import sys
+from typing import BinaryIO
+
+import msgspec
+
+from agl.contracts import Store
+from agl_testing.conformance.store.durability import Acknowledged
+from agl_testing.conformance.store.location import StoreLocation
+from agl_testing.conformance.store.samples import make_call, make_rollout, make_span, outcome_of
+
+LEASE_S = 1.0
+
+
+async def main(location: StoreLocation, report_path: str, mode: str) -> None:
+    """Work on the store; ``write`` never ends."""
+    store = location.open()
+    with open(report_path, "ab", buffering=0) as report:
+        if mode == "drain":
+            await _drain(store, report)
+        else:
+            await asyncio.gather(*(_write(store, report) for _ in range(3)))
+    await store.close()
+
+
+async def _write(store: Store, report: BinaryIO) -> None:
+    while True:
+        rollout = (await store.enqueue([make_rollout()]))[0]
+        _acknowledge(report, "enqueued", rollout.rollout_id)
+        for claim in await store.claim(worker="victim", lease_s=LEASE_S):
+            key = claim.rollout.rollout_id
+            _acknowledge(report, "claimed", key)
+            await store.append_spans([make_span(claim, name="appended", call=make_call(range(99), range(9)))])
+            _acknowledge(report, "appended", key)
+            await store.finish([outcome_of(claim, spans=[make_span(claim, name="final")])])
+            _acknowledge(report, "finished", key)
+
+
+async def _drain(store: Store, report: BinaryIO) -> None:
+    while claims := await store.claim(worker="worker", limit=3):
+        await store.finish([outcome_of(claim) for claim in claims])
+        for claim in claims:
+            _acknowledge(report, "finished", claim.rollout.rollout_id)
+
+
+def _acknowledge(report: BinaryIO, kind: str, key: str) -> None:
+    report.write(msgspec.json.encode(Acknowledged(kind=kind, key=key)) + b"\n")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(StoreLocation(factory=sys.argv[1], url=sys.argv[2]), sys.argv[3], sys.argv[4]))
