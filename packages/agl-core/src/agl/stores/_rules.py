@@ -1,0 +1,223 @@
+"""The state machine of rollouts and attempts as pure functions of values and a clock reading.
+
+Both stores of the core use these rules; they decide, the stores keep. ``now`` is Unix seconds throughout.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from agl import codec
+from agl.contracts import RolloutQuery
+from agl.errors import ConflictError, FencedError, StoreError
+from agl.ids import attempt_id_of, rollout_id_of
+from agl.schemas import (
+    LLM,
+    TERMINAL_ATTEMPT,
+    Attempt,
+    AttemptStatus,
+    Claim,
+    ErrorInfo,
+    Outcome,
+    Record,
+    ResourceVersion,
+    Rollout,
+    RolloutStatus,
+    Span,
+)
+
+_R = TypeVar("_R", bound=Record)
+
+MAX_ATTEMPTS = 255
+"""Attempts of one rollout at most: what a store has room for in its keys."""
+
+
+def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
+    """The rollout as it enters the queue, detached from the caller's values.
+
+    Raises:
+        StoreError: It is not in its first state, allows too many attempts, or holds what msgpack cannot carry.
+    """
+    if rollout.status != "queued" or rollout.attempts or rollout.attempt_id is not None:
+        raise ConflictError(
+            f"rollout {rollout.rollout_id!r} is unknown here and comes as {rollout.status!r} with "
+            f"{rollout.attempts} attempts; only new rollouts can be queued: give it status 'queued' and no attempts"
+        )
+    if not 1 <= rollout.retry.max_attempts <= MAX_ATTEMPTS:
+        raise StoreError(
+            f"rollout {rollout.rollout_id!r} has retry.max_attempts = {rollout.retry.max_attempts}; "
+            f"choose between 1 and {MAX_ATTEMPTS}"
+        )
+    return replace(copied(rollout), created_at=rollout.created_at or now)
+
+
+def copied(record: _R) -> _R:
+    """A deep copy of any record; raises :class:`StoreError` for what cannot be stored."""
+    try:
+        return codec.decode(codec.encode(record), type(record))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise StoreError(
+            f"{type(record).__name__} cannot be stored: {error}; values must be JSON: "
+            f"None, bool, int, float, str, list and dict with str keys; it was {str(record)[:200]}"
+        ) from error
+
+
+def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
+    """The rollouts, named by id, that a query wants, in its order."""
+    wanted = [rollout for rollout in rollouts if _is_wanted(rollout, query)]
+    wanted.sort(key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
+    return wanted[: query.limit]
+
+
+def _is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
+    is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
+    return (
+        is_behind
+        and rollout.rollout_id != query.after
+        and query.experiment in (None, rollout.experiment)
+        and query.mode in (None, rollout.mode)
+        and query.group_id in (None, rollout.group_id)
+        and (not query.status or rollout.status in query.status)
+    )
+
+
+def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
+    """Whether both are the same rollout apart from what happened to it since."""
+    return definition(stored) == definition(offered)
+
+
+def definition(rollout: Rollout) -> Rollout:
+    """The rollout without its progress."""
+    return replace(
+        rollout, status="queued", attempts=0, attempt_id=None, created_at=0.0, started_at=0.0, finished_at=0.0
+    )
+
+
+def conflict(kind: str, key: str) -> ConflictError:
+    """The error for a repeated id with other content."""
+    return ConflictError(
+        f"{kind} {key!r} is already stored with other content; ids name one immutable value: "
+        "repeat the same content, or choose a new id"
+    )
+
+
+def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float, now: float) -> Claim:
+    """The queued rollout as running, with its next attempt."""
+    number = rollout.attempts + 1
+    attempt = Attempt(
+        attempt_id=attempt_id_of(rollout.rollout_id, number),
+        rollout_id=rollout.rollout_id,
+        number=number,
+        worker=worker,
+        claim_id=claim_id,
+        lease_until=now + lease_s,
+        started_at=now,
+    )
+    running = replace(
+        rollout,
+        status="running",
+        attempts=number,
+        attempt_id=attempt.attempt_id,
+        started_at=rollout.started_at or now,
+    )
+    return Claim(rollout=running, attempt=attempt)
+
+
+def release(claim: Claim) -> Rollout:
+    """The rollout as it was before an attempt that nobody got to see."""
+    number = claim.attempt.number - 1
+    started_at = claim.rollout.started_at if number else 0.0
+    return replace(claim.rollout, status="queued", attempts=number, attempt_id=None, started_at=started_at)
+
+
+def timeout_at(claim: Claim) -> float:
+    """When the attempt outlives ``retry.timeout_s``; infinity without a limit."""
+    timeout_s = claim.rollout.retry.timeout_s
+    return math.inf if timeout_s is None else claim.attempt.started_at + timeout_s
+
+
+def deadline(claim: Claim) -> float:
+    """When the running attempt ends by itself."""
+    return min(claim.attempt.lease_until, timeout_at(claim))
+
+
+def lapse(claim: Claim, *, now: float) -> Claim | None:
+    """The claim with its overdue attempt decided as ``timeout`` or ``lost``; ``None`` while it is in time."""
+    if claim.attempt.status != "running" or deadline(claim) > now:
+        return None
+    attempt = claim.attempt
+    if timeout_at(claim) <= attempt.lease_until:
+        message = f"attempt {attempt.attempt_id} ran longer than retry.timeout_s = {claim.rollout.retry.timeout_s:g}"
+        return decide(claim, status="timeout", error=ErrorInfo(type="agl.Timeout", message=message), now=now)
+    message = f"worker {attempt.worker!r} did not renew its lease on attempt {attempt.attempt_id} in time"
+    return decide(claim, status="lost", error=ErrorInfo(type="agl.LeaseLapsed", message=message), now=now)
+
+
+def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now: float) -> Claim:
+    """The claim after its running attempt ended with ``status``: final, or queued again by the retry policy."""
+    attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
+    rollout = claim.rollout
+    if status in rollout.retry.retry_on and rollout.attempts < rollout.retry.max_attempts and status != "succeeded":
+        return Claim(rollout=replace(rollout, status="queued", attempt_id=None), attempt=attempt)
+    return Claim(rollout=replace(rollout, status=_final(status), finished_at=now), attempt=attempt)
+
+
+def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
+    """The claim after ``outcome``; ``None`` when the outcome repeats the recorded one.
+
+    Raises:
+        FencedError: The attempt was decided otherwise.
+        ConflictError: The outcome is no decision.
+    """
+    attempt = claim.attempt
+    if outcome.status not in TERMINAL_ATTEMPT:
+        raise ConflictError(
+            f"attempt {attempt.attempt_id!r} cannot finish as {outcome.status!r}; "
+            f"an outcome is one of {sorted(TERMINAL_ATTEMPT)}"
+        )
+    if attempt.status == "running":
+        return decide(claim, status=outcome.status, error=outcome.error, now=now)
+    if (attempt.status, attempt.error) == (outcome.status, outcome.error):
+        return None
+    why = f" ({attempt.error.message})" if attempt.error else ""
+    raise FencedError(
+        f"attempt {attempt.attempt_id!r} was already decided as {attempt.status!r}{why} and cannot finish as "
+        f"{outcome.status!r}; drop this outcome: the rollout went on without it"
+    )
+
+
+def cancel_rollout(rollout: Rollout, *, now: float) -> Rollout:
+    """The unfinished rollout as cancelled."""
+    return replace(rollout, status="cancelled", finished_at=now)
+
+
+def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:
+    """Raise :class:`ConflictError` for a span whose ids contradict each other or the outcome that brings it."""
+    for span in spans:
+        if attempt_id is not None and span.attempt_id != attempt_id:
+            raise ConflictError(
+                f"span {span.span_id!r} belongs to attempt {span.attempt_id!r} and came with the outcome of "
+                f"{attempt_id!r}; append it separately"
+            )
+        if span.attempt_id and rollout_id_of(span.attempt_id) != span.rollout_id:
+            raise ConflictError(
+                f"span {span.span_id!r} names rollout {span.rollout_id!r} and attempt {span.attempt_id!r} of another; "
+                "set rollout_id to the attempt's rollout"
+            )
+
+
+def check_secrets(version: ResourceVersion) -> None:
+    """Raise :class:`ConflictError` for an LLM that carries its key."""
+    if isinstance(version.resource, LLM) and version.resource.api_key:
+        raise ConflictError(
+            f"resource {version.name!r} version {version.version!r} holds an api_key, and a store keeps no secrets; "
+            "set api_key_env to the name of the environment variable that holds the key"
+        )
+
+
+def _final(status: AttemptStatus) -> RolloutStatus:
+    if status == "succeeded":
+        return "succeeded"
+    return "cancelled" if status == "cancelled" else "failed"
