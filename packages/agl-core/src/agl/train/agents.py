@@ -1,0 +1,108 @@
+"""Who made a model call: the agents, nodes and tools around it, from the spans that tracers recorded."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+from agl import semconv
+from agl.schemas import Span
+
+MAX_PATH = 64
+"""Enclosing names kept at most, the innermost ones: a path may not grow with the depth of recursion."""
+
+
+class Who(NamedTuple):
+    """What encloses a span.
+
+    Attributes:
+        agent: The nearest agent's name; without one the nearest node's, else role's, else operation's; or ``""``.
+        path: Names of agents, nodes, roles, tools and operations, outermost first.
+        inside: The part of ``path`` from the nearest agent on; all of it without an agent.
+        named: The nearest name of each kind: agent, node, role, operation.
+    """
+
+    agent: str = ""
+    path: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
+    named: tuple[str, str, str, str] = ("", "", "", "")
+
+
+_ROOT = Who()
+_NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME})
+
+
+class Enclosing:
+    """Answers who a span belongs to; every span is looked at once, iteratively, whatever the depth."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._spans: Mapping[str, Span] = {span.span_id: span for span in spans}
+        self._known: dict[str, Who] = {}
+
+    def who(self, span: Span) -> Who:
+        """Who ``span`` belongs to, names on the span itself included."""
+        return _enter(self._around(span), span)
+
+    def _around(self, span: Span) -> Who:
+        above = self._parent(span)
+        known = _ROOT if above is None else self._known.get(above.span_id)
+        return self._climb(span) if known is None else known
+
+    def _climb(self, span: Span) -> Who:
+        """Visit what encloses ``span`` up to the root, to something known, or to a cycle in foreign data."""
+        waiting: list[Span] = []
+        seen = {span.span_id}
+        above = self._parent(span)
+        while above is not None and above.span_id not in self._known and above.span_id not in seen:
+            waiting.append(above)
+            seen.add(above.span_id)
+            above = self._parent(above)
+        who = _ROOT if above is None else self._known.get(above.span_id, _ROOT)
+        for enclosing in reversed(waiting):
+            who = self._known[enclosing.span_id] = _enter(who, enclosing)
+        return who
+
+    def _parent(self, span: Span) -> Span | None:
+        """The framework's span that travelled with the call where it was recorded, else the span's own parent."""
+        framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
+        found = self._spans.get(framework) if isinstance(framework, str) else None
+        if found is None and span.parent_id is not None:
+            found = self._spans.get(span.parent_id)
+        return found
+
+
+def _enter(around: Who, span: Span) -> Who:
+    """Who is within ``span``: the same as around it when the span names nobody."""
+    attributes, operation = span.attributes, _operation(span)
+    if not operation and _NAMES.isdisjoint(attributes):
+        return around
+    agent, node, role, tool = (
+        _name(attributes, key) for key in (semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME)
+    )
+    inner = node or role or tool or operation
+    if not (agent or inner) or (agent == around.named[0] and not inner):
+        return around
+    labels = tuple(dict.fromkeys(name for name in (agent, inner) if name))
+    inside = labels if agent else (*around.inside, *labels)
+    named = tuple(new or old for new, old in zip((agent, node, role, operation), around.named, strict=True))
+    return Who(
+        next((name for name in named if name), ""),
+        (*around.path, *labels)[-MAX_PATH:],
+        inside[-MAX_PATH:],
+        cast("tuple[str, str, str, str]", named),
+    )
+
+
+def _name(attributes: Mapping[str, object], key: str) -> str:
+    value = attributes.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _operation(span: Span) -> str:
+    """The name given to ``agl.operation``: an internal span that no convention describes."""
+    is_plain = (
+        span.kind == "internal"
+        and span.call is None
+        and span.reward is None
+        and semconv.OPERATION not in span.attributes
+        and span.name != semconv.ROOT_SPAN_NAME
+    )
+    return span.name if is_plain else ""

@@ -1,0 +1,231 @@
+"""Credit assignment: what each model call of an episode gets from the episode's rewards.
+
+All values here are returns, not advantages; an algorithm's estimator compares those with one ``baseline`` key, each
+rollout counting once in its statistics. The keys therefore name tasks, roles or turns, never single calls.
+An episode that trains and has no reward at all is refused: what a missing reward means is the experiment's
+declared policy, applied before credit is assigned.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Literal
+
+import msgspec
+
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode, Reward, Transition
+from agl.train.scores import ScoreOptions, score
+
+
+class EpisodeCredit:
+    """Every call gets the episode's return: the identical assignment of the Agent Lightning paper (section 3.3).
+
+    The baseline key is the group: rollouts of one task are compared.
+    """
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """One list per episode; raises :class:`ConfigError` for a trained episode without a reward."""
+        return [self._assign(episode) for episode in group]
+
+    def _assign(self, episode: Episode) -> list[CallCredit]:
+        live = _live(episode)
+        if not live:
+            return []
+        value = _final(episode, has_other=False)
+        baseline = _group(episode)
+        return [CallCredit(span_id=call.span_id, value=value, baseline=baseline) for call in live]
+
+
+class TurnCredit:
+    """Discounted returns over the turns of an episode, all its agents' calls in order of time.
+
+    With r_t the reward of turn t and R the episode's reward, which is earned at the last turn T,
+    G_T = r_T + R and G_t = r_t + gamma * G_{t+1}. Choices of one request are one turn: each gets its own reward
+    and the same future. A rejected call is no turn; its reward is earned with the turn after it, or with the last.
+
+    Args:
+        gamma: Discount per turn, in [0, 1].
+        baseline: ``group`` compares a rollout's mean return with the other rollouts of its task, ``turn`` the
+            returns of one agent's turn with the same turn of the others; that is finer, and a turn that only one
+            rollout reaches has nothing to be compared with.
+    """
+
+    def __init__(self, *, gamma: float = 1.0, baseline: Literal["group", "turn"] = "group") -> None:
+        _check_gamma(gamma, "gamma")
+        if baseline not in ("group", "turn"):
+            raise ConfigError(f"turn credit got baseline={baseline!r}; use 'group' or 'turn'")
+        self._gamma = gamma
+        self._baseline = baseline
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """One list per episode; raises :class:`ConfigError` for a trained episode without any reward."""
+        return [self._assign(episode) for episode in group]
+
+    def _assign(self, episode: Episode) -> list[CallCredit]:
+        live = _live(episode)
+        if not live:
+            return []
+        final = _final(episode, has_other=any(call.reward is not None for call in episode.transitions))
+        values = _returns(episode.transitions, final=final, gamma=self._gamma)
+        return [
+            CallCredit(span_id=call.span_id, value=values[call.span_id], baseline=self._key(episode, call))
+            for call in live
+        ]
+
+    def _key(self, episode: Episode, call: Transition) -> str:
+        group = _group(episode)
+        return group if self._baseline == "group" else f"{group}/{call.agent}/{call.turn}"
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One role's part in :class:`RoleCredit`.
+
+    Attributes:
+        reward: Regular expression on the names of the episode's rewards; the role earns the sum of those that
+            match as a whole. ``""`` for the episode's own reward.
+        gamma: Discount per turn of this role; ``None`` for the credit's.
+    """
+
+    reward: str = ""
+    gamma: float | None = None
+
+
+class RoleCredit:
+    """Rewards, baselines and discount per role: agents that do different work are judged separately.
+
+    Each role's calls are one sequence in order of time, discounted as in :class:`TurnCredit`, and end with the
+    role's own reward. A role is compared with the same role in the other rollouts of the task.
+
+    Args:
+        roles: Role settings by a regular expression that matches an agent's whole name; the first that matches
+            counts. An agent that none matches is a role of its own with the episode's reward.
+        gamma: Discount per turn where a role sets none, in [0, 1].
+        trust_agent: Whether rewards that came with an agent's own token count.
+
+    Raises:
+        ConfigError: For an unknown setting, a bad regular expression or a discount out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        roles: Mapping[str, Role | Mapping[str, object]] | None = None,
+        gamma: float = 1.0,
+        trust_agent: bool = False,
+    ) -> None:
+        _check_gamma(gamma, "gamma")
+        self._gamma = gamma
+        self._trust_agent = trust_agent
+        self._roles = [(_pattern(name, "role"), _role(name, settings)) for name, settings in (roles or {}).items()]
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """One list per episode, in order of time; raises :class:`ConfigError` for a trained role without reward."""
+        return [self._assign(episode) for episode in group]
+
+    def _assign(self, episode: Episode) -> list[CallCredit]:
+        by_role: dict[str, list[Transition]] = {}
+        for call in episode.transitions:
+            by_role.setdefault(self._name(call.agent), []).append(call)
+        credits: dict[str, CallCredit] = {}
+        for name, calls in by_role.items():
+            if any(not call.reject for call in calls):
+                credits.update(self._assign_role(episode, name, calls))
+        return [credits[call.span_id] for call in _live(episode)]
+
+    def _assign_role(self, episode: Episode, name: str, calls: Sequence[Transition]) -> dict[str, CallCredit]:
+        role = self._settings(calls[0].agent)
+        final = self._earned(episode, name, role, has_other=any(call.reward is not None for call in calls))
+        gamma = self._gamma if role.gamma is None else role.gamma
+        values = _returns(calls, final=final, gamma=gamma)
+        baseline = f"{_group(episode)}/{name}"
+        return {
+            span_id: CallCredit(span_id=span_id, value=value, baseline=baseline) for span_id, value in values.items()
+        }
+
+    def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
+        if not role.reward:
+            return _final(episode, has_other=has_other)
+        admitted = [reward for reward in episode.rewards if self._trust_agent or reward.source != "agent"]
+        found = _matching(admitted, role.reward)
+        if not found and not has_other:
+            names = sorted({reward.name for reward in episode.rewards})
+            raise ConfigError(
+                f"role {name!r} earns rewards named {role.reward!r} and rollout {episode.rollout.rollout_id} has "
+                f"none with a value; recorded: {names}. Emit that reward, or correct the name in the credit's roles"
+            )
+        return sum(found)
+
+    def _name(self, agent: str) -> str:
+        return next((pattern.pattern for pattern, _ in self._roles if pattern.fullmatch(agent)), agent)
+
+    def _settings(self, agent: str) -> Role:
+        return next((role for pattern, role in self._roles if pattern.fullmatch(agent)), Role())
+
+
+def _live(episode: Episode) -> list[Transition]:
+    return [call for call in episode.transitions if not call.reject]
+
+
+def _group(episode: Episode) -> str:
+    """The task's identity; a rollout without one is compared with nothing else."""
+    return episode.rollout.group_id or episode.rollout.rollout_id
+
+
+def _final(episode: Episode, *, has_other: bool) -> float:
+    if episode.reward is not None:
+        return episode.reward
+    if has_other:
+        return 0.0
+    raise ConfigError(
+        f"rollout {episode.rollout.rollout_id} has model calls to train on and no reward; return or emit one, add a "
+        "reward emitter, or let the experiment drop or penalise rollouts without a reward"
+    )
+
+
+def _returns(calls: Sequence[Transition], *, final: float, gamma: float) -> dict[str, float]:
+    """The discounted return of every call that is not rejected, by span id; ``calls`` in order of time."""
+    values: dict[str, float] = {}
+    future, is_last = final, True
+    for _, step in groupby(reversed(calls), key=lambda call: (bool(call.reject), call.agent, call.turn)):
+        members = list(step)
+        earned = sum(call.reward or 0.0 for call in members)
+        if members[0].reject:
+            future += earned
+            continue
+        later = future if is_last else gamma * future
+        values.update((call.span_id, (call.reward or 0.0) + later) for call in members)
+        future, is_last = earned + later, False
+    return values
+
+
+def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
+    """The values of the episode's rewards whose names match, one per name by the usual precedence."""
+    wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
+    names = dict.fromkeys(reward.name for reward in wanted)
+    values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)
+    return [value for value in values if value is not None]
+
+
+def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
+    if not isinstance(settings, Role):
+        try:
+            settings = msgspec.convert(dict(settings), Role)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the settings of role {name!r} are wrong: {error}; use reward and gamma") from error
+    _pattern(settings.reward, f"reward of role {name!r}")
+    if settings.gamma is not None:
+        _check_gamma(settings.gamma, f"gamma of role {name!r}")
+    return settings
+
+
+def _pattern(text: str, what: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"the {what} {text!r} is not a regular expression: {error}; correct it") from error
+
+
+def _check_gamma(gamma: float, what: str) -> None:
+    if not 0.0 <= gamma <= 1.0:
+        raise ConfigError(f"{what} is {gamma}; a discount is between 0 and 1")

@@ -1,0 +1,164 @@
+"""The call forest: which model calls of an attempt continue each other, by exact token ids.
+
+A call whose prompt starts with an earlier call's prompt + response extends that call's branch. Interleaved agents,
+forks and compaction need no special case: several branches live side by side, a second call that extends the same
+call starts a branch of its own, and so does a prompt that extends nothing. Nothing is compared as text, and calls
+with equal prompts stay separate samples. Calls of different policies never share a branch: their ids mean different
+tokens. Who made a call plays no role; two agents that share a conversation share its branch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agl.schemas import ModelCall, Record, Span
+from agl.train.drift import Branch, describe_drift
+from agl.train.prefix import NONE, Links, link
+
+Decode = Callable[[Sequence[int]], str]
+"""Turns token ids into text, such as a tokenizer's ``decode``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForestOptions:
+    """How the forest is built and described.
+
+    Attributes:
+        drift_slack: How many tokens before a recorded answer a prompt may differ and still count as a drifted
+            continuation: templates that drop a generation prompt such as ``<think>`` differ there. At most an
+            eighth of the tokens before the answer; 0 counts differences within answers only.
+        decode: Shows both sides of a drift as text; ids alone without it.
+    """
+
+    drift_slack: int = 4
+    decode: Decode | None = None
+
+
+class Placement(Record, frozen=True, kw_only=True):
+    """Where a call is in the forest.
+
+    Attributes:
+        branch: Index of its branch, from 0 in order of the branches' first calls.
+        start: Index in the branch's row of the first response token; equals the number of prompt tokens.
+        parent: Index of the call that it extends, -1 for none.
+        drift: How the prompt nearly continues a branch, in words; ``""`` if it does not.
+    """
+
+    branch: int
+    start: int
+    parent: int = NONE
+    drift: str = ""
+
+
+class Forest(Record, frozen=True, kw_only=True):
+    """All branches of an attempt.
+
+    Attributes:
+        placements: One per call, in the order given.
+        branches: Per branch the indices of its calls, in order. The row of a branch is the last one's prompt and
+            response; what earlier branches sampled in it is there as context only.
+        drifts: How many calls nearly continue a branch.
+    """
+
+    placements: tuple[Placement, ...] = ()
+    branches: tuple[tuple[int, ...], ...] = ()
+    drifts: int = 0
+
+
+def build_forest(spans: Sequence[Span], *, options: ForestOptions | None = None) -> Forest:
+    """Arrange model calls in branches; near-linear in the number of calls.
+
+    ``spans`` are one attempt's model calls in order of time, each complete and with token ids. A call extends the
+    earlier one with the longest prompt + response that its prompt starts with; of several equal ones the newest
+    that nothing extends yet. A copy of all prompts lives while this runs.
+    """
+    calls = [span.call for span in spans if span.call is not None]
+    if len(calls) != len(spans):
+        raise ValueError(f"build_forest got {len(spans)} spans and only {len(calls)} have a model call; filter first")
+    grower = _Grower(spans, calls, options or ForestOptions())
+    for members in _by_policy(calls):
+        grower.grow(members)
+    return grower.forest()
+
+
+def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
+    """Indices of calls that share a vocabulary: those of one policy, else of one model name."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, call in enumerate(calls):
+        found.setdefault((call.policy, "" if call.policy else call.model), []).append(index)
+    return list(found.values())
+
+
+class _Grower:
+    """Places the calls of one policy after the other, then numbers branches by their first calls."""
+
+    def __init__(self, spans: Sequence[Span], calls: Sequence[ModelCall], options: ForestOptions) -> None:
+        self._spans = spans
+        self._calls = calls
+        self._options = options
+        self._parent = [NONE] * len(calls)
+        self._drift: dict[int, str] = {}
+        self._branch_of: list[Branch | None] = [None] * len(calls)
+        self._branches: list[Branch] = []
+
+    def grow(self, members: Sequence[int]) -> None:
+        prompts = [self._calls[i].prompt_ids for i in members]
+        contexts = [self._calls[i].prompt_ids + self._calls[i].response_ids for i in members]
+        links = link(prompts, contexts)
+        leaves: dict[int, list[int]] = {}
+        for k, i in enumerate(members):
+            anchor = links.anchor[k]
+            open_calls = leaves.get(links.same[anchor]) if anchor != NONE else None
+            if open_calls:
+                self._extend(i, open_calls.pop())
+            else:
+                self._start(i, parent=members[anchor] if anchor != NONE else NONE)
+                self._look_for_drift(i, k, members, links, contexts)
+            leaves.setdefault(links.same[k], []).append(i)
+
+    def forest(self) -> Forest:
+        ordered = sorted(self._branches, key=lambda branch: branch.calls[0])
+        numbers = {id(branch): number for number, branch in enumerate(ordered)}
+        placements = tuple(
+            Placement(
+                branch=numbers[id(branch)],
+                start=call.prompt_len,
+                parent=self._parent[i],
+                drift=self._drift.get(i, ""),
+            )
+            for i, (call, branch) in enumerate(zip(self._calls, self._branch_of, strict=True))
+        )
+        branches = tuple(tuple(branch.calls) for branch in ordered)
+        return Forest(placements=placements, branches=branches, drifts=len(self._drift))
+
+    def _extend(self, i: int, parent: int) -> None:
+        branch = self._branch_of[parent]
+        assert branch is not None  # noqa: S101  # parents are placed before their children
+        self._parent[i] = parent
+        self._branch_of[i] = branch
+        branch.add(i, self._calls[i])
+
+    def _start(self, i: int, *, parent: int) -> None:
+        branch = Branch()
+        if parent != NONE:
+            call = self._calls[parent]
+            branch = Branch(origin=self._branch_of[parent], shared=call.prompt_len + call.response_len)
+        branch.add(i, self._calls[i])
+        self._branches.append(branch)
+        self._parent[i] = parent
+        self._branch_of[i] = branch
+
+    def _look_for_drift(self, i: int, k: int, members: Sequence[int], links: Links, contexts: Sequence[bytes]) -> None:
+        anchor = links.anchor[k]
+        floor = len(contexts[anchor]) if anchor != NONE else 0
+        neighbours = [(members[j], contexts[j]) for j in (links.before[k], links.after[k]) if j != NONE]
+        text = describe_drift(
+            self._calls[i].prompt_ids,
+            neighbours,
+            floor=floor,
+            branch_of=self._branch_of,
+            name_of=lambda j: self._spans[j].span_id,
+            slack=self._options.drift_slack,
+            decode=self._options.decode,
+        )
+        if text:
+            self._drift[i] = text

@@ -1,0 +1,115 @@
+"""Which earlier byte strings a string begins with, for many strings at once.
+
+The call forest asks, for every prompt, for the longest earlier prompt + response that it starts with. Comparing each
+with each is quadratic, walking tokens in Python is slow, and a table by length degenerates when all lengths differ.
+So all strings are sorted once (comparisons run in C), a stack sweep finds what encloses what, and a pass backwards
+in time takes strings away again, with union-find jumping over the gaps. The cost is O(n log n) comparisons, each of
+at most the length of the prefix that two strings share; time is near linear in the number of strings whatever
+their order, depth or fan-out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NONE = -1
+"""Stands for "no string" in lists of indices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What the strings have to do with each other, by index; :data:`NONE` where there is nothing.
+
+    Attributes:
+        anchor: For each query the longest earlier entry that it starts with (equality included), [n].
+        before: For each query its neighbour among the earlier entries in lexicographic order, towards the smaller
+            side, and ``after`` towards the larger one, [n] each. One of the two shares the longest prefix with the
+            query of all earlier entries.
+        same: For each entry the smallest index in sorting order of an entry with equal content, [n].
+    """
+
+    anchor: list[int]
+    before: list[int]
+    after: list[int]
+    same: list[int]
+
+
+def link(queries: Sequence[bytes], entries: Sequence[bytes]) -> Links:
+    """Link every query to the earlier entries; query ``i`` sees the entries ``0`` to ``i - 1`` only.
+
+    ``entries[i]`` must start with ``queries[i]``, as a prompt with its response starts with the prompt.
+    """
+    sweep = _sweep(queries, entries)
+    n = len(queries)
+    up, left, right = (list(range(n)) for _ in range(3))
+    anchor, before, after = [NONE] * n, [NONE] * n, [NONE] * n
+    for i in range(n - 1, -1, -1):
+        up[i], left[i], right[i] = sweep.enclosing[i], sweep.left[i], sweep.right[i]
+        anchor[i], before[i], after[i] = _find(up, sweep.inside[i]), _find(left, left[i]), _find(right, right[i])
+    return Links(anchor=anchor, before=before, after=after, same=sweep.same)
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """Length in bytes of the longest common prefix of ``a`` and ``b``."""
+    block, start, end = 4096, 0, min(len(a), len(b))
+    while start < end and a[start : start + block] == b[start : start + block]:
+        start += block
+    if start >= end:
+        return end
+    stop = min(start + block, end)
+    difference = int.from_bytes(a[start:stop], "little") ^ int.from_bytes(b[start:stop], "little")
+    if not difference:
+        return stop
+    return start + ((difference & -difference).bit_length() - 1) // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sweep:
+    """The sorted order: enclosing entries, neighbours among entries, and equal ones; all by index."""
+
+    enclosing: list[int]
+    inside: list[int]
+    left: list[int]
+    right: list[int]
+    same: list[int]
+
+
+def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
+    """Visit entries and queries in lexicographic order, with the entries that enclose the place on a stack.
+
+    Sorting is stable and entries come first, so an entry precedes the queries that equal it. An entry's own query
+    precedes it directly or with strings in between that start with the query too, so that the neighbours of the
+    entry, itself taken away, are neighbours of the query among earlier entries that share the most with either.
+    """
+    n = len(queries)
+    keys = [*entries, *queries]
+    enclosing, inside, same = [NONE] * n, [NONE] * n, list(range(n))
+    left, right = [NONE] * n, [NONE] * n
+    stack: list[int] = []
+    newest = NONE
+    for item in sorted(range(2 * n), key=keys.__getitem__):
+        key = keys[item]
+        while stack and not key.startswith(entries[stack[-1]]):
+            stack.pop()
+        top = stack[-1] if stack else NONE
+        if item >= n:
+            inside[item - n] = top
+            continue
+        enclosing[item], left[item] = top, newest
+        if newest != NONE:
+            right[newest] = item
+        if top != NONE and len(entries[top]) == len(key):
+            same[item] = same[top]
+        stack.append(item)
+        newest = item
+    return _Sweep(enclosing=enclosing, inside=inside, left=left, right=right, same=same)
+
+
+def _find(links: list[int], i: int) -> int:
+    """Follow ``links`` to an index that links to itself or to :data:`NONE`, halving the path on the way."""
+    while i != NONE and links[i] != i:
+        above = links[i]
+        if above == NONE:
+            return NONE
+        links[i] = links[above]
+        i = links[i]
+    return i
