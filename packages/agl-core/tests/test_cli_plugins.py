@@ -1,0 +1,181 @@
+"""The ``agl`` command: its frame and ``agl plugins``."""
+
+import json
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import agl
+from agl.cli.main import cli
+
+TOY = """
+from agl import CommandEntry, RewardEntry, TracerEntry, hookimpl
+
+@hookimpl
+def agl_rewards():
+    yield RewardEntry(name="toy", factory="agl_toy_framework:Reward", summary="a toy")
+
+@hookimpl
+def agl_tracers():
+    yield TracerEntry(name="toyframe", factory="agl_toy_framework:Tracer")
+
+@hookimpl
+def agl_commands():
+    yield CommandEntry(name="hello", factory="agl_toy_cli:hello", summary="say hello")
+    yield CommandEntry(name="built", factory="agl_toy_cli:make", summary="made by a function")
+    yield CommandEntry(name="fails", factory="agl_toy_cli:fails", summary="raises")
+"""
+COMMANDS = """
+import click
+from agl import ConfigError
+from agl.cli.context import pass_manager
+
+@click.command()
+@pass_manager
+def hello(manager):
+    click.echo(f"hello with {len(manager.status())} plugins")
+
+def make():
+    return click.Command("built", callback=lambda: click.echo("built"))
+
+@click.command()
+def fails():
+    raise ConfigError("the setting 'x' is wrong in a.toml; write 'y'")
+"""
+
+
+@pytest.fixture
+def toy(install_plugin, site):
+    install_plugin("agl-toy", TOY, entry="toy")
+    (site / "agl_toy_framework.py").write_text("raise RuntimeError('framework imported')\n", encoding="utf-8")
+    (site / "agl_toy_cli.py").write_text(COMMANDS, encoding="utf-8")
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli, args, catch_exceptions=False)
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "agl", *args], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_commands_of_plugins_without_importing_them(toy):
+    result = invoke("--help")
+    assert result.exit_code == 0
+    assert "say hello" in result.output
+    assert "plugins" in result.output
+    assert "agl_toy_cli" not in sys.modules
+
+
+def test_command_of_a_plugin_runs(toy):
+    assert invoke("hello").output.startswith("hello with ")
+    assert invoke("built").output == "built\n"
+
+
+def test_no_plugins_leaves_them_out(toy):
+    assert "say hello" not in invoke("--no-plugins", "--help").output
+    result = invoke("--no-plugins", "hello")
+    assert result.exit_code == 2
+    assert "no command named 'hello'" in result.output
+
+
+def test_version():
+    assert invoke("--version").output == f"agl, version {agl.__version__}\n"
+
+
+def test_mistyped_command_gets_the_close_match():
+    result = invoke("plugin")
+    assert result.exit_code == 2
+    assert "did you mean 'plugins'?" in result.stderr
+
+
+def test_command_of_a_missing_package_gets_the_install_line():
+    assert "run: pip install agl-gateway" in invoke("--no-plugins", "serve").stderr
+
+
+def test_error_is_one_paragraph_and_debug_gives_the_traceback(toy):
+    result = invoke("fails")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: the setting 'x' is wrong in a.toml; write 'y'\n"
+    debug = invoke("--debug", "fails")
+    assert debug.exit_code == 1
+    assert "Traceback" in debug.stderr
+    assert debug.stderr.endswith(result.stderr)
+
+
+def test_plugins_list_shows_plugins_and_imports_no_framework(toy):
+    code = (
+        "import sys\nfrom agl.cli.main import main\nsys.argv = ['agl', 'plugins', 'list']\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "heavy = {'agl_toy_framework', 'agl_toy_cli', 'torch', 'httpx', 'sqlite3', 'opentelemetry.sdk'}\n"
+        "bad = heavy & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("toy "))
+    assert line.split()[:4] == ["toy", "agl-toy", "1.0", "loaded"]
+    assert "reward toy" in line
+
+
+def test_plugins_list_as_json(toy):
+    found = {status["name"]: status for status in json.loads(invoke("plugins", "list", "--json").output)}
+    assert found["toy"]["distribution"] == "agl-toy"
+    assert "command hello" in found["toy"]["components"]
+    assert found["core"]["state"] == "loaded"
+
+
+def test_plugins_show_gives_factories(toy):
+    output = invoke("plugins", "show", "toy").output
+    assert "agl-toy 1.0" in output
+    assert "agl_toy_framework:Reward" in output
+    found = json.loads(invoke("plugins", "show", "agl-toy", "--json").output)
+    assert {"component": "reward toy", "factory": "agl_toy_framework:Reward", "summary": "a toy"} in found["components"]
+
+
+def test_plugins_show_of_an_unknown_plugin_names_the_installed_ones(toy):
+    result = invoke("plugins", "show", "toi")
+    assert result.exit_code == 1
+    assert "there are: core" in result.stderr
+
+
+def test_plugins_check_names_what_does_not_import(toy):
+    result = invoke("plugins", "check", "toy")
+    assert result.exit_code == 1
+    assert "the reward 'toy' cannot be built" in result.output
+    assert "framework imported" in result.output
+    assert "command 'hello'" not in result.output
+    findings = json.loads(invoke("plugins", "check", "toy", "--json").output)
+    assert {"reward toy", "tracer toyframe"} == {finding["component"] for finding in findings}
+
+
+def test_plugins_check_of_sound_plugins_says_so(install_plugin):
+    install_plugin("agl-fine", "from agl import hookimpl\n", entry="fine")
+    result = invoke("plugins", "check", "fine")
+    assert (result.exit_code, result.output) == (0, "1 plugins with 0 components: all well\n")
+
+
+def test_plugins_check_tells_a_disabled_name_that_nobody_has(monkeypatch):
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "tpyo")
+    result = invoke("plugins", "check")
+    assert result.exit_code == 1
+    assert "AGL_DISABLED_PLUGINS names 'tpyo'" in result.output
+
+
+def test_every_command_of_the_core_is_a_click_command():
+    manager = agl.PluginManager()
+    for entry in manager.entries("command"):
+        assert isinstance(manager.resolve(entry), click.Command), entry.name
+
+
+def test_help_takes_at_most_half_a_second():
+    took: list[float] = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        took.append(time.perf_counter() - start)
+    assert min(took) <= 0.5

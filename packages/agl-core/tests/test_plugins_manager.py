@@ -1,0 +1,298 @@
+"""The plugin manager: what it finds, what it builds, whom it tells."""
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pluggy
+import pytest
+
+import agl
+from agl import (
+    BrokenPluginError,
+    ConfigError,
+    DuplicateComponentError,
+    PluginError,
+    PluginManager,
+    RewardEntry,
+    Rollout,
+    UnknownComponentError,
+    hookimpl,
+)
+
+PLUGIN = """
+from agl import RewardEntry, hookimpl
+
+@hookimpl
+def agl_rewards():
+    yield RewardEntry(name="{name}", factory="{factory}")
+"""
+
+
+class Rewards:
+    """A plugin object with one reward."""
+
+    def __init__(self, factory: Any, name: str = "toy") -> None:
+        self.entry = RewardEntry(name=name, factory=factory)
+
+    @hookimpl
+    def agl_rewards(self):
+        return [self.entry]
+
+
+@dataclass(frozen=True)
+class Scaled:
+    scale: float
+    labels: tuple[str, ...] = ()
+    mode: Literal["sum", "mean"] = "sum"
+    check: Any = None
+
+
+def with_reward(factory: Any) -> tuple[PluginManager, RewardEntry]:
+    manager = PluginManager()
+    manager.register(Rewards(factory), name="toy")
+    return manager, manager.reward("toy")
+
+
+def test_core_registers_its_own_components_through_the_hooks():
+    manager = PluginManager()
+    assert [entry.name for entry in manager.entries("store")] == ["memory", "sqlite"]
+    assert manager.runner("async").factory == "agl.run.local:AsyncRunner"
+    assert manager.credit("turn").factory == "agl.train.credit:TurnCredit"
+    assert manager.tracer("otel").factory == "agl.capture.otel:OtelTracer"
+    assert manager.store_entry("sqlite").factory == "agl.stores.sqlite:SQLiteStore"
+    assert manager.policy("openai").factory == "agl.run.policy:OpenAIPolicy"
+    assert manager.logger("jsonl").factory == "agl.experiment.loggers:JsonLines"
+    assert manager.command("plugins").factory == "agl.cli.plugins:plugins"
+    assert manager.status()[0].name == "core"
+
+
+def test_every_component_of_the_core_resolves():
+    manager = PluginManager()
+    for kind in ("store", "tracer", "reward", "credit", "runner", "policy", "logger", "command"):
+        for entry in manager.entries(kind):
+            assert callable(manager.resolve(entry))
+
+
+def test_installed_plugins_load_in_order_of_name(install_plugin):
+    for name in ("zeta", "alpha", "mid"):
+        source = f"import agl\nagl.order = [*getattr(agl, 'order', []), '{name}']\n"
+        install_plugin(f"agl-{name}", source, entry=name)
+    PluginManager.from_environment()
+    try:
+        assert agl.order == ["alpha", "mid", "zeta"]  # type: ignore[attr-defined]
+    finally:
+        del agl.order  # type: ignore[attr-defined]
+
+
+def test_status_tells_distribution_version_and_components(install_plugin):
+    install_plugin("agl-toy", PLUGIN.format(name="contains", factory="math:sqrt"), entry="toy", version="3.2")
+    found = {status.name: status for status in PluginManager.from_environment().status()}["toy"]
+    assert (
+        found.distribution,
+        found.version,
+        found.module,
+        found.state,
+    ) == ("agl-toy", "3.2", "agl_toy", "loaded")
+    assert found.components == ("reward contains",)
+
+
+@pytest.mark.parametrize("names", ["toy", "agl-toy", "other, toy", "*"])
+def test_disabled_plugin_is_not_imported(install_plugin, monkeypatch, names):
+    install_plugin("agl-toy", "raise RuntimeError('imported')", entry="toy")
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", names)
+    manager = PluginManager.from_environment(strict=True)
+    assert "disabled" in [status.state for status in manager.status() if status.name == "toy"]
+    with pytest.raises(UnknownComponentError, match="which is disabled"):
+        manager.reward("toy")
+
+
+def test_load_false_leaves_out_every_installed_plugin(install_plugin):
+    install_plugin("agl-toy", "raise RuntimeError('imported')", entry="toy")
+    states = {status.name: status.state for status in PluginManager.from_environment(load=False).status()}
+    assert (states["core"], states["toy"]) == ("loaded", "disabled")
+
+
+def test_worker_env_gives_a_child_the_same_choice(install_plugin):
+    install_plugin("agl-toy", "raise RuntimeError('imported')", entry="toy")
+    first = PluginManager.from_environment(["toy"], strict=True)
+    child = PluginManager.from_environment(environ=first.worker_env())
+    assert first.status() == child.status()
+    assert child.worker_env() == {"AGL_DISABLED_PLUGINS": "toy", "AGL_PLUGINS_STRICT": "1"}
+
+
+def test_unmatched_names_of_disabled_plugins_are_told():
+    assert PluginManager.from_environment(["tpyo"]).unmatched == ["tpyo"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "package"),
+    [
+        ("algorithm", "grpo", "agl-algo-torch"),
+        ("algorithm", "verl", "agl-algo-verl"),
+        ("algorithm", "apo", "agl-algo-apo"),
+        ("tracer", "langgraph", "agl-langchain"),
+        ("tracer", "autogen", "agl-autogen"),
+        ("tracer", "openai-agents", "agl-openai-agents"),
+        ("tracer", "crewai", "agl-crewai"),
+        ("store", "postgresql", "agl-store-postgres"),
+        ("store", "redis", "agl-store-redis"),
+        ("runner", "ray", "agl-ray"),
+        ("gateway", "gateway", "agl-gateway"),
+        ("command", "console", "agl-console"),
+    ],
+)
+def test_missing_component_names_the_package_to_install(kind, name, package):
+    with pytest.raises(UnknownComponentError, match=f"no {kind} named '{name}'.*pip install {package}$"):
+        PluginManager().entry(kind, name)
+
+
+def test_mistyped_name_gets_the_close_match_and_the_available_ones():
+    with pytest.raises(UnknownComponentError, match=r"did you mean 'episode'\?.*available: episode, role, turn"):
+        PluginManager().credit("epsiode")
+    with pytest.raises(UnknownComponentError, match=r"did you mean 'grpo'\? Then run: pip install agl-algo-torch"):
+        PluginManager().algorithm("gpro")
+
+
+def test_registering_an_object_raises_at_once_and_leaves_nothing_behind():
+    manager = PluginManager()
+    before = manager.status()
+    with pytest.raises(DuplicateComponentError, match="'thief'"):
+        manager.register(Rewards(print, "exact-match"), name="thief")
+    with pytest.raises(BrokenPluginError, match="'odd' failed to load"):
+        manager.register(Rewards(3), name="odd")
+    assert before == manager.status()
+    manager.register(Rewards(print), name="odd")
+    assert print == manager.reward("toy").factory
+
+
+def test_build_imports_the_factory_and_passes_parameters():
+    manager, entry = with_reward("collections:Counter")
+    assert manager.build(entry, a=2) == {"a": 2}
+    manager, entry = with_reward(Scaled)
+    assert Scaled(2.0, ("a", "b")) == manager.build(entry, scale=2, labels=["a", "b"])
+
+
+def test_build_names_an_unknown_parameter_with_its_close_match():
+    manager, entry = with_reward(Scaled)
+    with pytest.raises(ConfigError, match=r"'scael'; did you mean 'scale'.*scale, labels, mode, check"):
+        manager.build(entry, scael=1)
+
+
+def test_build_names_a_missing_parameter():
+    manager, entry = with_reward(Scaled)
+    with pytest.raises(ConfigError, match="the reward 'toy' needs the parameter 'scale'"):
+        manager.build(entry)
+
+
+@pytest.mark.parametrize("params", [{"scale": "1"}, {"scale": True}, {"scale": 1.0, "mode": "median"}])
+def test_build_refuses_a_value_of_the_wrong_type(params):
+    manager, entry = with_reward(Scaled)
+    name = list(params)[-1]
+    with pytest.raises(ConfigError, match=f"parameter '{name}' is wrong"):
+        manager.build(entry, **params)
+
+
+def test_build_leaves_objects_to_the_factory():
+    manager, entry = with_reward(Scaled)
+    lock = threading.Lock()
+    assert lock is manager.build(entry, scale=1.0, check=lock).check
+
+
+def test_build_names_the_package_of_a_missing_module(install_plugin, site):
+    install_plugin(
+        "agl-toy",
+        PLUGIN.format(name="toy", factory="agl_toy_impl:Reward"),
+        entry="toy",
+        requires=("agl-core>=0.1", "absent-thing>=2", "rare.kind; extra == 'gpu'"),
+    )
+    manager = PluginManager.from_environment(strict=True)
+    for module, command in (
+        ("absent_thing.deep", "pip install --upgrade agl-toy"),
+        ("rare_kind", r'pip install "agl-toy\[gpu\]"'),
+        ("unheard_of", "pip install unheard_of"),
+    ):
+        (site / "agl_toy_impl.py").write_text(f"import {module}\n", encoding="utf-8")
+        with pytest.raises(PluginError, match=f"'{module.partition('.')[0]}', which is not installed; run: {command}"):
+            manager.build(manager.reward("toy"))
+
+
+def test_build_names_the_plugin_whose_factory_does_not_exist():
+    manager, entry = with_reward("agl_nowhere.deep:Thing")
+    with pytest.raises(BrokenPluginError, match=r"the plugin 'toy' names 'agl_nowhere\.deep:Thing', which does not"):
+        manager.build(entry)
+    manager, entry = with_reward("collections:Countr")
+    with pytest.raises(BrokenPluginError, match="did its author mean 'Counter'"):
+        manager.build(entry)
+
+
+def test_build_names_the_plugin_whose_module_raises(install_plugin, site):
+    install_plugin("agl-toy", PLUGIN.format(name="toy", factory="agl_toy_impl:Reward"), entry="toy")
+    (site / "agl_toy_impl.py").write_text("1 / 0\n", encoding="utf-8")
+    manager = PluginManager.from_environment(strict=True)
+    with pytest.raises(BrokenPluginError, match=r"agl-toy 1.0.* raised ZeroDivisionError: division by zero"):
+        manager.build(manager.reward("toy"))
+
+
+class Observer:
+    def __init__(self, seen: list[str], name: str, error: Exception | None = None) -> None:
+        self.seen, self.name, self.error = seen, name, error
+
+    @hookimpl
+    def agl_rollout_finished(self, rollout: Rollout) -> None:
+        self.seen.append(f"{self.name} {rollout.rollout_id}")
+        if self.error is not None:
+            raise self.error
+
+    @hookimpl
+    def agl_step_finished(self, algorithm: str) -> None:
+        self.seen.append(f"{self.name} {algorithm}")
+
+
+def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog):
+    seen: list[str] = []
+    manager = PluginManager()
+    manager.register(Observer(seen, "one", ValueError("watcher fell asleep")), name="one")
+    manager.register(Observer(seen, "two"), name="two")
+    with caplog.at_level(logging.ERROR, "agl.plugins"):
+        for number in "ab":
+            manager.notify("agl_rollout_finished", rollout=Rollout(rollout_id=number, task=None))
+    assert seen == ["one a", "two a", "one b", "two b"]
+    assert len(caplog.records) == 1
+    assert "plugin 'one'" in caplog.text
+    assert "ValueError: watcher fell asleep" in caplog.text
+    assert {status.name: status.failures for status in manager.status()} == {"core": 0, "one": 2, "two": 0}
+
+
+def test_observer_takes_the_arguments_it_wants():
+    seen: list[str] = []
+    manager = PluginManager()
+    manager.register(Observer(seen, "one"))
+    manager.notify("agl_step_finished", algorithm="grpo", report=None)
+    assert seen == ["one grpo"]
+
+
+def test_notify_refuses_what_is_no_observer_hook():
+    with pytest.raises(PluginError, match="'agl_rewards' is no observer hook"):
+        PluginManager().notify("agl_rewards")
+
+
+def test_two_managers_share_nothing():
+    first = PluginManager()
+    first.register(Rewards(print), name="toy")
+    with pytest.raises(UnknownComponentError):
+        PluginManager().reward("toy")
+
+
+def test_pluggy_keeps_what_the_manager_relies_on():
+    class Lazy:
+        @property
+        def agl_heavy(self):
+            raise AssertionError("evaluated while scanning")
+
+    hooks = pluggy.PluginManager("agl")
+    hooks.register(Lazy())
+    with pytest.raises(ValueError, match="name"):
+        hooks.register(Lazy(), name=hooks.list_name_plugin()[0][0])
+    assert len(hooks.get_plugins()) == 1
