@@ -1,0 +1,121 @@
+"""One call on its way through the gateway: what is known of it before, while and after it is relayed."""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agl.capture.dialects import Exchange
+from agl.ids import new_trace_id
+
+_RETRY_MEMORY = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallContext:
+    """Whose call it is and where it belongs.
+
+    Attributes:
+        trace_id: Of the client's trace, ``""`` if it sent none.
+        parent_id: Span in which the call was made, ``None`` if unknown.
+        framework_span_id: What the ``x-agl-span-id`` header said.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    request_id: str
+    retry_count: int
+    trace_id: str = ""
+    parent_id: str | None = None
+    framework_span_id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """A finished exchange with everything that its span needs.
+
+    Attributes:
+        start_ns: Unix nanoseconds at the request's last byte; ``end_ns`` at the response's last.
+        want_ids: Whether token ids were asked for.
+    """
+
+    context: CallContext
+    exchange: Exchange
+    start_ns: int
+    end_ns: int
+    policy: str = ""
+    model_version: str = ""
+    provider: str = ""
+    want_ids: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds."""
+        return len(self.exchange.request) + len(self.exchange.response)
+
+
+@dataclass
+class RequestIds:
+    """Gives the retries of one request one id.
+
+    A client says so itself (``x-agl-request-id``), or sends the same body again with a retry count above zero.
+    """
+
+    _recent: OrderedDict[tuple[str, bytes], str] = field(default_factory=OrderedDict[tuple[str, bytes], str])
+
+    def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
+        """The request's id and the client's count of retries."""
+        retries = _count(headers.get("x-stainless-retry-count", "0"))
+        if given := headers.get("x-agl-request-id", ""):
+            return given[:128], retries
+        key = (attempt_id, hashlib.blake2b(body, digest_size=16).digest())
+        if retries and (known := self._recent.get(key)) is not None:
+            return known, retries
+        request_id = new_trace_id()
+        self._recent[key] = request_id
+        self._recent.move_to_end(key)
+        if len(self._recent) > _RETRY_MEMORY:
+            self._recent.popitem(last=False)
+        return request_id, retries
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 6 else 0
+
+
+def trace_of(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Trace id and span id of a W3C ``traceparent`` header, empty when there is no valid one."""
+    parts = headers.get("traceparent", "").split("-")
+    if len(parts) < 4 or len(parts[1]) != 32 or len(parts[2]) != 16:
+        return "", ""
+    if not _is_hex(parts[1]) or not _is_hex(parts[2]):
+        return "", ""
+    return parts[1], parts[2]
+
+
+def _is_hex(text: str) -> bool:
+    return bool(text.strip("0")) and all(letter in "0123456789abcdef" for letter in text)
+
+
+def span_id_of(headers: Mapping[str, str]) -> str:
+    """The framework span's id in ``x-agl-span-id``, ``""`` unless it is 16 hex digits."""
+    text = headers.get("x-agl-span-id", "").lower()
+    return text if len(text) == 16 and _is_hex(text) else ""
+
+
+def context_of(
+    rollout_id: str, attempt_id: str, headers: Mapping[str, str], body: bytes, request_ids: RequestIds
+) -> CallContext:
+    """The context of a request from its headers."""
+    request_id, retries = request_ids.of(attempt_id, headers, body)
+    trace_id, trace_parent = trace_of(headers)
+    framework_span_id = span_id_of(headers)
+    return CallContext(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        request_id=request_id,
+        retry_count=retries,
+        trace_id=trace_id,
+        parent_id=framework_span_id or trace_parent or None,
+        framework_span_id=framework_span_id,
+    )

@@ -1,0 +1,115 @@
+"""Which path does what: a table and two prefixes, because a router's regular expressions cost more than a call."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from agl.capture.dialects import dialect_of
+from agl.capture.token import AttemptToken
+from agl_gateway.identity import Identities, RunningAttempts, key_of
+from agl_gateway.problems import Problem, problem_response
+from agl_gateway.relay import Relay
+
+_log = logging.getLogger(__name__)
+
+Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+MODEL_ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
+
+
+class Handler:
+    """Answers every request of the gateway.
+
+    Args:
+        routes: Further routes, ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
+    """
+
+    def __init__(
+        self,
+        *,
+        relay: Relay,
+        identities: Identities,
+        attempts: RunningAttempts,
+        routes: dict[str, Handle] | None = None,
+    ) -> None:
+        self._relay = relay
+        self._identities = identities
+        self._attempts = attempts
+        self._routes = {name: handle for name, handle in (routes or {}).items() if not name.endswith("/*")}
+        self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One request to its response; problems in the format that the client's library reads."""
+        path = request.path
+        try:
+            if path.startswith("/v1/"):
+                return await self._model_api(request, path[3:], key_of(request.headers), None)
+            if path.startswith("/rollout/"):
+                rollout_id, attempt_id, key, endpoint = _split(path)
+                return await self._model_api(request, endpoint, key, (rollout_id, attempt_id))
+            return await self._other(request)
+        except Problem as problem:
+            return problem_response(problem, dialect_of(path))
+
+    async def _model_api(
+        self, request: web.BaseRequest, endpoint: str, key: str, expected: tuple[str, str] | None
+    ) -> web.StreamResponse:
+        if endpoint not in MODEL_ENDPOINTS and endpoint != "/models":
+            return await self._other(request)
+        claim = self._identities.verify(key)
+        if endpoint == "/models":
+            return self._models()
+        _check(claim, expected)
+        if request.method != "POST":
+            raise Problem(405, f"{request.path} takes POST, not {request.method}")
+        await self._attempts.require(claim)
+        dialect = dialect_of(endpoint)
+        assert dialect is not None  # noqa: S101  # MODEL_ENDPOINTS are the dialects' endpoints
+        return await self._relay.relay(
+            request,
+            dialect=dialect,
+            endpoint=endpoint,
+            rollout_id=claim.rollout_id,
+            attempt_id=claim.attempt_id,
+        )
+
+    def _models(self) -> web.Response:
+        listed = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "agl"} for name in self._relay.router.models()
+        ]
+        return web.json_response({"object": "list", "data": listed})
+
+    async def _other(self, request: web.BaseRequest) -> web.StreamResponse:
+        name = f"{request.method} {request.path}"
+        handle = self._routes.get(name)
+        if handle is None:
+            handle = next((found for prefix, found in self._prefixes.items() if name.startswith(prefix)), None)
+        if handle is None:
+            known = ", ".join(f"/v1{endpoint}" for endpoint in MODEL_ENDPOINTS)
+            raise Problem(404, f"nothing answers {name} here; model calls go to {known} and /v1/models")
+        return await handle(request)
+
+
+def _split(path: str) -> tuple[str, str, str, str]:
+    """Rollout, attempt, key and endpoint of ``/rollout/R/attempt/A/key/K/v1/...``."""
+    parts = path.split("/", 8)
+    if len(parts) == 9 and (parts[3], parts[5], parts[7]) == ("attempt", "key", "v1"):
+        return parts[2], parts[4], parts[6], f"/{parts[8]}"
+    raise Problem(404, "the path is not /rollout/ROLLOUT/attempt/ATTEMPT/key/TOKEN/v1/...; use llm.get_base_url(...)")
+
+
+def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
+    if claim.scope != "attempt":
+        raise Problem(
+            401,
+            "model calls need an attempt's token, so that they are recorded somewhere; this is an admin token",
+            code="invalid_api_key",
+        )
+    if expected is not None and expected != (claim.rollout_id, claim.attempt_id):
+        raise Problem(
+            401,
+            f"the path says attempt {expected[1]!r} and the token belongs to another one; "
+            "use the base URL of the attempt that makes the call",
+            code="invalid_api_key",
+        )

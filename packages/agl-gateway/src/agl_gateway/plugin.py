@@ -1,0 +1,31 @@
+"""What this package registers; imports nothing of what it names."""
+
+from collections.abc import Iterable
+
+from agl.hookspecs import hookimpl
+from agl.records import CommandEntry, GatewayEntry, StoreEntry
+
+
+@hookimpl
+def agl_gateways() -> Iterable[GatewayEntry]:
+    """The capture proxy that runs beside an experiment."""
+    yield GatewayEntry(
+        name="gateway",
+        factory="agl_gateway.embedded:EmbeddedGateway",
+        summary="capture proxy with real streaming, in its own thread",
+    )
+
+
+@hookimpl
+def agl_stores() -> Iterable[StoreEntry]:
+    """The store of a running ``agl serve``."""
+    for scheme in ("http", "https"):
+        yield StoreEntry(name=scheme, factory="agl_gateway.client:HttpStore", summary="the store behind `agl serve`")
+
+
+@hookimpl
+def agl_commands() -> Iterable[CommandEntry]:
+    """``agl serve``."""
+    yield CommandEntry(
+        name="serve", factory="agl_gateway.cli:serve", summary="Serve a store and a gateway to other processes."
+    )

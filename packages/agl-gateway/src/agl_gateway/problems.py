@@ -1,0 +1,55 @@
+"""Errors as the client's own library expects them: OpenAI's shape, or Anthropic's for its endpoints."""
+
+import msgspec
+from aiohttp import web
+
+from agl.schemas import Dialect
+
+_KINDS = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("invalid_request_error", "not_found_error"),
+    409: ("invalid_request_error", "invalid_request_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    502: ("api_error", "api_error"),
+    503: ("api_error", "overloaded_error"),
+    504: ("api_error", "api_error"),
+}
+
+
+class Problem(Exception):  # noqa: N818  # a response that is raised, not a fault of the program
+    """An answer that the gateway gives itself; the message says what was found and what to do next.
+
+    Attributes:
+        status: HTTP status.
+        code: OpenAI's ``code``, a word that programs can compare.
+        is_retryable: Whether clients should try again; sent as ``x-should-retry``.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str = "", is_retryable: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.is_retryable = is_retryable
+
+
+def problem_body(problem: Problem, dialect: Dialect | None) -> bytes:
+    """The JSON body of ``problem`` in the shape of ``dialect``."""
+    openai_kind, anthropic_kind = _KINDS.get(problem.status, ("api_error", "api_error"))
+    if dialect == "messages":
+        return msgspec.json.encode(
+            {"type": "error", "error": {"type": anthropic_kind, "message": str(problem)}},
+        )
+    error = {"message": str(problem), "type": openai_kind, "param": None, "code": problem.code or None}
+    return msgspec.json.encode({"error": error})
+
+
+def problem_response(problem: Problem, dialect: Dialect | None) -> web.Response:
+    """``problem`` as a response."""
+    return web.Response(
+        body=problem_body(problem, dialect),
+        status=problem.status,
+        content_type="application/json",
+        headers={"x-should-retry": "true" if problem.is_retryable else "false"},
+    )

@@ -1,0 +1,193 @@
+"""From finished exchanges to spans in the store, off the reply path: a bounded queue and one worker.
+
+A call is admitted only while the queue has room, so that a store that falls behind slows the calls down instead of
+filling the memory. Parsing yields to the event loop after every exchange, so that replies do not wait for it.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+
+from agl.contracts import Store
+from agl.errors import CaptureError, NotFoundError, StoreError
+from agl.schemas import Span
+from agl_gateway.exchanges import Recorded
+from agl_gateway.spans import spans_of
+
+_log = logging.getLogger(__name__)
+
+_MAX_QUEUED = 2048
+_MAX_BYTES = 64 * 1024 * 1024
+_BATCH = 64
+_MAX_FAILURES = 10_000
+_RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
+_STREAM_GRACE_S = 2.0
+
+
+class Recorder:
+    """Owns the way into the store of everything that the gateway sees. Used in one event loop only.
+
+    Attributes:
+        recorded: Spans written so far.
+        lost: Spans that the store refused for good.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._queue: deque[Recorded] = deque()
+        self._bytes = 0
+        self._pending: Counter[str] = Counter()
+        self._open_streams: Counter[str] = Counter()
+        self._failures: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+        self._work = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self.recorded = 0
+        self.lost = 0
+
+    @property
+    def queued(self) -> int:
+        """Exchanges that wait to be parsed."""
+        return len(self._queue)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that they hold."""
+        return self._bytes
+
+    def start(self) -> None:
+        """Start the worker."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Write what is queued, then end; idempotent."""
+        self._is_stopping = True
+        self._work.set()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def admit(self) -> None:
+        """Wait until there is room for one more exchange."""
+        await self._room.wait()
+
+    def put(self, recorded: Recorded) -> None:
+        """Queue an exchange; never blocks."""
+        self._pending[recorded.context.attempt_id] += 1
+        self._queue.append(recorded)
+        self._bytes += recorded.size
+        if len(self._queue) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
+            self._room.clear()
+        self._work.set()
+
+    def stream_opened(self, attempt_id: str) -> None:
+        """A streamed answer has begun; :meth:`settle` gives it a moment to end."""
+        self._open_streams[attempt_id] += 1
+
+    async def stream_closed(self, attempt_id: str) -> None:
+        """It has ended, and was queued."""
+        self._open_streams[attempt_id] -= 1
+        if self._open_streams[attempt_id] <= 0:
+            del self._open_streams[attempt_id]
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every answered call of the attempt is in the store.
+
+        A stream whose last event the client may have read already is given two seconds to end.
+
+        Raises:
+            CaptureError: The store refused some of them.
+        """
+        async with self._changed:
+            if attempt_id in self._open_streams:
+                try:
+                    async with asyncio.timeout(_STREAM_GRACE_S):
+                        await self._changed.wait_for(lambda: attempt_id not in self._open_streams)
+                except TimeoutError:
+                    _log.warning("attempt %s ends while one of its streams is still open", attempt_id)
+            await self._changed.wait_for(lambda: attempt_id not in self._pending)
+        failure = self._failures.pop(attempt_id, "")
+        if failure:
+            raise CaptureError(
+                f"model calls of attempt {attempt_id!r} are not in the store: {failure}. "
+                "Check the store's disk and connection, then run the rollout again"
+            )
+
+    async def _run(self) -> None:
+        while True:
+            if not self._queue:
+                if self._is_stopping:
+                    return
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._write_batch()
+
+    async def _write_batch(self) -> None:
+        batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+        spans: list[Span] = []
+        for recorded in batch:
+            spans += self._parse(recorded)
+            await asyncio.sleep(0)
+        await self._append(spans)
+        self._bytes -= sum(recorded.size for recorded in batch)
+        if len(self._queue) < _MAX_QUEUED and self._bytes < _MAX_BYTES:
+            self._room.set()
+        async with self._changed:
+            for recorded in batch:
+                self._count_down(recorded.context.attempt_id)
+            self._changed.notify_all()
+
+    def _count_down(self, attempt_id: str) -> None:
+        self._pending[attempt_id] -= 1
+        if self._pending[attempt_id] <= 0:
+            del self._pending[attempt_id]
+
+    def _parse(self, recorded: Recorded) -> list[Span]:
+        try:
+            return spans_of(recorded)
+        except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
+            _log.exception("a model call of attempt %s could not be read", recorded.context.attempt_id)
+            self._fail(recorded.context.attempt_id, repr(error), 1)
+            return []
+
+    def _fail(self, attempt_id: str, message: str, count: int) -> None:
+        self._failures[attempt_id] = message
+        if len(self._failures) > _MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
+        self.lost += count
+
+    async def _append(self, spans: list[Span]) -> None:
+        """Write all at once; if the store refuses that, attempt by attempt, so that one cannot harm another."""
+        if not spans:
+            return
+        try:
+            await self._store.append_spans(spans)
+            self.recorded += len(spans)
+        except Exception:  # noqa: BLE001  # isolation: reported below, attempt by attempt
+            by_attempt: dict[str, list[Span]] = {}
+            for span in spans:
+                by_attempt.setdefault(span.attempt_id, []).append(span)
+            for attempt_id, own in by_attempt.items():
+                await self._append_of(attempt_id, own)
+
+    async def _append_of(self, attempt_id: str, spans: list[Span]) -> None:
+        message = ""
+        for delay_s in (0.0, *_RETRY_DELAYS_S):
+            await asyncio.sleep(delay_s)
+            try:
+                await self._store.append_spans(spans)
+                self.recorded += len(spans)
+                return
+            except NotFoundError as error:
+                message = str(error)
+                break
+            except Exception as error:  # noqa: BLE001  # isolation: one attempt's trouble must not end the recording
+                message = str(error) if isinstance(error, StoreError) else repr(error)
+        _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message)
+        self._fail(attempt_id, message, len(spans))

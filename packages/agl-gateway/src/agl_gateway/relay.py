@@ -1,0 +1,194 @@
+"""The relay: from a client's request to the backend's answer, byte for byte, with the recording behind it."""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from agl.capture.dialects import Exchange, head_of, prepare_body
+from agl.contracts import Upstream
+from agl.schemas import Dialect
+from agl_gateway.bodies import read_body
+from agl_gateway.exchanges import CallContext, Recorded, RequestIds, context_of
+from agl_gateway.gate import Gate
+from agl_gateway.problems import Problem, problem_body, problem_response
+from agl_gateway.recorder import Recorder
+from agl_gateway.routing import Router, Target
+from agl_gateway.spans import plain_bytes
+from agl_gateway.upstream_client import open_upstream, problem_of, reply_headers, request_headers
+
+_CLIENT_LEFT = "the client closed the connection before the answer ended"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Call:
+    """One call in flight: fixed facts, and what the relay finds out."""
+
+    dialect: Dialect
+    endpoint: str
+    body: bytes
+    context: CallContext
+    start_ns: int
+    started: float
+    target: Target | None = None
+    model_version: str = ""
+    status: int = 0
+    headers: Mapping[str, str] | None = None
+    first_byte: float = 0.0
+    is_streamed: bool = False
+
+
+class Relay:
+    """Relays model calls and hands what it saw to the recorder. Used in one event loop only."""
+
+    def __init__(self, *, router: Router, recorder: Recorder, session: aiohttp.ClientSession, max_body: int) -> None:
+        self.router = router
+        self.gates = {
+            name: Gate(model_version=target.upstream.model_version) for name, target in router.targets.items()
+        }
+        self._recorder = recorder
+        self._session = session
+        self._max_body = max_body
+        self._request_ids = RequestIds()
+
+    async def relay(
+        self, request: web.BaseRequest, *, dialect: Dialect, endpoint: str, rollout_id: str, attempt_id: str
+    ) -> web.StreamResponse:
+        """Answer one model call of an attempt that was checked before."""
+        await self._recorder.admit()
+        body = await read_body(request, limit=self._max_body)
+        call = _Call(
+            dialect=dialect,
+            endpoint=endpoint,
+            body=body,
+            context=context_of(rollout_id, attempt_id, request.headers, body, self._request_ids),
+            start_ns=time.time_ns(),
+            started=time.perf_counter(),
+        )
+        try:
+            return await self._route(request, call)
+        except Problem as problem:
+            self._record(call, problem_body(problem, dialect), status=problem.status, error=str(problem))
+            return problem_response(problem, dialect)
+
+    async def _route(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
+        head = head_of(call.body)
+        if head is None:
+            raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
+        target = call.target = self.router.choose(head.model_name)
+        gate = self.gates[target.upstream.name]
+        call.model_version = await gate.enter()
+        try:
+            return await self._send(request, call, target)
+        except asyncio.CancelledError:
+            self._record(call, b"", status=call.status, error=_CLIENT_LEFT, is_complete=False)
+            raise
+        finally:
+            gate.leave()
+
+    async def _send(self, request: web.BaseRequest, call: _Call, target: Target) -> web.StreamResponse:
+        upstream = target.upstream
+        body = prepare_body(call.dialect, call.body, want_ids=upstream.is_trained, model=upstream.model or None)
+        url = target.url(call.endpoint, request.query_string)
+        headers = request_headers(request.headers, target, call.dialect)
+        response = await open_upstream(self._session, "POST", url, body, headers)
+        try:
+            call.status, call.headers = response.status, response.headers
+            call.first_byte = time.perf_counter()
+            if response.content_type == "text/event-stream":
+                return await self._stream(request, call, response)
+            return await self._plain(call, response, url)
+        finally:
+            response.close()
+
+    async def _plain(self, call: _Call, response: aiohttp.ClientResponse, url: str) -> web.StreamResponse:
+        try:
+            body = await response.read()
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise problem_of(error, url) from error
+        self._record(call, body, status=response.status)
+        return web.Response(body=body, status=response.status, headers=reply_headers(response.headers))
+
+    async def _stream(
+        self, request: web.BaseRequest, call: _Call, response: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        call.is_streamed = True
+        reply = web.StreamResponse(status=response.status, headers=reply_headers(response.headers))
+        attempt_id = call.context.attempt_id
+        chunks: list[bytes] = []
+        self._recorder.stream_opened(attempt_id)
+        error = _CLIENT_LEFT
+        try:
+            await reply.prepare(request)
+            error = await _pump(response, reply, chunks)
+        except ConnectionError:
+            return reply
+        finally:
+            self._record(call, b"".join(chunks), status=response.status, error=error, is_complete=not error)
+            await self._recorder.stream_closed(attempt_id)
+        if error:
+            _hang_up(request)
+            return reply
+        await reply.write_eof()
+        return reply
+
+    def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
+        now = time.perf_counter()
+        headers = call.headers or {}
+        encoding = headers.get("content-encoding", "")
+        latency_s = now - call.started
+        exchange = Exchange(
+            path=call.endpoint,
+            request=call.body,
+            request_id=call.context.request_id,
+            status=status,
+            headers={},
+            response=plain_bytes(body, encoding) if encoding else body,
+            is_streamed=call.is_streamed,
+            is_complete=is_complete,
+            latency_s=latency_s,
+            first_token_s=call.first_byte - call.started if call.is_streamed else latency_s,
+            retry_count=call.context.retry_count,
+            error=error,
+        )
+        upstream = call.target.upstream if call.target else _NO_UPSTREAM
+        self._recorder.put(
+            Recorded(
+                context=call.context,
+                exchange=exchange,
+                start_ns=call.start_ns,
+                end_ns=call.start_ns + int(latency_s * 1e9),
+                policy=upstream.name,
+                model_version=call.model_version,
+                want_ids=upstream.is_trained,
+            )
+        )
+
+
+_NO_UPSTREAM = Upstream(name="", base_url="")
+
+
+async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chunks: list[bytes]) -> str:
+    """Pass the body on as it arrives; returns what ended it too early, ``""`` if nothing did.
+
+    Raises :class:`ConnectionError` when the client is gone.
+    """
+    body = response.content
+    while True:
+        try:
+            chunk = await body.readany()
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            return f"the backend's stream broke off: {error or type(error).__name__}"
+        if not chunk:
+            return ""
+        chunks.append(chunk)
+        await reply.write(chunk)
+
+
+def _hang_up(request: web.BaseRequest) -> None:
+    """Close the client's connection without the end of the body, as the backend did with ours."""
+    if request.transport is not None:
+        request.transport.abort()

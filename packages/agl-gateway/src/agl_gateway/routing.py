@@ -1,0 +1,98 @@
+"""Which backend serves a request: by the name that the request's ``model`` field gives."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from agl.contracts import Upstream
+from agl.errors import ConfigError
+from agl_gateway.problems import Problem
+
+
+@dataclass(frozen=True)
+class Target:
+    """An upstream with its key, which never leaves the gateway except towards the backend."""
+
+    upstream: Upstream
+    base_url: str
+    key: str = field(default="", repr=False)
+
+    def url(self, endpoint: str, query: str) -> str:
+        """The backend's URL of ``endpoint``, such as ``/chat/completions``."""
+        return f"{self.base_url}{endpoint}{'?' + query if query else ''}"
+
+
+class Router:
+    """The configured upstreams; immutable.
+
+    Args:
+        upstreams: Names must differ.
+        environ: Where ``api_key_env`` is looked up.
+
+    Raises:
+        ConfigError: Two upstreams share a name, a URL is no http URL, or a key's variable is not set.
+    """
+
+    def __init__(self, upstreams: Sequence[Upstream], *, environ: Mapping[str, str] | None = None) -> None:
+        known = os.environ if environ is None else environ
+        self.targets: dict[str, Target] = {}
+        for upstream in upstreams:
+            if upstream.name in self.targets:
+                raise ConfigError(f"two upstreams are named {upstream.name!r}; give each policy a name of its own")
+            self.targets[upstream.name] = _target(upstream, known)
+
+    def choose(self, model: str) -> Target:
+        """The target for ``model``: by name, then by the backend's model name, then by alias, else the only one.
+
+        Raises:
+            Problem: 404 with the known names.
+        """
+        if (target := self.targets.get(model)) is not None:
+            return target
+        for matches in (_is_model, _is_alias):
+            for target in self.targets.values():
+                if matches(target.upstream, model):
+                    return target
+        if len(self.targets) == 1:
+            return next(iter(self.targets.values()))
+        raise Problem(404, self._unknown(model), code="model_not_found")
+
+    def _unknown(self, model: str) -> str:
+        if not self.targets:
+            return (
+                f"model {model!r} was asked for and this gateway has no upstream; "
+                "start it with --upstream NAME=URL, or configure a [policy.NAME]"
+            )
+        return f"unknown model {model!r}; this gateway serves {self.models()}: use one of these names"
+
+    def models(self) -> list[str]:
+        """Every name that a request may use, aliases included, in order."""
+        names: list[str] = []
+        for target in self.targets.values():
+            upstream = target.upstream
+            names += [upstream.name, *([upstream.model] if upstream.model else []), *upstream.aliases]
+        return list(dict.fromkeys(names))
+
+
+def _is_model(upstream: Upstream, model: str) -> bool:
+    return bool(model) and upstream.model == model
+
+
+def _is_alias(upstream: Upstream, model: str) -> bool:
+    return any(fnmatchcase(model, alias) for alias in upstream.aliases)
+
+
+def _target(upstream: Upstream, environ: Mapping[str, str]) -> Target:
+    if not upstream.base_url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"upstream {upstream.name!r} has base_url {upstream.base_url!r}, which is no http(s) URL; "
+            "write it with its /v1, such as http://127.0.0.1:8000/v1"
+        )
+    key = environ.get(upstream.api_key_env, "") if upstream.api_key_env else ""
+    if upstream.api_key_env and not key:
+        raise ConfigError(
+            f"upstream {upstream.name!r} takes its key from {upstream.api_key_env}, which is not set; export it "
+            "where the gateway runs, or remove api_key_env"
+        )
+    return Target(upstream=upstream, base_url=upstream.base_url.rstrip("/"), key=key)

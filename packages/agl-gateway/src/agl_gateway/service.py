@@ -1,0 +1,100 @@
+"""The gateway as one object: it is started and stopped in an event loop, and owns all that runs there."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from agl.capture.token import AttemptTokens
+from agl.contracts import Store, Upstream
+from agl.errors import ConfigError
+from agl_gateway.handler import Handle, Handler
+from agl_gateway.identity import Identities, RunningAttempts
+from agl_gateway.recorder import Recorder
+from agl_gateway.relay import Relay
+from agl_gateway.routing import Router
+from agl_gateway.upstream_client import make_session
+
+_SHUTDOWN_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Where the gateway listens and how patient it is.
+
+    Attributes:
+        host: Address to bind; keep it local unless the network is trusted.
+        port: 0 for any free one.
+        timeout_s: Seconds of silence after which a backend counts as gone.
+        connect_timeout_s: Seconds to make a connection to a backend.
+        max_body: Largest request in bytes.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 600.0
+    connect_timeout_s: float = 10.0
+    max_body: int = 64 * 1024 * 1024
+
+
+class GatewayService:
+    """Everything that one gateway runs. Construct and use it in one event loop."""
+
+    def __init__(
+        self, *, store: Store, upstreams: Sequence[Upstream], tokens: AttemptTokens, settings: Settings
+    ) -> None:
+        self._settings = settings
+        self.store = store
+        self.tokens = tokens
+        self.router = Router(upstreams)
+        self.recorder = Recorder(store)
+        self.attempts = RunningAttempts(store)
+        self.identities = Identities(tokens)
+        self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
+        self.relay = Relay(router=self.router, recorder=self.recorder, session=self.session, max_body=settings.max_body)
+        self._runner: web.ServerRunner | None = None
+        self.url = ""
+
+    async def start(self, routes: dict[str, Handle] | None = None) -> str:
+        """Listen; returns the base URL. Raises :class:`ConfigError` when the port is taken."""
+        handler = Handler(relay=self.relay, identities=self.identities, attempts=self.attempts, routes=routes)
+        self.recorder.start()
+        await self.attempts.start()
+        self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024).start()
+        except OSError as error:
+            raise self._bind_error(error) from error
+        port = self._runner.addresses[0][1]
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        self.url = f"http://{host}:{port}"
+        return self.url
+
+    async def stop(self) -> None:
+        """Finish what is recorded, then close; idempotent. The store stays open."""
+        for gate in self.relay.gates.values():
+            gate.resume()
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        await self.recorder.stop()
+        await self.attempts.stop()
+        await self.session.close()
+
+    def _server(self, handler: Handler) -> web.Server:
+        return web.Server(
+            handler.handle,
+            handler_cancellation=True,
+            access_log=None,
+            logger=logging.getLogger("agl_gateway.http"),
+            keepalive_timeout=75.0,
+        )
+
+    def _bind_error(self, error: OSError) -> ConfigError:
+        where = f"{self._settings.host}:{self._settings.port}"
+        return ConfigError(
+            f"the gateway cannot listen on {where} ({error.strerror or error}); another program, perhaps another "
+            "`agl serve`, uses that port: stop it, or choose another with --port (0 takes any free one)"
+        )

@@ -1,0 +1,120 @@
+"""The hop to the backend: one aiohttp session, what is sent along, and what its failures mean."""
+
+import asyncio
+from collections.abc import Mapping
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from agl.schemas import Dialect
+from agl_gateway.problems import Problem
+from agl_gateway.routing import Target
+
+_FORWARDED = (
+    "content-type",
+    "accept",
+    "user-agent",
+    "anthropic-version",
+    "anthropic-beta",
+    "openai-beta",
+    "idempotency-key",
+    "traceparent",
+    "tracestate",
+)
+"""Request headers that reach the backend; everything else, credentials above all, ends here."""
+
+_NOT_RELAYED = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "content-length",
+        "set-cookie",
+        "date",
+        "server",
+    }
+)
+
+_CONNECT_TRIES = 3
+_CONNECT_PAUSE_S = 0.1
+
+
+def make_session(*, timeout_s: float, connect_timeout_s: float) -> aiohttp.ClientSession:
+    """A session for all upstreams: no decompression, no cookies, no limit on connections."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=30),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=timeout_s),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("Accept-Encoding", "User-Agent", "Accept"),
+        read_bufsize=256 * 1024,
+    )
+
+
+def request_headers(headers: Mapping[str, str], target: Target, dialect: Dialect | None) -> dict[str, str]:
+    """What is sent upstream: the client's harmless headers and the provider's key."""
+    sent = {name: value for name in _FORWARDED if (value := headers.get(name)) is not None}
+    sent["accept-encoding"] = "identity"
+    if target.key:
+        sent["authorization"] = f"Bearer {target.key}"
+        if dialect == "messages":
+            sent["x-api-key"] = target.key
+    return sent
+
+
+def reply_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
+    """The backend's headers for the client, without those that belong to one connection."""
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_RELAYED)
+
+
+async def open_upstream(
+    session: aiohttp.ClientSession, method: str, url: str, body: bytes, headers: Mapping[str, str]
+) -> aiohttp.ClientResponse:
+    """Send a request; returns when the response's head is there.
+
+    A connection that could not be made is tried again, for nothing was sent; nothing else ever is.
+
+    Raises:
+        Problem: 502 when the backend cannot be reached or hangs up, 504 when it is silent too long.
+    """
+    for attempt in range(1, _CONNECT_TRIES + 1):
+        try:
+            return await session.request(method, url, data=body, headers=headers, allow_redirects=False)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            if attempt == _CONNECT_TRIES:
+                raise problem_of(error, url) from error
+            await asyncio.sleep(_CONNECT_PAUSE_S * attempt)
+        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+            raise problem_of(error, url) from error
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+def problem_of(error: Exception, url: str) -> Problem:
+    """What a failure of the upstream hop means for the client."""
+    where = url.split("?", 1)[0]
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return Problem(
+            502,
+            f"the backend at {where} cannot be reached ({error}); is it running, and is the policy's URL right?",
+            code="upstream_unreachable",
+            is_retryable=True,
+        )
+    if isinstance(error, TimeoutError):
+        return Problem(
+            504,
+            f"the backend at {where} was silent for too long ({type(error).__name__}); "
+            "look at its load, or raise the gateway's timeout",
+            code="upstream_timeout",
+            is_retryable=True,
+        )
+    return Problem(
+        502,
+        f"the backend at {where} ended the connection before its answer did ({error or type(error).__name__})",
+        code="upstream_failed",
+        is_retryable=True,
+    )

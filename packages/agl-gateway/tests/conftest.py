@@ -1,0 +1,100 @@
+"""A gateway over a real store and the scripted model server, and an attempt that calls through it."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from agl_testing.model_server import Reply, ScriptedModelServer
+from openai import AsyncOpenAI
+
+from agl.capture.token import AttemptTokens
+from agl.contracts import Store, Upstream
+from agl.ids import new_rollout_id
+from agl.schemas import ModelCall, Rollout, Span
+from agl.stores.memory import MemoryStore
+from agl_gateway.embedded import EmbeddedGateway
+
+TEST_LIMIT_S = 60.0
+SECRET = b"a secret of the gateway's own tests"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run coroutine tests in an event loop of their own, for a limited time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), TEST_LIMIT_S))
+    return True
+
+
+@dataclass
+class Stage:
+    """One gateway at work, with the store behind it and the backend before it."""
+
+    gateway: EmbeddedGateway
+    store: Store
+    server: ScriptedModelServer
+    url: str
+    tokens: AttemptTokens = field(default_factory=lambda: AttemptTokens(SECRET))
+
+    async def open_attempt(self) -> tuple[str, str]:
+        """Enqueue and claim a rollout; returns its attempt's id and token."""
+        rollout = Rollout(rollout_id=new_rollout_id(), task={"question": "?", "answer": "!"}, hidden=("answer",))
+        await self.store.enqueue([rollout])
+        claims = await self.store.claim(worker="test")
+        attempt = claims[0].attempt
+        token = self.tokens.issue(attempt.rollout_id, attempt.attempt_id, expires_at=time.time() + 600)
+        return attempt.attempt_id, token
+
+    def openai(self, token: str, **settings: object) -> AsyncOpenAI:
+        """A client that calls as the attempt of ``token``."""
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, **{"max_retries": 0, **settings})  # type: ignore[arg-type]
+
+    async def spans(self, attempt_id: str) -> list[Span]:
+        """The attempt's spans, once they are all in the store."""
+        await self.gateway.settle(attempt_id)
+        return await self.store.spans(attempt_id.rpartition(".")[0], attempt_id=attempt_id)
+
+    async def calls(self, attempt_id: str) -> list[ModelCall]:
+        """The attempt's model calls, once they are all in the store."""
+        return [span.call for span in await self.spans(attempt_id) if span.call is not None]
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedModelServer]:
+    with ScriptedModelServer(default=Reply(text="hello there, how are you?")) as server:
+        yield server
+
+
+StageFactory = Callable[..., AbstractAsyncContextManager[Stage]]
+
+
+@pytest.fixture
+def stage(server: ScriptedModelServer, tmp_path: Path) -> StageFactory:
+    """Makes a stage: ``async with stage(upstreams=..., is_trained=...) as it``."""
+
+    @asynccontextmanager
+    async def make(
+        *,
+        upstreams: list[Upstream] | None = None,
+        is_trained: bool = True,
+        store: Store | None = None,
+        **settings: float,
+    ) -> AsyncIterator[Stage]:
+        used = store or MemoryStore()
+        gateway = EmbeddedGateway(**settings)  # type: ignore[arg-type]
+        one = Upstream(name="main_llm", base_url=server.base_url, model="scripted", is_trained=is_trained)
+        url = await gateway.start(store=used, upstreams=upstreams or [one], secret=SECRET)
+        try:
+            yield Stage(gateway=gateway, store=used, server=server, url=url)
+        finally:
+            await gateway.stop()
+            await used.close()
+
+    return make
