@@ -1,0 +1,105 @@
+"""Agents that behave and misbehave on demand: what runners are tested with.
+
+``task["do"]`` says what to do; see :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``)
+the task comes as JSON on standard input and the reward is printed, as the command runner wants it.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import agl
+
+HANG_S = 120.0
+BEAT_S = 0.02
+
+
+def behave(task: dict[str, Any]) -> Any:
+    """Do what the task says, as a plain function."""
+    return BEHAVIOURS[task["do"]](task)
+
+
+async def behave_async(task: dict[str, Any]) -> Any:
+    """Do what the task says, as a coroutine function that yields to the event loop where it can."""
+    await asyncio.sleep(0)
+    if task["do"] == "hang":
+        deadline = time.monotonic() + HANG_S
+        while time.monotonic() < deadline:
+            _beat(task)
+            await asyncio.sleep(BEAT_S)
+    return BEHAVIOURS[task["do"]](task)
+
+
+def _return(task: dict[str, Any]) -> Any:
+    time.sleep(task.get("seconds", 0.0))
+    return task["value"]
+
+
+def _emit(task: dict[str, Any]) -> None:
+    with agl.operation("outer"):
+        agl.emit_message(task["text"])
+    agl.emit_reward(task["value"], name="emitted")
+
+
+def _raise(task: dict[str, Any]) -> None:
+    raise ValueError(task["text"])
+
+
+def _exit(task: dict[str, Any]) -> None:
+    del task
+    sys.exit(3)
+
+
+def _hard_exit(task: dict[str, Any]) -> None:
+    del task
+    os._exit(7)
+
+
+def _cancelled(task: dict[str, Any]) -> None:
+    del task
+    raise asyncio.CancelledError
+
+
+def _object(task: dict[str, Any]) -> object:
+    del task
+    return object()
+
+
+def _keys(task: dict[str, Any]) -> list[str]:
+    return sorted(task)
+
+
+def _hang(task: dict[str, Any]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while time.monotonic() < deadline:
+        _beat(task)
+        time.sleep(BEAT_S)
+
+
+def _beat(task: dict[str, Any]) -> None:
+    with Path(task["beats"]).open("ab") as file:
+        file.write(b".")
+
+
+BEHAVIOURS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "return": _return,
+    "emit": _emit,
+    "raise": _raise,
+    "exit": _exit,
+    "hard_exit": _hard_exit,
+    "cancelled": _cancelled,
+    "object": _object,
+    "keys": _keys,
+    "hang": _hang,
+}
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    result = behave(given)
+    print(json.dumps({"reward": result} if isinstance(result, int | float) else result))
