@@ -115,7 +115,7 @@ class PublishFn(Protocol):
     ) -> ResourceVersion:
         """Returns once new rollouts get this version and, for weights, the policy serves it.
 
-        The version is ``<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
+        The version is ``<experiment>-<run>-<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
         """
         ...
 
@@ -131,6 +131,7 @@ class AlgorithmContext:
         train: Training tasks; ``val`` validation tasks.
         seed: The experiment's seed; derive random state from (seed, step, purpose), keep none in globals.
         workdir: This algorithm's directory for checkpoints; exists.
+        folder: What relative paths in the experiment are relative to.
         store: The experiment's store.
         credit: The configured credit assignment.
         collect: See :class:`CollectFn`.
@@ -148,6 +149,7 @@ class AlgorithmContext:
     val: Sequence[Json]
     seed: int
     workdir: Path
+    folder: Path
     store: Store
     credit: Credit
     collect: CollectFn

@@ -7,6 +7,9 @@ from agl.contracts import Gateway, Store, Tracer, Upstream
 from agl.run.agent import AgentSpec
 from agl.schemas import NamedResources, Rollout
 
+PLACEHOLDER_KEY = "agl-no-key-needed"
+"""What ``OPENAI_API_KEY`` holds in a process whose calls get their token from the wire hook."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetup:
@@ -16,14 +19,13 @@ class RunSetup:
         agent: The agent to run.
         store: Where spans go while an attempt runs.
         secret: Key that signs attempt tokens; never stored.
+        resources: Gives the resources of a rollout, pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
         gateway: The gateway when it runs here, so that an attempt ends only after its calls are in the store.
         upstreams: The configured policies, so that the wire hook knows which calls to redirect.
-        resources: Gives the resources of a rollout, pinned versions applied.
         tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
-        plugins: ``AGL_DISABLED_PLUGINS`` and the like for child processes.
+        plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
         concurrency: Attempts at once.
-        requires_calls: Whether an attempt without a model call is a failure.
     """
 
     agent: AgentSpec
@@ -36,4 +38,23 @@ class RunSetup:
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])
     concurrency: int = 8
-    requires_calls: bool = False
+
+    @property
+    def base_url(self) -> str:
+        """Where an agent's client should send its calls by default, with ``/v1``; ``""`` if nothing is configured."""
+        if self.gateway_url:
+            return f"{self.gateway_url}/v1"
+        return self.upstreams[0].base_url if self.upstreams else ""
+
+    def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
+        """Variables by which clients find the model: for OpenAI's and Anthropic's libraries, and who read those."""
+        if not self.base_url:
+            return {}
+        root = self.base_url.removesuffix("/v1")
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_API_KEY": token,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": token,
+        }

@@ -1,6 +1,6 @@
 """Rollouts and attempts: one run of the agent on one task, and the tries that it takes."""
 
-from typing import Literal, cast
+from typing import Literal, TypeGuard
 
 from agl.schemas._base import SCHEMA_VERSION, Json, Record
 from agl.schemas.span import Span
@@ -71,10 +71,9 @@ class Rollout(Record, frozen=True, kw_only=True):
     @property
     def visible_task(self) -> Json:
         """The task without its hidden keys: what an agent may see."""
-        if not self.hidden or not isinstance(self.task, dict):
+        if not self.hidden or not _is_object(self.task):
             return self.task
-        task = cast("dict[str, Json]", self.task)
-        return {key: value for key, value in task.items() if key not in self.hidden}
+        return {key: value for key, value in self.task.items() if key not in self.hidden}
 
 
 class ErrorInfo(Record, frozen=True, kw_only=True):
@@ -123,3 +122,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     status: AttemptStatus
     error: ErrorInfo | None = None
     spans: tuple[Span, ...] = ()
+
+
+def _is_object(value: Json) -> TypeGuard[dict[str, Json]]:
+    return isinstance(value, dict)

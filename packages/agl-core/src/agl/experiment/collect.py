@@ -1,0 +1,280 @@
+"""Collecting rollouts: enqueue, wait for the change feed, read the spans, build the episodes."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from agl.codec import to_json
+from agl.contracts import Collected, RolloutQuery, Store
+from agl.errors import ConfigError, MissingTokenIdsError, RunError
+from agl.experiment.config import AlgorithmConfig
+from agl.experiment.plan import Plan
+from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span
+from agl.train.scores import ScoreOptions
+from agl.train.transitions import EpisodeOptions, build_episode
+
+WAIT_S = 20.0
+"""Seconds of one wait at the change feed; only a bound, every change wakes it."""
+
+PAGE = 10_000
+"""Spans read at once."""
+
+
+class FinishFeed:
+    """Tells who waits that a rollout is finished; one reader of the change feed for all."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "FinishFeed":
+        """Start to read at the feed's end."""
+        self._reader = asyncio.create_task(self._read(await self._store.cursor()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop reading."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    def watch(self, rollout_id: str) -> "asyncio.Future[None]":
+        """A future that ends when the rollout is finished; ask before enqueueing."""
+        return self._waiting.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+
+    def forget(self, rollout_id: str) -> None:
+        """Nobody waits for it any more."""
+        self._waiting.pop(rollout_id, None)
+
+    def resolve(self, rollout_id: str) -> None:
+        """The rollout is finished."""
+        future = self._waiting.pop(rollout_id, None)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def _read(self, cursor: int) -> None:
+        try:
+            while True:
+                for change in await self._store.changes(after=cursor, wait_s=WAIT_S):
+                    cursor = change.cursor
+                    if change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled"):
+                        self.resolve(change.key)
+        except Exception as error:  # noqa: BLE001  # handed to everybody who waits
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+
+
+class Collector:
+    """Runs the agent on tasks for one algorithm, or for validation.
+
+    Args:
+        plan: The experiment.
+        run: Number of the fresh start.
+        label: Name of who asks; part of the rollouts' ids.
+        store: Where rollouts are queued.
+        feed: Wakes this when rollouts finish.
+        live: Gives the live versions, which are pinned.
+        progress: Takes (done, total, text).
+        algorithm: Whose agents and policy are selected; ``None`` selects all.
+        failure: Ends with the worker's error when the worker broke.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        run: int,
+        label: str,
+        store: Store,
+        feed: FinishFeed,
+        live: Callable[[], Mapping[str, str]],
+        progress: Callable[[int, int, str], None],
+        algorithm: AlgorithmConfig | None,
+        failure: "asyncio.Future[None]",
+    ) -> None:
+        self._plan = plan
+        self._run = run
+        self._label = label
+        self._store = store
+        self._feed = feed
+        self._live = live
+        self._progress = progress
+        self._failure = failure
+        self._selection = _selection(plan, algorithm)
+        self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
+
+    async def __call__(
+        self,
+        tasks: Sequence[Json],
+        *,
+        step: int,
+        n: int = 1,
+        mode: Literal["train", "val", "test"] = "train",
+        resources: Mapping[str, str] | None = None,
+    ) -> Collected:
+        """See :class:`agl.contracts.CollectFn`."""
+        pinned = {**self._live(), **(resources or {})}
+        rollouts = [
+            self._rollout(task, (step, position, sample), mode, pinned)
+            for position, task in enumerate(tasks)
+            for sample in range(n)
+        ]
+        episodes = await self._run_all(rollouts)
+        if mode != "train":
+            return Collected(episodes=tuple(episodes))
+        kept, dropped = self._apply_policies(episodes)
+        if self._needs_ids:
+            _check_trainable(episodes)
+        return Collected(episodes=tuple(kept), dropped=dropped)
+
+    def _rollout(self, task: Json, place: tuple[int, int, int], mode: Any, pinned: dict[str, str]) -> Rollout:
+        section, runner = self._plan.config.experiment, self._plan.config.runner
+        step, position, sample = place
+        return Rollout(
+            rollout_id=f"{section.name}-{self._run}-{self._label}-{mode}-{step:05d}-{position:05d}-{sample:03d}",
+            task=task,
+            experiment=section.name,
+            group_id=group_id_of(task, section.group_key),
+            mode=mode,
+            resources=pinned,
+            retry=RetryPolicy(max_attempts=runner.max_attempts, timeout_s=runner.timeout_s, retry_on=runner.retry_on),
+            hidden=section.hidden,
+            metadata={"algorithm": self._label, "step": step},
+        )
+
+    async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
+        futures = {rollout.rollout_id: self._feed.watch(rollout.rollout_id) for rollout in rollouts}
+        done = 0
+        self._progress(0, len(rollouts), "")
+
+        async def finished(rollout: Rollout) -> Episode:
+            nonlocal done
+            await futures[rollout.rollout_id]
+            episode = await read_episode(self._store, rollout.rollout_id, selection=self._selection)
+            done += 1
+            self._progress(done, len(rollouts), "")
+            return episode
+
+        try:
+            for rollout in await self._store.enqueue(rollouts):
+                if rollout.is_finished:
+                    self._feed.resolve(rollout.rollout_id)
+            work = asyncio.gather(*(finished(rollout) for rollout in rollouts))
+            await asyncio.wait({work, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done() and not work.done():
+                work.cancel()
+                self._failure.result()
+            return await work
+        finally:
+            for rollout_id in futures:
+                self._feed.forget(rollout_id)
+
+    def _apply_policies(self, episodes: Sequence[Episode]) -> tuple[list[Episode], dict[str, int]]:
+        section = self._plan.config.experiment
+        kept: list[Episode] = []
+        dropped: Counter[str] = Counter()
+        for episode in episodes:
+            is_failed = episode.rollout.status != "succeeded"
+            if not is_failed and episode.reward is not None:
+                kept.append(episode)
+            elif (section.failed if is_failed else section.missing_reward) == "penalise":
+                kept.append(_with_reward(episode, section.penalty))
+            else:
+                dropped[f"{episode.rollout.status}" if is_failed else "no reward"] += 1
+        if episodes and not kept:
+            raise RunError(_nothing_left(episodes, dropped))
+        return kept, dict(dropped)
+
+
+class EpisodeSelection(Record, frozen=True, kw_only=True):
+    """Which calls of an episode train, and which rewards count.
+
+    Attributes:
+        agents: Regular expression over agent names; ``None`` for all.
+        policy: The policy whose calls train; ``None`` for any.
+        options: How the episode is built.
+    """
+
+    agents: str | None = None
+    policy: str | None = None
+    options: EpisodeOptions = EpisodeOptions()
+
+
+def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
+    section = plan.config.experiment
+    score = ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
+    policies = [name for name in algorithm.resources if name in plan.config.policy] if algorithm else []
+    return EpisodeSelection(
+        agents=(algorithm.agents or None) if algorithm else None,
+        policy=policies[0] if len(policies) == 1 else None,
+        options=EpisodeOptions(score=score),
+    )
+
+
+async def read_episode(store: Store, rollout_id: str, *, selection: EpisodeSelection) -> Episode:
+    """The episode of a finished rollout, from the store."""
+    rollout = (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+    attempts = await store.attempts(rollout_id)
+    deciding = [attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id]
+    return build_episode(
+        rollout,
+        deciding[0] if deciding else None,
+        await read_spans(store, rollout_id),
+        agent_match=selection.agents,
+        policy=selection.policy,
+        options=selection.options,
+    )
+
+
+async def read_spans(store: Store, rollout_id: str) -> list[Span]:
+    """All spans of the deciding attempt, page by page."""
+    spans: list[Span] = []
+    while True:
+        page = await store.spans(rollout_id, after=spans[-1].sequence if spans else 0, limit=PAGE)
+        spans.extend(page)
+        if len(page) < PAGE:
+            return spans
+
+
+def group_id_of(task: Json, key: str = "") -> str:
+    """The task's identity: its ``key`` if there is one, else a digest of its content."""
+    if key:
+        value = cast("dict[str, Json]", task).get(key) if isinstance(task, dict) else None
+        if value is None:
+            raise ConfigError(
+                f"[experiment] group_key is {key!r}, which this task lacks: {str(cast('Any', task))[:80]}"
+            )
+        return str(value)
+    return f"task-{hashlib.blake2b(to_json(task), digest_size=8).hexdigest()}"
+
+
+def _with_reward(episode: Episode, reward: float) -> Episode:
+    return msgspec.structs.replace(episode, reward=reward)
+
+
+def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> str:
+    first = episodes[0]
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+    error = first.attempt.error if first.attempt else None
+    why = f"The first one: {error.type}: {error.message}" if error else "No reward was returned, emitted or computed"
+    return (
+        f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
+        f"Look at one with: agl show {first.rollout.rollout_id}"
+    )
+
+
+def _check_trainable(episodes: Sequence[Episode]) -> None:
+    """Raise when no call of any episode can be trained on for lack of token ids."""
+    calls = [transition for episode in episodes for transition in episode.transitions]
+    missing = [call for call in calls if call.reject == "missing_token_ids"]
+    if missing and len(missing) == len([call for call in calls if call.reject != "not_selected"]):
+        raise MissingTokenIdsError(
+            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "
+            "tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them when asked"
+        )

@@ -1,0 +1,86 @@
+"""The live version of every resource, and what an agent gets of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from agl.contracts import Store
+from agl.errors import NotFoundError
+from agl.schemas import LLM, JsonResource, NamedResources, Resource, ResourceVersion, Rollout
+
+
+class LiveResources:
+    """Knows which version of each resource is live, and resolves the pinned ones of a rollout.
+
+    Args:
+        store: Where versions are kept.
+        endpoints: For every policy the LLM that agents get, with the gateway as its endpoint.
+    """
+
+    def __init__(self, store: Store, endpoints: Mapping[str, LLM]) -> None:
+        self._store = store
+        self._endpoints = endpoints
+        self._live: dict[str, ResourceVersion] = {}
+        self._cache: dict[tuple[str, str], ResourceVersion] = {}
+
+    def current(self, name: str) -> ResourceVersion:
+        """The live version; raises :class:`NotFoundError` that lists what there is."""
+        if name not in self._live:
+            raise NotFoundError("resource", name, f"there are {sorted(self._live)}")
+        return self._live[name]
+
+    def versions(self) -> dict[str, str]:
+        """Name and live version of every resource."""
+        return {name: version.version for name, version in self._live.items()}
+
+    def set(self, version: ResourceVersion) -> None:
+        """Make a version live."""
+        self._live[version.name] = version
+        self._cache[(version.name, version.version)] = version
+
+    async def publish(self, version: ResourceVersion) -> ResourceVersion:
+        """Store a version, unless a step that is repeated stored an equal one before; does not make it live."""
+        existing = await self._find(version.name, version.version)
+        number = 2
+        while existing is not None and existing.resource != version.resource:
+            version = msgspec.structs.replace(version, version=f"{version.version.partition('.')[0]}.{number}")
+            existing = await self._find(version.name, version.version)
+            number += 1
+        if existing is not None:
+            return existing
+        await self._store.publish([version])
+        return version
+
+    async def _find(self, name: str, version: str) -> ResourceVersion | None:
+        try:
+            return await self._store.resource(name, version)
+        except NotFoundError:
+            return None
+
+    async def restore(self, versions: Mapping[str, str]) -> None:
+        """Make the given versions live."""
+        for name, version in versions.items():
+            self.set(await self._store.resource(name, version))
+
+    async def for_rollout(self, rollout: Rollout) -> NamedResources:
+        """What the agent gets: pinned versions where the rollout pins, the live ones elsewhere."""
+        found: dict[str, Any] = {}
+        for name, live in self._live.items():
+            pinned = rollout.resources.get(name)
+            found[name] = self._for_agent(name, await self._version(live, pinned))
+        return found
+
+    async def _version(self, live: ResourceVersion, pinned: str | None) -> ResourceVersion:
+        if pinned is None or pinned == live.version:
+            return live
+        key = (live.name, pinned)
+        if key not in self._cache:
+            self._cache[key] = await self._store.resource(*key)
+        return self._cache[key]
+
+    def _for_agent(self, name: str, version: ResourceVersion) -> Resource | Any:
+        if name in self._endpoints:
+            return self._endpoints[name]
+        resource = version.resource
+        return resource.value if isinstance(resource, JsonResource) else resource

@@ -1,0 +1,227 @@
+"""Everything that can be checked before the first rollout, checked; and what is then known about the experiment."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.experiment.config import AlgorithmConfig, ExperimentConfig
+from agl.experiment.dataset import as_tasks, check_hidden
+from agl.plugins import PluginManager
+from agl.records import AlgorithmEntry
+from agl.run.agent import BUILT_IN_PARAMETERS, AgentSpec
+from agl.schemas import Json, JsonResource, PromptTemplate, Resource
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked experiment.
+
+    Attributes:
+        config: What was asked for.
+        folder: What relative paths are relative to.
+        manager: Resolves component names.
+        agent: The agent.
+        train: Training tasks; ``val`` validation tasks.
+        resources: Initial resources that are not policies.
+        store: A store object that was passed, else ``None`` and the URL in the configuration counts.
+        workdir: Where checkpoints and metrics go.
+    """
+
+    config: ExperimentConfig
+    folder: Path
+    manager: PluginManager
+    agent: AgentSpec
+    train: Sequence[Json]
+    val: Sequence[Json]
+    resources: Mapping[str, Resource]
+    store: Store | None
+    workdir: Path
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.config.experiment.name
+
+    def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
+        """The registered record of an algorithm."""
+        return self.manager.algorithm(algorithm.use)
+
+    def needs_token_ids(self) -> bool:
+        """Whether any algorithm trains on tokens."""
+        return any(self.entry(algorithm).needs_token_ids for algorithm in self.config.algorithm)
+
+    def trained_policies(self) -> set[str]:
+        """Policies whose weights an algorithm tunes."""
+        return {name for algorithm in self.config.algorithm for name in algorithm.resources} & set(self.config.policy)
+
+
+def make_plan(
+    config: ExperimentConfig,
+    *,
+    folder: Path,
+    manager: PluginManager,
+    agent: Any = None,
+    train: Any = None,
+    val: Any = None,
+    resources: Mapping[str, Resource] | None = None,
+    store: Store | None = None,
+) -> Plan:
+    """Check a configuration; arguments beside it replace what it says.
+
+    Raises:
+        ConfigError: Something is wrong; one paragraph with the next step.
+        PluginError: A component is unknown or broken.
+    """
+    section = config.experiment
+    spec = AgentSpec.of(section.agent if agent is None else agent, folder=str(folder))
+    plan = Plan(
+        config=config,
+        folder=folder,
+        manager=manager,
+        agent=spec,
+        train=as_tasks(section.train if train is None else train, folder=folder, name="train"),
+        val=as_tasks(section.val if val is None else val, folder=folder, name="val"),
+        resources={**_resources(config), **(resources or {})},
+        store=store,
+        workdir=folder / (section.workdir or f"runs/{section.name}"),
+    )
+    _check_section(plan)
+    _check_components(plan)
+    _check_algorithms(plan)
+    _check_agent(plan)
+    return plan
+
+
+def _resources(config: ExperimentConfig) -> dict[str, Resource]:
+    found: dict[str, Resource] = {}
+    for name, table in config.resource.items():
+        if set(table) <= {"template", "engine"} and isinstance(table.get("template"), str):
+            found[name] = PromptTemplate(template=table["template"], engine=table.get("engine", "f-string"))
+        elif set(table) == {"value"}:
+            found[name] = JsonResource(value=table["value"])
+        else:
+            raise ConfigError(
+                f'[resource.{name}] has the keys {sorted(table)}; write template = "..." (and engine) for a prompt, '
+                "or value = ... for anything else"
+            )
+    return found
+
+
+def _check_section(plan: Plan) -> None:
+    section, config = plan.config.experiment, plan.config
+    for name in (section.name, *config.policy, *plan.resources, *(a.label for a in config.algorithm)):
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"the name {name!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
+    if config.algorithm and not plan.train:
+        raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
+    if section.validate_every and not plan.val:
+        raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
+    if section.penalty and "penalise" not in (section.failed, section.missing_reward):
+        raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
+    if config.schedule.every != 1 and config.schedule.mode != "alternate":
+        raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
+    if config.runner.concurrency < 1 or config.runner.max_attempts < 1 or config.schedule.every < 1:
+        raise ConfigError("runner.concurrency, runner.max_attempts and schedule.every must be at least 1")
+    if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
+        raise ConfigError("runner.timeout_s must be above 0 seconds")
+    if plan.agent.command and config.runner.use == "async":
+        raise ConfigError('the agent is a command; set [runner] use = "command"')
+    check_hidden(plan.train, section.hidden, name="train")
+
+
+def _check_components(plan: Plan) -> None:
+    config, manager = plan.config, plan.manager
+    manager.runner(config.runner.use)
+    manager.credit(config.credit.use)
+    for item in config.reward:
+        manager.reward(item.use)
+    for item in config.logger:
+        manager.logger(item.use)
+    for name in config.tracers:
+        manager.tracer(name)
+    for policy in config.policy.values():
+        manager.policy(policy.use)
+    both = set(config.policy) & set(plan.resources)
+    if both:
+        raise ConfigError(f"{sorted(both)} are both policies and resources; names must be unique")
+    if config.gateway.use not in ("auto", "none"):
+        manager.gateway(config.gateway.use)
+    if config.gateway.use == "none" and config.gateway.params:
+        raise ConfigError('gateway.params are ignored with use = "none"; remove them')
+    if plan.store is None:
+        manager.store_entry(config.experiment.store.partition("://")[0])
+
+
+def _check_algorithms(plan: Plan) -> None:
+    labels: set[str] = set()
+    owners: dict[str, str] = {}
+    for algorithm in plan.config.algorithm:
+        if algorithm.label in labels:
+            raise ConfigError(f'two algorithms are called {algorithm.label!r}; give one a name = "..."')
+        labels.add(algorithm.label)
+        _check_pattern(algorithm)
+        if not algorithm.resources:
+            raise ConfigError(f"algorithm {algorithm.label!r} tunes nothing; set tunes to one of {_tunable(plan)}")
+        for name in algorithm.resources:
+            _check_target(plan, algorithm, name)
+            other = owners.setdefault(name, algorithm.label)
+            if other != algorithm.label and plan.config.schedule.mode != "sequential":
+                raise ConfigError(
+                    f"algorithms {other!r} and {algorithm.label!r} would tune {name!r} at the same time (schedule mode "
+                    f'{plan.config.schedule.mode!r}); let them tune different resources, or use mode = "sequential"'
+                )
+
+
+def _check_pattern(algorithm: AlgorithmConfig) -> None:
+    try:
+        re.compile(algorithm.agents)
+    except re.error as error:
+        raise ConfigError(
+            f"algorithm {algorithm.label!r}: agents = {algorithm.agents!r} is no regular expression: {error}"
+        ) from None
+
+
+def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
+    kinds = plan.entry(algorithm).tunes
+    policy = plan.config.policy.get(name)
+    if policy is not None:
+        if "weights" not in kinds:
+            raise ConfigError(f"algorithm {algorithm.label!r} tunes {' or '.join(kinds)}, and {name!r} is a policy")
+        if not plan.manager.policy(policy.use).trains:
+            raise ConfigError(
+                f"algorithm {algorithm.label!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
+                'takes none; use a policy that trains, such as "torch"'
+            )
+    elif name in plan.resources:
+        kind = "prompt_template" if isinstance(plan.resources[name], PromptTemplate) else "json"
+        if kind not in kinds:
+            raise ConfigError(f"algorithm {algorithm.label!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}")
+    else:
+        near = get_close_matches(name, _tunable(plan), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {_tunable(plan)}"
+        raise ConfigError(f"algorithm {algorithm.label!r} tunes {name!r}, which is no policy or resource; {hint}")
+
+
+def _tunable(plan: Plan) -> list[str]:
+    return sorted({*plan.config.policy, *plan.resources})
+
+
+def _check_agent(plan: Plan) -> None:
+    if plan.agent.command:
+        return
+    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
+    for parameter in plan.agent.load().parameters[1:]:
+        if parameter not in known:
+            near = get_close_matches(parameter, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"the agent needs the resource {parameter!r}, which the experiment lacks{hint} "
+                f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"
+            )

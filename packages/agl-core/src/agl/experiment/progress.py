@@ -1,0 +1,99 @@
+"""What a person sees while an experiment runs: bars on a terminal, plain lines elsewhere, nothing when quiet."""
+
+import sys
+import time
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Takes news of a run; every method returns at once."""
+
+    def say(self, text: str) -> None:
+        """One line for the person."""
+        ...
+
+    def update(self, name: str, done: int, total: int, text: str = "") -> None:
+        """Task ``name`` has done ``done`` of ``total``; ``total`` 0 removes it."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was; idempotent."""
+        ...
+
+
+class Quiet:
+    """Says nothing."""
+
+    def say(self, text: str) -> None:
+        """Ignore."""
+
+    def update(self, name: str, done: int, total: int, text: str = "") -> None:
+        """Ignore."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Lines:
+    """Plain lines: what is said, and each task's state at most every ``every_s`` seconds."""
+
+    def __init__(self, *, every_s: float = 5.0) -> None:
+        self._every_s = every_s
+        self._last: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """Print it."""
+        print(text, flush=True)
+
+    def update(self, name: str, done: int, total: int, text: str = "") -> None:
+        """Print the state when it is time, or when the task is complete."""
+        now = time.monotonic()
+        if total == 0:
+            self._last.pop(name, None)
+        elif now - self._last.setdefault(name, now) >= self._every_s:
+            self._last[name] = now
+            print(f"{name}: {done}/{total} {text}".rstrip(), flush=True)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class Bars:
+    """Progress bars."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._rich = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[text]}"),
+        )
+        self._tasks: dict[str, Any] = {}
+        self._rich.start()
+
+    def say(self, text: str) -> None:
+        """Print it above the bars."""
+        self._rich.console.print(text, markup=False, highlight=False)
+
+    def update(self, name: str, done: int, total: int, text: str = "") -> None:
+        """Draw the task's bar."""
+        if total == 0:
+            if name in self._tasks:
+                self._rich.remove_task(self._tasks.pop(name))
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._rich.add_task(name, total=total, text=text)
+        self._rich.update(self._tasks[name], completed=done, total=total, text=text)
+
+    def close(self) -> None:
+        """Remove the bars."""
+        self._rich.stop()
+
+
+def default_progress() -> Progress:
+    """Bars if standard output is a terminal, else lines."""
+    return Bars() if sys.stdout.isatty() else Lines()

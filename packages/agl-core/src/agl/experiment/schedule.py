@@ -1,0 +1,74 @@
+"""In which order algorithms take their steps: three plain coroutines."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+
+class Turn(Protocol):
+    """One algorithm, as the schedule sees it."""
+
+    is_finished: bool
+
+    async def begin(self) -> None:
+        """Set up and restore; idempotent."""
+        ...
+
+    async def step(self) -> None:
+        """One step, saved when it returns."""
+        ...
+
+    async def end(self) -> None:
+        """Release; idempotent."""
+        ...
+
+
+async def sequential(turns: Sequence[Turn], *, after_step: Callable[[], Awaitable[None]]) -> None:
+    """One after the other, each to its end; a resource passes from one to the next with its newest version."""
+    for turn in turns:
+        if turn.is_finished:
+            continue
+        await turn.begin()
+        try:
+            while not turn.is_finished:
+                await turn.step()
+                await after_step()
+        finally:
+            await turn.end()
+
+
+async def alternate(
+    turns: Sequence[Turn], *, every: int, taken: int, after_step: Callable[[], Awaitable[None]]
+) -> None:
+    """``every`` steps each in turn until all are finished; ``taken`` steps were taken before a restart."""
+    position = taken
+    try:
+        while not all(turn.is_finished for turn in turns):
+            turn = turns[(position // every) % len(turns)]
+            position += 1
+            if turn.is_finished:
+                continue
+            await turn.begin()
+            await turn.step()
+            await after_step()
+    finally:
+        for turn in turns:
+            await turn.end()
+
+
+async def concurrent(turns: Sequence[Turn], *, after_step: Callable[[], Awaitable[None]]) -> None:
+    """All at once; the first failure stops the others."""
+
+    async def run(turn: Turn) -> None:
+        await turn.begin()
+        try:
+            while not turn.is_finished:
+                await turn.step()
+                await after_step()
+        finally:
+            await turn.end()
+
+    async with asyncio.TaskGroup() as group:
+        for turn in turns:
+            if not turn.is_finished:
+                group.create_task(run(turn))

@@ -1,0 +1,219 @@
+"""A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
+
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from agl.capture.token import load_secret
+from agl.contracts import Gateway, Policy, RewardEmitter, RolloutQuery, Store, Tracer, Upstream
+from agl.errors import ConfigError, UnknownComponentError
+from agl.experiment.collect import FinishFeed
+from agl.experiment.live import LiveResources
+from agl.experiment.lock import ExperimentLock
+from agl.experiment.plan import Plan
+from agl.experiment.state import ExperimentState
+from agl.run.liveness import worker_is_dead
+from agl.run.setup import RunSetup
+from agl.run.worker import Worker, WorkerSetup
+from agl.schemas import LLM, Outcome, ResourceVersion
+
+_LOG = logging.getLogger("agl.experiment")
+
+
+class Session:
+    """Everything that runs while an experiment runs: ``async with Session(plan, state) as session:``.
+
+    Attributes:
+        store: The opened store.
+        live: The live resources.
+        feed: Wakes who waits for rollouts.
+        policies: The running policies by name.
+        worker: The worker; its ``failure`` ends when it broke.
+    """
+
+    store: Store
+    live: LiveResources
+    feed: FinishFeed
+    worker: Worker
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.policies: dict[str, Policy] = {}
+        self._gateway: Gateway | None = None
+        self._gateway_url = ""
+        self._stack = AsyncExitStack()
+
+    async def open_store(self) -> Store:
+        """Lock the experiment and open its store; the first thing to do."""
+        lock = ExperimentLock(self.plan.workdir)
+        lock.acquire()
+        self._stack.callback(lock.release)
+        self.store = self.plan.store or _open_store(self.plan)
+        if self.plan.store is None:
+            self._stack.push_async_callback(self.store.close)
+        return self.store
+
+    async def start(self, state: ExperimentState) -> None:
+        """Start the rest: policies at their live versions, the gateway, the worker."""
+        await self._reclaim_lost()
+        endpoints = await self._start_policies()
+        upstreams = self._upstreams(endpoints)
+        await self._start_gateway(upstreams)
+        self.live = LiveResources(self.store, self._agent_llms(endpoints))
+        await self._make_live(state)
+        self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
+        self.worker = await self._stack.enter_async_context(Worker(self._worker_setup(upstreams)))
+
+    async def close(self) -> None:
+        """Stop everything in reverse order."""
+        await self._stack.aclose()
+
+    async def publish(self, version: ResourceVersion) -> ResourceVersion:
+        """Store a version and make it live; a policy serves it before this returns."""
+        version = await self.live.publish(version)
+        policy = self.policies.get(version.name)
+        if policy is not None:
+            await self._load(version.name, policy, version)
+        self.live.set(version)
+        self.plan.manager.notify("agl_resources_published", version=version)
+        return version
+
+    async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
+        if self._gateway is None:
+            await policy.load(version)
+            return
+        await self._gateway.pause(name)
+        try:
+            await policy.load(version)
+        finally:
+            await self._gateway.resume(name, model_version=policy.model_version)
+
+    async def _reclaim_lost(self) -> None:
+        """Give back attempts of this experiment whose worker died on this machine, without waiting for leases."""
+        query = RolloutQuery(experiment=self.plan.name, status=("running",), limit=100_000)
+        for rollout in await self.store.rollouts(query):
+            for attempt in await self.store.attempts(rollout.rollout_id):
+                if attempt.status == "running" and worker_is_dead(attempt.worker):
+                    await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost")])
+
+    async def _start_policies(self) -> dict[str, LLM]:
+        manager, trained = self.plan.manager, self.plan.trained_policies()
+        for name, config in self.plan.config.policy.items():
+            policy: Policy = manager.build(manager.policy(config.use), name=name, **config.params)
+            self.policies[name] = policy
+            if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
+                raise ConfigError(
+                    f"an algorithm trains on the tokens of {name!r}, and its backend (use = {config.use!r}) returns no "
+                    "token ids; serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does"
+                )
+        endpoints: dict[str, LLM] = {}
+        for name, policy in self.policies.items():
+            self._stack.push_async_callback(policy.stop)
+            endpoints[name] = await policy.start()
+        return endpoints
+
+    def _upstreams(self, endpoints: Mapping[str, LLM]) -> list[Upstream]:
+        trained = self.plan.trained_policies()
+        return [
+            Upstream(
+                name=name,
+                base_url=llm.endpoint,
+                model=llm.model,
+                aliases=self.plan.config.policy[name].aliases,
+                api_key_env=llm.api_key_env,
+                is_trained=name in trained,
+                model_version=self.policies[name].model_version,
+            )
+            for name, llm in endpoints.items()
+        ]
+
+    async def _start_gateway(self, upstreams: list[Upstream]) -> None:
+        config, manager = self.plan.config.gateway, self.plan.manager
+        if config.use == "none" or not upstreams:
+            return
+        try:
+            entry = manager.gateway("gateway" if config.use == "auto" else config.use)
+        except UnknownComponentError:
+            if config.use != "auto" or self.plan.config.runner.use == "command":
+                raise
+            _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
+            return
+        gateway: Gateway = manager.build(entry, **config.params)
+        self._stack.push_async_callback(gateway.stop)
+        self._gateway_url = await gateway.start(store=self.store, upstreams=upstreams, secret=load_secret())
+        self._gateway = gateway
+
+    def _agent_llms(self, endpoints: Mapping[str, LLM]) -> dict[str, LLM]:
+        if not self._gateway_url:
+            return dict(endpoints)
+        return {
+            name: msgspec.structs.replace(
+                llm, endpoint=f"{self._gateway_url}/v1", model=llm.model or name, api_key_env=""
+            )
+            for name, llm in endpoints.items()
+        }
+
+    async def _make_live(self, state: ExperimentState) -> None:
+        await self.live.restore(state.live)
+        for name in state.live:
+            if name in self.policies:
+                await self._load(name, self.policies[name], self.live.current(name))
+        initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
+        for name, resource in initial.items():
+            if name not in state.live:
+                first = ResourceVersion(name=name, version=f"{self.plan.name}-{state.run}-initial", resource=resource)
+                self.live.set(await self.live.publish(first))
+
+    def _worker_setup(self, upstreams: list[Upstream]) -> WorkerSetup:
+        plan, manager = self.plan, self.plan.manager
+        config = plan.config
+        setup = RunSetup(
+            agent=plan.agent,
+            store=self.store,
+            secret=load_secret(),
+            resources=self.live.for_rollout,
+            gateway_url=self._gateway_url,
+            gateway=self._gateway,
+            upstreams=upstreams,
+            tracers=self._tracers(),
+            plugins=manager.worker_env(),
+            concurrency=config.runner.concurrency,
+        )
+        rewards: list[tuple[str, RewardEmitter]] = [
+            (item.use, manager.build(manager.reward(item.use), **item.params)) for item in config.reward
+        ]
+        return WorkerSetup(
+            store=self.store,
+            runner=manager.build(manager.runner(config.runner.use), setup=setup, **config.runner.params),
+            experiment=plan.name,
+            concurrency=config.runner.concurrency,
+            rewards=rewards,
+            gateway=self._gateway,
+            requires_calls=bool(config.algorithm) and plan.needs_token_ids(),
+            notify=manager.notify,
+        )
+
+    def _tracers(self) -> list[tuple[str, Tracer]]:
+        manager = self.plan.manager
+        names = dict.fromkeys((*self.plan.config.tracers, "otel", "wire"))
+        tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
+        for _, tracer in tracers:
+            os.environ.update(tracer.worker_env())
+        return tracers
+
+
+def _open_store(plan: Plan) -> Any:
+    url = resolve_store_url(plan.config.experiment.store, plan)
+    return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
+
+
+def resolve_store_url(url: str, plan: Plan) -> str:
+    """A relative SQLite path made relative to the experiment's folder."""
+    prefix = "sqlite:///"
+    if not url.startswith(prefix) or url.startswith(f"{prefix}/"):
+        return url
+    return f"{prefix}{(plan.folder / url.removeprefix(prefix)).absolute()}"

@@ -1,0 +1,63 @@
+"""How a person writes an agent for this project, if they want to: a class or a decorated function.
+
+An agent that knows nothing of this project is as good: a plain function of the task.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from agl.schemas import Json, NamedResources, Rollout
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "__agl_agent__"
+
+
+class LitAgent(Generic[T]):
+    """An agent as a class: override :meth:`rollout`, as a function or a coroutine function.
+
+    One instance serves many rollouts at once, so keep per-rollout state in local variables.
+    """
+
+    def rollout(self, task: T, resources: NamedResources, rollout: Rollout) -> Any:
+        """Run the agent on one task.
+
+        Args:
+            task: One row of the dataset, without its hidden fields.
+            resources: What the experiment tunes or provides, by name: ``LLM``, ``PromptTemplate`` and so on.
+            rollout: The record of this run, hidden fields removed.
+
+        Returns:
+            A number is the reward, a dict of numbers its dimensions, ``None`` nothing; a string or any other
+            JSON value is the agent's output, which reward emitters see.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override rollout(task, resources, rollout)")
+
+
+def agent(function: F) -> F:
+    """Mark a plain function, sync or async, as an agent; it stays callable as before.
+
+    It may take any of the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
+    resources), ``prompt_template`` (likewise), or a resource's name; the first parameter of another name is the task.
+    """
+    setattr(function, MARK, True)
+    return function
+
+
+rollout = agent
+"""The name of the decorator in Agent Lightning."""
+
+llm_rollout = agent
+"""The name in Agent Lightning of the decorator for ``f(task, llm)``."""
+
+prompt_rollout = agent
+"""The name in Agent Lightning of the decorator for ``f(task, prompt_template)``."""
+
+
+def without_hidden(rollout: Rollout) -> Rollout:
+    """The rollout as an agent may see it."""
+    task: Json = rollout.visible_task
+    return msgspec.structs.replace(rollout, task=task, hidden=())

@@ -1,0 +1,75 @@
+"""The `openai` policy: any OpenAI-compatible endpoint that runs elsewhere; its weights are not trained here."""
+
+import os
+
+from agl.errors import ConfigError, PolicyError
+from agl.schemas import LLM, Json, Resource, ResourceVersion
+
+
+class OpenAIPolicy:
+    """Attaches to an endpoint.
+
+    Args:
+        name: The policy's name.
+        model: Model name that the endpoint knows.
+        endpoint: Base URL with its ``/v1``.
+        api_key_env: Environment variable that holds the key; ``""`` if none is needed.
+        has_token_ids: Whether the endpoint gives token ids and log-probabilities when asked (vLLM and SGLang do).
+        sampling_parameters: Defaults that agents find in the resource.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        model: str,
+        endpoint: str = "https://api.openai.com/v1",
+        api_key_env: str = "OPENAI_API_KEY",
+        has_token_ids: bool = False,
+        sampling_parameters: dict[str, Json] | None = None,
+    ) -> None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"policy {name!r}: endpoint {endpoint!r} is no URL; write http://HOST:PORT/v1")
+        self._name = name
+        self._has_token_ids = has_token_ids
+        self._llm = LLM(
+            endpoint=endpoint.rstrip("/"),
+            model=model,
+            api_key_env=api_key_env,
+            sampling_parameters=sampling_parameters or {},
+        )
+
+    async def start(self) -> LLM:
+        """Check that the key is there."""
+        variable = self._llm.api_key_env
+        if variable and not os.environ.get(variable) and "api.openai.com" in self._llm.endpoint:
+            raise PolicyError(
+                f"policy {self._name!r} needs the environment variable {variable}, which is not set; "
+                "set it, or name another with api_key_env"
+            )
+        return self._llm
+
+    async def stop(self) -> None:
+        """Nothing was started."""
+
+    async def load(self, version: ResourceVersion) -> None:
+        """An endpoint's own model can be served again; weights cannot be loaded into it."""
+        if not isinstance(version.resource, LLM):
+            raise PolicyError(
+                f"policy {self._name!r} is an endpoint that runs elsewhere and cannot load {version.version!r}; "
+                'train with a policy that takes weights, such as use = "torch"'
+            )
+
+    def resource(self) -> Resource:
+        """The endpoint."""
+        return self._llm
+
+    @property
+    def has_token_ids(self) -> bool:
+        """As configured."""
+        return self._has_token_ids
+
+    @property
+    def model_version(self) -> str:
+        """Unknown: the endpoint may say it in its answers."""
+        return ""
