@@ -1,0 +1,340 @@
+import pytest
+from agl.errors import ConfigError
+from agl.schemas import Attempt, Reward, Sampling, Span, Transition
+from agl.train.explain import explain
+from agl.train.forest import ForestOptions
+from agl.train.scores import ScoreOptions, episode_reward
+from agl.train.transitions import EpisodeOptions, build_episode
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .train_cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
+
+
+def only(*spans: Span) -> Transition:
+    (transition,) = build_episode(ROLLOUT, ATTEMPT, spans).transitions
+    return transition
+
+
+def rejects(*spans: Span, agent_match: str | None = None, policy: str | None = None) -> list[str]:
+    episode = build_episode(ROLLOUT, ATTEMPT, spans, agent_match=agent_match, policy=policy)
+    return [transition.reject for transition in episode.transitions]
+
+
+def test_agent_is_the_nearest_enclosing_one() -> None:
+    node = plain_span("n", parent="inner", attributes={"agl.node": "step", "gen_ai.operation.name": "x"})
+    spans = [agent_span("outer"), agent_span("inner", parent="outer"), node, call_span(1, parent="n")]
+    transition = only(*spans)
+    assert ("inner", ("outer", "inner", "step")) == (transition.agent, transition.path)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name", "agent"),
+    [
+        ({"agl.node": "write"}, "x", "write"),
+        ({"agl.role": "critic"}, "x", "critic"),
+        ({}, "plan", "plan"),
+        ({}, "rollout", ""),
+        ({"gen_ai.tool.name": "search", "gen_ai.operation.name": "execute_tool"}, "x", ""),
+    ],
+)
+def test_agent_falls_back_to_node_role_and_operation(attributes: dict[str, str], name: str, agent: str) -> None:
+    assert agent == only(plain_span("s", attributes=attributes, name=name), call_span(1, parent="s")).agent
+
+
+def test_agent_comes_from_the_framework_span_that_travelled_with_the_call() -> None:
+    call = call_span(1, parent="other", attributes={"agl.framework_span_id": "writer"})
+    assert "writer" == only(agent_span("other"), agent_span("writer"), call).agent
+
+
+def test_agent_falls_back_to_the_parent_when_the_framework_span_is_lost() -> None:
+    call = call_span(1, parent="other", attributes={"agl.framework_span_id": "gone"})
+    assert "other" == only(agent_span("other"), call).agent
+
+
+def test_agent_survives_a_cycle_of_parents() -> None:
+    spans = [agent_span("a", parent="b"), agent_span("b", parent="a"), call_span(1, parent="a")]
+    assert "a" == only(*spans).agent
+
+
+def test_transitions_of_a_hundred_thousand_nested_spans() -> None:
+    spans = [plain_span(f"s{i}", parent=f"s{i - 1}" if i else None, name=f"n{i}") for i in range(100_000)]
+    transition = only(*spans, call_span(1, parent="s99999"))
+    assert ("n99999", 64) == (transition.agent, len(transition.path))
+
+
+def test_turn_counts_an_agents_calls_and_shares_retries_and_choices() -> None:
+    spans = [
+        agent_span("a"),
+        agent_span("b"),
+        call_span(1, parent="a"),
+        call_span(2, parent="b"),
+        call_span(3, parent="a", request_id="x", is_complete=False),
+        call_span(4, parent="a", request_id="x", retry_count=1, choice=0),
+        call_span(5, parent="a", request_id="x", retry_count=1, choice=1),
+        call_span(6, parent="a"),
+    ]
+    episode = build_episode(ROLLOUT, ATTEMPT, spans)
+    assert [0, 0, 1, 1, 1, 2] == [transition.turn for transition in episode.transitions]
+
+
+def test_transition_carries_sampling_and_version() -> None:
+    transition = only(call_span(1, sampling=Sampling(temperature=0.7), model_version="v3"))
+    assert (0.7, True, "v3") == (transition.temperature, transition.is_distribution_changed, transition.model_version)
+    assert 1.0 == only(call_span(1)).temperature
+
+
+@pytest.mark.parametrize(
+    ("call", "reason", "words"),
+    [
+        ({"status_code": 500, "response": (), "error": "boom"}, "error", "HTTP status 500: boom"),
+        ({"status_code": 0, "response": ()}, "error", "no response"),
+        ({"is_complete": False}, "incomplete", "cut after 1 tokens"),
+        ({"ids_missing": "the backend returned none", "prompt_ids": b""}, "missing_token_ids", "backend returned none"),
+        ({"prompt": ()}, "missing_token_ids", "no prompt ids"),
+        ({"logprobs": b""}, "length_mismatch", "1 response ids, 0 log-probabilities"),
+        ({"prompt_ids": b"12345"}, "length_mismatch", "not whole int32"),
+        ({"response": ()}, "empty_response", "no token"),
+        ({"inputs": ("sha256:1",)}, "non_token_input", "sha256:1"),
+        ({"dialect": "embeddings"}, "not_selected", "embeddings"),
+        ({"is_late": True}, "late", "after the attempt was decided"),
+        ({"attempt_id": "r.0"}, "not_final", "attempt r.0"),
+    ],
+)
+def test_reject_reason(call: dict[str, object], reason: str, words: str) -> None:
+    transition = only(call_span(1, **call))  # pyright: ignore[reportArgumentType]  # parametrized
+    assert reason == transition.reject
+    assert words in transition.detail
+    assert (-1, -1) == (transition.branch, transition.start)
+
+
+def test_reject_retries_but_the_last_complete_exchange() -> None:
+    spans = [
+        call_span(1, request_id="x"),
+        call_span(2, request_id="x", retry_count=1, choice=0),
+        call_span(3, request_id="x", retry_count=1, choice=1, is_complete=False),
+        call_span(4, request_id="x", retry_count=2, status_code=500, response=()),
+        call_span(5, request_id=""),
+        call_span(6, request_id=""),
+    ]
+    assert ["superseded", "", "incomplete", "superseded", "", ""] == rejects(*spans)
+
+
+def test_reject_retries_keeps_each_reason_when_none_was_complete() -> None:
+    spans = [
+        call_span(1, request_id="x", status_code=429, response=()),
+        call_span(2, request_id="x", retry_count=1, is_complete=False),
+    ]
+    assert ["error", "incomplete"] == rejects(*spans)
+
+
+@pytest.mark.parametrize(
+    ("agent_match", "expected"),
+    [
+        ("write|rewrite", ["", "", "not_selected", "not_selected"]),
+        ("^write$", ["", "not_selected", "not_selected", "not_selected"]),
+        (None, ["", "", "", ""]),
+        ("nested", ["not_selected", "not_selected", "not_selected", ""]),
+    ],
+)
+def test_agent_match_searches_agent_names(agent_match: str | None, expected: list[str]) -> None:
+    spans = [
+        agent_span("write"),
+        agent_span("rewrite_query"),
+        agent_span("check"),
+        agent_span("nested", parent="write"),
+        *(call_span(i, parent=p) for i, p in enumerate(["write", "rewrite_query", "check", "nested"], start=1)),
+    ]
+    assert expected == rejects(*spans, agent_match=agent_match)
+
+
+def test_agent_match_selects_nodes_within_the_agent() -> None:
+    node = plain_span("n", parent="graph", attributes={"agl.node": "write"})
+    spans = [agent_span("graph"), node, call_span(1, parent="n"), call_span(2, parent="graph")]
+    assert ["", "not_selected"] == rejects(*spans, agent_match="write")
+
+
+def test_agent_match_refuses_a_broken_expression() -> None:
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        rejects(call_span(1), agent_match="(")
+
+
+def test_policy_selects_its_own_calls() -> None:
+    spans = [call_span(1, policy="p"), call_span(2, policy="q"), call_span(3, policy="")]
+    assert ["", "not_selected", "not_selected"] == rejects(*spans, policy="p")
+
+
+def test_unselected_agents_tokens_stay_context_in_a_shared_conversation() -> None:
+    spans = [
+        agent_span("write"),
+        agent_span("check"),
+        call_span(1, prompt=(1,), response=(2,), parent="write"),
+        call_span(2, prompt=(1, 2, 3), response=(4,), parent="check"),
+        call_span(3, prompt=(1, 2, 3, 4, 5), response=(6,), parent="write"),
+    ]
+    (row,) = build_episode(ROLLOUT, ATTEMPT, spans, agent_match="write").rows
+    assert b"\x00\x01\x00\x00\x00\x01" == row.mask
+
+
+def call_rewards(*spans: Span, trust_agent: bool = False) -> list[float | None]:
+    options = EpisodeOptions(score=ScoreOptions(trust_agent=trust_agent))
+    return [t.reward for t in build_episode(ROLLOUT, ATTEMPT, spans, options=options).transitions]
+
+
+def test_turn_reward_goes_to_the_newest_call_before_it() -> None:
+    spans = [
+        call_span(1),
+        reward_span(1, 0.5, scope="turn"),
+        call_span(2),
+        call_span(3),
+        reward_span(3, 1.0, scope="turn"),
+    ]
+    assert [0.5, None, 1.0] == call_rewards(*spans)
+
+
+def test_turn_reward_before_any_call_goes_nowhere() -> None:
+    assert [None] == call_rewards(reward_span(0, 0.5, scope="turn"), call_span(1))
+
+
+def test_turn_reward_names_its_call() -> None:
+    assert [0.5, None] == call_rewards(call_span(1), call_span(2), reward_span(3, 0.5, scope="turn", span_id="c1"))
+
+
+def test_turn_rewards_of_one_name_replace_and_of_several_add() -> None:
+    about = {"scope": "turn", "span_id": "c1"}
+    spans = [
+        call_span(1),
+        *(reward_span(i, v, name=n, **about) for i, (v, n) in enumerate([(9, "a"), (1, "a"), (2, "b")], 2)),
+    ]
+    assert [3.0] == call_rewards(*spans)
+    assert [2.0] == call_rewards(*spans, reward_span(8, None, name="a", **about))
+
+
+def test_span_reward_of_a_tool_goes_to_the_same_agents_newest_call() -> None:
+    spans = [
+        agent_span("a"),
+        agent_span("b"),
+        call_span(1, parent="a"),
+        call_span(2, parent="b"),
+        plain_span("tool", parent="a", start=3, end=4, attributes={"gen_ai.tool.name": "t"}),
+        call_span(5, parent="a"),
+        reward_span(9, 0.25, scope="span", span_id="tool"),
+    ]
+    assert [0.25, None, None] == call_rewards(*spans)
+
+
+def test_rewards_from_the_agents_token_count_only_when_trusted() -> None:
+    spans = [call_span(1), reward_span(2, 1.0, scope="turn", source="agent"), reward_span(3, 1.0, source="agent")]
+    assert [None] == call_rewards(*spans)
+    assert [1.0] == call_rewards(*spans, trust_agent=True)
+    assert None is episode_reward(spans)
+    assert 1.0 == episode_reward(spans, trust_agent=True)
+    assert 2 == len(build_episode(ROLLOUT, ATTEMPT, spans).rewards)
+
+
+def test_episode_reward_prefers_evaluator_then_environment_then_others() -> None:
+    spans = [
+        reward_span(1, 0.1, source="evaluator"),
+        reward_span(2, 0.2, source="evaluator"),
+        reward_span(3, 0.3, source="environment"),
+        reward_span(4, 0.4, source="human"),
+    ]
+    assert 0.2 == episode_reward(spans)
+    assert 0.3 == episode_reward(spans[2:])
+    assert 0.4 == episode_reward(spans[3:])
+    assert None is episode_reward([])
+
+
+def test_episode_reward_none_stays_none() -> None:
+    assert None is episode_reward([reward_span(1, 1.0), reward_span(2, None)])
+
+
+def test_episode_reward_of_several_names_needs_a_declaration() -> None:
+    spans = [reward_span(1, 1.0, name="a"), reward_span(2, 0.5, name="b", dimensions={"c": 4.0})]
+    assert None is episode_reward(spans)
+    assert 7.0 == episode_reward([*spans, reward_span(3, 7.0)])
+    assert 0.5 == episode_reward(spans, key="b")
+    assert 4.0 == episode_reward(spans, key="c")
+    assert None is episode_reward(spans, key="d")
+    assert pytest.approx(0.3 * 1.0 + 0.7 * 4.0) == episode_reward(spans, weights={"a": 0.3, "c": 0.7})
+    assert None is episode_reward(spans, weights={"a": 0.3, "d": 0.7})
+    assert 1.0 == episode_reward(spans[:1])
+
+
+def test_late_rewards_count_from_outside_the_attempt_only() -> None:
+    def reward(**fields: str) -> float | None:
+        return build_episode(ROLLOUT, ATTEMPT, [reward_span(1, 1.0, is_late=True, **fields)]).reward
+
+    assert [1.0, 1.0, None] == [reward(source=source) for source in ("human", "evaluator", "environment")]
+
+
+def test_rewards_of_other_attempts_do_not_count() -> None:
+    spans = [call_span(1, attempt_id="r.0"), reward_span(1, 1.0, attempt_id="r.0"), call_span(2), reward_span(2, 0.5)]
+    episode = build_episode(ROLLOUT, ATTEMPT, spans)
+    assert (0.5, (Reward(value=0.5),)) == (episode.reward, episode.rewards)
+
+
+def test_episode_without_an_attempt_has_no_rows() -> None:
+    episode = build_episode(ROLLOUT, None, [call_span(1)])
+    assert (None, None, ()) == (episode.attempt, episode.reward, episode.rows)
+    assert ["not_final"] == [transition.reject for transition in episode.transitions]
+
+
+def test_order_is_by_start_time_and_by_sequence_where_that_is_missing() -> None:
+    first, second = call_span(1), call_span(2)
+    crossed = [Span(**{**fields_of(first), "sequence": 9}), second]
+    assert ["c1", "c2"] == [t.span_id for t in build_episode(ROLLOUT, ATTEMPT, crossed).transitions]
+    untimed = [Span(**{**fields_of(span), "start_ns": 0}) for span in (crossed[0], second)]
+    assert ["c2", "c1"] == [t.span_id for t in build_episode(ROLLOUT, ATTEMPT, untimed).transitions]
+
+
+def fields_of(span: Span) -> dict[str, object]:
+    return {name: getattr(span, name) for name in span.__struct_fields__}
+
+
+@given(st.permutations(range(6)))
+def test_episode_does_not_depend_on_the_order_of_spans(order: list[int]) -> None:
+    spans = [
+        agent_span("a"),
+        call_span(1, parent="a"),
+        call_span(2),
+        reward_span(2, 1.0, scope="turn"),
+        call_span(3),
+        reward_span(4, 2.0),
+    ]
+    assert build_episode(ROLLOUT, ATTEMPT, spans) == build_episode(ROLLOUT, ATTEMPT, [spans[i] for i in order])
+
+
+def test_explain_says_what_became_of_every_call() -> None:
+    spans = [
+        agent_span("writer"),
+        call_span(1, parent="writer", prompt=(1, 2), response=(3, 4)),
+        call_span(2, parent="writer", prompt=(1, 2, 3, 9), response=(5,)),
+        call_span(3, ids_missing="the backend returned none", prompt_ids=b""),
+        reward_span(4, 1.0, source="agent"),
+        reward_span(5, 0.5),
+    ]
+    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans), spans))
+    assert "rollout r is succeeded; attempt 1 succeeded" in text
+    assert "reward 0.5: the environment's reward" in text
+    assert "1 rewards came with the agent's own token and do not count" in text
+    assert "3 calls recorded, 1 rejected; 2 rows, 3 tokens train; 1 prompts drifted" in text
+    assert "call c1 (agent 'writer', turn 0, p, 2 + 2 tokens): row 0 at 2" in text
+    assert "call c2 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
+    assert "call c3 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
+    assert "missing_token_ids: Ask the backend for token ids" in text
+
+
+def test_explain_of_no_calls_says_what_was_expected_and_what_to_check() -> None:
+    attempt = Attempt(attempt_id="r.1", rollout_id="r", number=1, worker="w", status="failed")
+    text = "\n".join(explain(build_episode(ROLLOUT, attempt, []), []))
+    assert "No model call was recorded. Expected: " in text
+    assert "OPENAI_BASE_URL" in text
+    assert "reward None: no reward about the whole rollout was recorded" in text
+
+
+def test_explain_shows_drift_as_text() -> None:
+    spans = [call_span(1, prompt=(1, 2), response=(3, 4)), call_span(2, prompt=(1, 2, 3, 9), response=(5,))]
+    options = EpisodeOptions(forest=ForestOptions(decode=lambda ids: "".join(chr(96 + i) for i in ids)))
+    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans, options=options), spans))
+    assert "recorded ids [4] 'd', sent ids [9] 'i'" in text
