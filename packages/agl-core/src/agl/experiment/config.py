@@ -168,8 +168,13 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def load_config(path: Path) -> ExperimentConfig:
     """Read an experiment file; raises :class:`ConfigError` that names file, key and remedy."""
+    return parse_config(load_data(path), source=str(path))
+
+
+def load_data(path: Path) -> dict[str, Any]:
+    """A TOML file as plain data; raises :class:`ConfigError` when it cannot be read."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = sorted(str(p.name) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = f"; there is {', '.join(near)}" if near else ""
@@ -178,7 +183,6 @@ def load_config(path: Path) -> ExperimentConfig:
         raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no valid TOML: {error}") from None
-    return parse_config(data, source=str(path))
 
 
 def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> ExperimentConfig:

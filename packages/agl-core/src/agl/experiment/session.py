@@ -11,6 +11,7 @@ import msgspec
 from agl.capture.token import load_secret
 from agl.contracts import Gateway, Policy, RewardEmitter, RolloutQuery, Store, Tracer, Upstream
 from agl.errors import ConfigError, UnknownComponentError
+from agl.experiment.build import no_token_ids
 from agl.experiment.collect import FinishFeed
 from agl.experiment.live import LiveResources
 from agl.experiment.lock import ExperimentLock
@@ -106,10 +107,7 @@ class Session:
             policy: Policy = manager.build(manager.policy(config.use), name=name, **config.params)
             self.policies[name] = policy
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
-                raise ConfigError(
-                    f"an algorithm trains on the tokens of {name!r}, and its backend (use = {config.use!r}) returns no "
-                    "token ids; serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does"
-                )
+                raise ConfigError(no_token_ids(name, config.use))
         endpoints: dict[str, LLM] = {}
         for name, policy in self.policies.items():
             self._stack.push_async_callback(policy.stop)

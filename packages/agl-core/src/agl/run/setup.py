@@ -48,13 +48,15 @@ class RunSetup:
 
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
         """Variables by which clients find the model: for OpenAI's and Anthropic's libraries, and who read those."""
-        if not self.base_url:
-            return {}
-        root = self.base_url.removesuffix("/v1")
-        return {
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,
-            "OPENAI_API_KEY": token,
-            "ANTHROPIC_BASE_URL": root,
-            "ANTHROPIC_API_KEY": token,
-        }
+        return client_environment(self.base_url, token) if self.base_url else {}
+
+
+def client_environment(base_url: str, token: str) -> dict[str, str]:
+    """Variables that point OpenAI's and Anthropic's clients, and whoever reads the same ones, at ``base_url``."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "OPENAI_API_KEY": token,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": token,
+    }

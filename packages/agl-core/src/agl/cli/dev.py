@@ -1,0 +1,41 @@
+"""``agl dev``: try the agent on a few tasks and see what would be recorded and trained; nothing is trained."""
+
+from pathlib import Path
+
+import click
+
+from agl.cli.context import pass_manager
+from agl.cli.experiment import experiment_argument, make_trainer
+from agl.cli.output import json_option, print_json
+from agl.plugins import PluginManager
+from agl.schemas import Episode
+
+
+@click.command()
+@experiment_argument
+@click.option("-n", "--tasks", default=3, show_default=True, help="How many tasks to try.")
+@json_option
+@pass_manager
+def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
+    """Run the agent of FILE on a few training tasks and show what was seen."""
+    result = make_trainer(file, settings, manager=manager).dev(tasks=tasks)
+    if as_json:
+        print_json(result)
+        return
+    for episode in result.episodes:
+        click.echo(describe_episode(episode))
+
+
+def describe_episode(episode: Episode) -> str:
+    """A few lines on a rollout: how it ended, its reward, its calls, and why some train nothing."""
+    rollout = episode.rollout
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
+    lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {len(episode.rows)} rows"]
+    if episode.attempt and episode.attempt.error:
+        lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
+    for call in episode.transitions:
+        who = call.agent or "agent"
+        tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
+        fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"
+        lines.append(f"  {who} turn {call.turn}: {tokens}, {fate}")
+    return "\n".join(lines)
