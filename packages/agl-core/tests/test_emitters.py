@@ -1,0 +1,232 @@
+"""What instrumented code calls, inside a rollout and outside."""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from agl import semconv
+from agl.capture import Capture, SpanRecorder, activate
+from agl.capture.emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
+from agl.capture.operation import operation
+from agl.errors import CaptureError
+from agl.schemas import Reward, Span
+
+ROOT = "1" * 16
+
+
+@pytest.fixture
+def recorder() -> Iterator[SpanRecorder]:
+    recorder = SpanRecorder()
+    capture = Capture(
+        rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id=ROOT, record=recorder.record
+    )
+    with activate(capture):
+        yield recorder
+
+
+def only(recorder: SpanRecorder) -> Span:
+    spans = recorder.drain()
+    assert len(spans) == 1
+    return spans[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1.0, 1.0), (0, 0.0), (True, 1.0), (Fraction(1, 2), 0.5), (None, None)]
+)
+def test_emit_reward_records_the_number(recorder: SpanRecorder, value: Any, expected: float | None):
+    before = time.time_ns()
+    emit_reward(value, name="goal", feedback="why")
+    span = only(recorder)
+    assert Reward(value=expected, name="goal", feedback="why") == span.reward
+    assert (ROOT, "a" * 32, "ro-1", "ro-1.1") == (span.parent_id, span.trace_id, span.rollout_id, span.attempt_id)
+    assert before <= span.start_ns <= span.end_ns <= time.time_ns()
+    assert span.attributes[semconv.EVALUATION_NAME] == "goal"
+
+
+def test_emit_reward_takes_dimensions(recorder: SpanRecorder):
+    emit_reward({"syntax": 1, "goal": None})
+    assert Reward(value=None, dimensions={"syntax": 1.0, "goal": None}) == only(recorder).reward
+    emit_reward({"syntax": 1, "goal": 0.5}, primary="goal")
+    assert Reward(value=0.5, dimensions={"syntax": 1.0, "goal": 0.5}) == only(recorder).reward
+    emit_reward({"only": 0.25})
+    assert Reward(value=0.25, dimensions={"only": 0.25}) == only(recorder).reward
+
+
+def test_emit_reward_says_what_it_is_about(recorder: SpanRecorder):
+    emit_reward(1.0, scope="turn")
+    assert Reward(value=1.0, scope="turn") == only(recorder).reward
+    emit_reward(1.0, scope="span", span_id="b" * 16)
+    assert Reward(value=1.0, scope="span", span_id="b" * 16) == only(recorder).reward
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "said"),
+    [
+        ("abc", {}, "'abc'"),
+        (object(), {}, "object"),
+        (math.nan, {}, "nan"),
+        (math.inf, {}, "inf"),
+        ({"goal": math.nan}, {}, "'goal'"),
+        ({"goal": 1.0}, {"primary": "gaol"}, "'gaol'"),
+        (1.0, {"scope": "episode"}, "'episode'"),
+        (1.0, {"scope": "span"}, "span_id"),
+    ],
+)
+def test_emit_reward_refuses_what_is_no_reward(recorder: SpanRecorder, value: Any, options: dict[str, Any], said: str):
+    with pytest.raises(CaptureError, match=said):
+        emit_reward(value, **options)
+    assert recorder.drain() == []
+
+
+def test_emit_observation_records_role_and_content(recorder: SpanRecorder):
+    emit_observation(role="planner", content={"board": [1, 2]})
+    span = only(recorder)
+    assert span.attributes == {semconv.OBSERVATION_ROLE: "planner", semconv.OBSERVATION_CONTENT: {"board": [1, 2]}}
+
+
+def test_emit_observation_copies_its_content(recorder: SpanRecorder):
+    board = [1, 2]
+    emit_observation(role="planner", content=board)
+    board.append(3)
+    assert only(recorder).attributes[semconv.OBSERVATION_CONTENT] == [1, 2]
+
+
+def test_emit_message_and_object_record_their_content(recorder: SpanRecorder):
+    emit_message("hello", step=1)
+    assert only(recorder).attributes == {semconv.MESSAGE: "hello", "step": 1}
+    emit_object({"answer": (1, 2)}, name="plan")
+    span = only(recorder)
+    assert ("object plan", {"answer": [1, 2]}) == (span.name, span.attributes[semconv.OBJECT])
+
+
+def test_emit_message_and_object_refuse_what_they_cannot_carry(recorder: SpanRecorder):
+    with pytest.raises(CaptureError, match="emit_object"):
+        emit_message(3)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="JSON cannot carry"):
+        emit_object(object())
+    with pytest.raises(CaptureError, match="exception that was caught"):
+        emit_exception("boom")  # type: ignore[arg-type]
+
+
+def test_emit_exception_records_type_message_and_traceback(recorder: SpanRecorder):
+    try:
+        raise ValueError("bad input")
+    except ValueError as error:
+        emit_exception(error, tool="calc")
+    span = only(recorder)
+    assert ("error", "bad input") == (span.status, span.status_message)
+    assert {semconv.ERROR_TYPE: "ValueError", "tool": "calc"} == span.attributes
+    assert "test_emitters.py" in span.events[0].attributes["exception.stacktrace"]
+
+
+def test_emitted_text_holds_no_credentials(recorder: SpanRecorder):
+    token, key = "agl_abcdefghij.klmnopqrst", "sk-proj-abcdefghijklmnop"
+    emit_message(f"token {token}", key=key)
+    emit_object({"nested": [token]})
+    emit_observation(role="x", content=f"Authorization: Bearer {key}")
+    emit_exception(RuntimeError(key))
+    emit_reward(1.0, feedback=f"used {token}")
+    with operation("call", key=key):
+        pass
+    text = repr(recorder.drain())
+    assert token not in text
+    assert key not in text
+
+
+def test_operation_is_the_parent_of_what_happens_inside(recorder: SpanRecorder):
+    with operation("outer", step=1) as outer:
+        with operation("inner"):
+            emit_message("deep")
+        outer.set(found=2)
+    message, inner, top = recorder.drain()
+    assert (inner.span_id, top.span_id, ROOT) == (message.parent_id, inner.parent_id, top.parent_id)
+    assert ("outer", {"step": 1, "found": 2}, "ok") == (top.name, top.attributes, top.status)
+    assert top.start_ns <= inner.start_ns <= inner.end_ns <= top.end_ns
+
+
+def test_operation_records_an_exception_and_lets_it_through(recorder: SpanRecorder):
+    with pytest.raises(ValueError, match="bad"), operation("failing"):
+        raise ValueError("bad")
+    span = only(recorder)
+    assert ("error", "bad", "ValueError") == (span.status, span.status_message, span.attributes[semconv.ERROR_TYPE])
+    emit_message("after")
+    assert only(recorder).parent_id == ROOT
+
+
+def test_operation_decorates_functions(recorder: SpanRecorder):
+    @operation("add", kind="tool")
+    def add(a: int, b: int) -> int:
+        """Sum."""
+        return a + b
+
+    assert add(1, b=2) == 3
+    assert add(3, 4) == 7
+    assert ("add", "Sum.") == (add.__name__, add.__doc__)
+    assert ["add", "add"] == [span.name for span in recorder.drain()]
+
+
+def test_operation_decorates_coroutines_that_run_at_once(recorder: SpanRecorder):
+    @operation("wait")
+    async def wait(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        emit_message(str(seconds))
+
+    async def run() -> None:
+        async with operation("both") as both:
+            await asyncio.gather(wait(0.02), wait(0.01))
+            assert both.span_id is not None
+
+    asyncio.run(run())
+    spans = {span.span_id: span for span in recorder.drain()}
+    messages = [span for span in spans.values() if span.name == "message"]
+    assert ["0.01", "0.02"] == [span.attributes[semconv.MESSAGE] for span in messages]
+    assert ["wait", "wait"] == [spans[span.parent_id or ""].name for span in messages]
+    assert len({span.parent_id for span in messages}) == 2
+
+
+def test_operation_refuses_to_decorate_generators():
+    with pytest.raises(CaptureError, match="generator"):
+
+        @operation("stream")
+        def stream() -> Iterator[int]:
+            yield 1
+
+
+def test_operation_around_a_generator_survives_its_close(recorder: SpanRecorder):
+    def numbers() -> Iterator[int]:
+        with operation("numbers"):
+            yield 1
+            yield 2
+
+    stream = numbers()
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert only(recorder).status == "ok"
+
+
+def test_emitters_do_nothing_outside_a_rollout():
+    emit_reward("abc")  # type: ignore[arg-type]
+    emit_reward(math.nan)
+    emit_observation(role="x", content=object())
+    emit_message(3)  # type: ignore[arg-type]
+    emit_object(object())
+    emit_exception("boom")  # type: ignore[arg-type]
+    with operation("x") as one:
+        assert one.span_id is None
+
+
+def test_operation_that_began_outside_records_nothing_inside():
+    recorder = SpanRecorder()
+    outer = operation("outside")
+    outer.__enter__()
+    capture = Capture(
+        rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id=ROOT, record=recorder.record
+    )
+    with activate(capture):
+        outer.__exit__(None, None, None)
+    assert recorder.drain() == []

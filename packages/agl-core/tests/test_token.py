@@ -1,0 +1,146 @@
+"""Attempt tokens, the secret that signs them, and what hides both."""
+
+import os
+import stat
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl.capture.secret import state_dir
+from agl.capture.token import AttemptToken, AttemptTokens, load_secret, redact
+from agl.errors import ConfigError, TokenError
+
+SECRET = b"0123456789abcdef"
+TOKENS = AttemptTokens(SECRET)
+TOKEN = TOKENS.issue("ro-1", "ro-1.1", expires_at=100.0)
+
+
+def test_token_says_what_was_issued():
+    expected = AttemptToken(rollout_id="ro-1", attempt_id="ro-1.1", expires_at=100.0, scope="attempt")
+    assert expected == TOKENS.verify(TOKEN, now=99.9)
+    assert expected == AttemptTokens(SECRET).verify(TOKEN, now=0)
+
+
+def test_token_is_shaped_like_an_api_key():
+    assert TOKEN.startswith("agl_")
+    assert TOKEN.isascii()
+    assert len(TOKEN) < 200
+
+
+def test_token_of_an_admin_names_no_attempt():
+    admin = TOKENS.verify(TOKENS.issue_admin(expires_at=5.0), now=1.0)
+    assert ("admin", "") == (admin.scope, admin.attempt_id)
+
+
+def test_token_expires():
+    with pytest.raises(TokenError, match=r"'ro-1\.1' expired 20 s ago"):
+        TOKENS.verify(TOKEN, now=120.0)
+    with pytest.raises(TokenError, match="expired"):
+        TOKENS.verify(TOKEN, now=100.0)
+
+
+def test_token_of_another_secret_is_forged():
+    with pytest.raises(TokenError, match="signature"):
+        AttemptTokens(b"another secret!!").verify(TOKEN, now=0)
+
+
+@given(st.integers(0, len(TOKEN) - 1), st.characters())
+def test_token_with_any_character_changed_is_refused(position: int, character: str):
+    changed = TOKEN[:position] + character + TOKEN[position + 1 :]
+    if changed == TOKEN:
+        return
+    with pytest.raises(TokenError):
+        TOKENS.verify(changed, now=0)
+
+
+@given(st.text())
+def test_token_of_any_text_is_refused_without_repeating_it(text: str):
+    with pytest.raises(TokenError) as caught:
+        TOKENS.verify(f"agl_{text}", now=0)
+    assert len(text) < 8 or text not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "agl_", "agl_.", "sk-provider", "Bearer x", "agl_" + "x" * 5000 + ".y"])
+def test_token_that_is_none_is_malformed(text: str):
+    with pytest.raises(TokenError, match="no agl token"):
+        TOKENS.verify(text, now=0)
+
+
+@given(st.text(max_size=60), st.text(max_size=60), st.floats(1, 1e12))
+def test_token_carries_any_ids(rollout_id: str, attempt_id: str, expires_at: float):
+    token = TOKENS.issue(rollout_id, attempt_id, expires_at=expires_at)
+    claim = TOKENS.verify(token, now=0)
+    assert (rollout_id, attempt_id, expires_at) == (claim.rollout_id, claim.attempt_id, claim.expires_at)
+
+
+def test_tokens_refuse_a_short_secret():
+    with pytest.raises(ConfigError, match="at least 16"):
+        AttemptTokens(b"short")
+
+
+def test_load_secret_prefers_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("AGL_SECRET", "s" * 20)
+    assert load_secret(tmp_path / "secret") == b"s" * 20
+    monkeypatch.setenv("AGL_SECRET", "short")
+    with pytest.raises(ConfigError, match="AGL_SECRET"):
+        load_secret()
+
+
+def test_load_secret_makes_one_file_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("AGL_SECRET", raising=False)
+    path = tmp_path / "state" / "secret"
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: load_secret(path), range(16)))
+    assert len(found) == 1
+    assert len(next(iter(found))) == 64
+    assert [path] == list(path.parent.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no mode bits")
+def test_load_secret_keeps_its_file_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("AGL_SECRET", raising=False)
+    path = tmp_path / "secret"
+    load_secret(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_secret(path)
+
+
+def test_load_secret_says_what_to_do_where_it_cannot_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("AGL_SECRET", raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Set AGL_SECRET"):
+        load_secret(tmp_path / "file" / "secret")
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "expected"),
+    [("linux", "XDG_STATE_HOME", "agl"), ("win32", "LOCALAPPDATA", "agl")],
+)
+def test_state_dir_follows_the_platform(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, variable: str, expected: str
+):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert str(state_dir()) == os.path.join(tmp_path, expected)
+
+
+def test_redact_hides_credentials_and_keeps_the_rest():
+    text = f"key {TOKEN}, Authorization: Bearer abcdefghijklmnop, sk-ant-abc123def456, x-api-key: 0123456789abcdef"
+    assert redact(text) == "key agl_***, Authorization: Bearer ***, sk-***, x-api-key: ***".replace(
+        "x-api-key", "api-key"
+    )
+
+
+def test_redact_returns_ordinary_text_itself():
+    text = "the bearer of news took a task-force to risk-town; agl_core and agl_gateway are modules"
+    assert redact(text) == text
+
+
+def test_redact_hides_a_token_in_a_path():
+    assert TOKEN not in redact(f"http://127.0.0.1:4747/rollout/ro-1/attempt/ro-1.1/key/{TOKEN}/v1")
