@@ -90,6 +90,11 @@ def unknown_resource(name: str, version: str | None) -> NotFoundError:
     return NotFoundError("resource", key, "publish it first, or name it in the experiment's resources")
 
 
+def unknown_attempt(rollout_id: str, attempt_id: str) -> NotFoundError:
+    """The error for an attempt that the rollout has not."""
+    return NotFoundError("attempt", attempt_id, f"rollout {rollout_id!r} has no such attempt")
+
+
 def need_rollout(tables: Tables, rollout_id: str) -> Rollout:
     """The rollout, or :class:`NotFoundError`."""
     found = tables.rollout(rollout_id)
@@ -232,7 +237,7 @@ def default_attempt(tables: Tables, rollout_id: str, attempt_id: str | None) -> 
     """The attempt whose spans are meant: the named one, else the deciding or running one, else none."""
     if attempt_id:
         if rollout_id_of(attempt_id) != rollout_id or tables.held(attempt_id) is None:
-            raise NotFoundError("attempt", attempt_id, f"rollout {rollout_id!r} has no such attempt")
+            raise unknown_attempt(rollout_id, attempt_id)
         return attempt_id
     rollout = need_rollout(tables, rollout_id)
     return "" if attempt_id == "" else rollout.attempt_id or ""

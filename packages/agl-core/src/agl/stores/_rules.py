@@ -66,12 +66,13 @@ def copied(record: _R) -> _R:
 
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
     """The rollouts, named by id, that a query wants, in its order."""
-    wanted = [rollout for rollout in rollouts if _is_wanted(rollout, query)]
+    wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
     wanted.sort(key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
     return wanted[: query.limit]
 
 
-def _is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
+def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
+    """Whether the rollout is in the query's answer, limit and ids apart."""
     is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
     return (
         is_behind

@@ -1,0 +1,162 @@
+"""The SQLite file: its layout, how an older one is brought up to date, and how it is opened.
+
+Keys are one 63-bit integer: a rollout has a number (``seq``, never used again), its attempts are
+``seq << 8 | number`` with number 0 for what belongs to no attempt, and its spans ``attempt << 24 | sequence``. What
+belongs together therefore lies together, and removing a rollout removes ranges.
+"""
+
+import sqlite3
+import time
+from pathlib import Path
+
+from agl.errors import SchemaVersionError, StoreError
+
+ATTEMPT_BITS = 8
+SEQUENCE_BITS = 24
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE rollouts (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL UNIQUE, experiment TEXT NOT NULL,
+            mode TEXT NOT NULL, group_id TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL,
+            attempt INTEGER, started_at REAL NOT NULL, finished_at REAL NOT NULL, data BLOB NOT NULL)""",
+        """CREATE TABLE attempts (
+            id INTEGER PRIMARY KEY, status TEXT NOT NULL, claim_id TEXT NOT NULL, deadline REAL NOT NULL,
+            data BLOB NOT NULL)""",
+        "CREATE TABLE spans (key INTEGER PRIMARY KEY, span_id TEXT NOT NULL, data BLOB NOT NULL)",
+        "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
+        """CREATE TABLE changes (
+            cursor INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER, kind TEXT NOT NULL, status TEXT NOT NULL,
+            name TEXT)""",
+        """CREATE TABLE versions (
+            seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version TEXT NOT NULL, data BLOB NOT NULL,
+            UNIQUE (name, version))""",
+        "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",
+        """CREATE TABLE metrics (
+            experiment TEXT, algorithm TEXT, step INTEGER, name TEXT, value REAL, time REAL,
+            PRIMARY KEY (experiment, algorithm, step, name)) WITHOUT ROWID""",
+    ),
+    (
+        "CREATE INDEX rollouts_queue ON rollouts (experiment, seq) WHERE status = 'queued'",
+        "CREATE INDEX rollouts_listed ON rollouts (experiment, mode, status, rollout_id)",
+        "CREATE INDEX rollouts_grouped ON rollouts (group_id, rollout_id) WHERE group_id <> ''",
+        "CREATE INDEX attempts_due ON attempts (deadline) WHERE status = 'running'",
+        "CREATE INDEX attempts_claimed ON attempts (claim_id) WHERE status = 'running' AND claim_id <> ''",
+        "CREATE INDEX changes_by_attempt ON changes (attempt) WHERE attempt IS NOT NULL",
+        "CREATE INDEX versions_by_name ON versions (name, seq)",
+        "CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
+    ),
+)
+"""Statements that bring a file of version N to N + 1; a new file runs them all."""
+
+CURRENT = len(MIGRATIONS)
+
+
+def path_of(url: str) -> Path:
+    """The file that a ``sqlite:///`` URL names: three slashes for a relative path, four for an absolute one."""
+    path = url.removeprefix("sqlite:///")
+    if path == url or not path or path == ":memory:":
+        raise StoreError(
+            f"{url!r} is no URL of a SQLite store; write sqlite:///runs.db for a file in this folder, "
+            "sqlite:////data/runs.db for an absolute path, or memory:// for no file at all"
+        )
+    return Path(path)
+
+
+def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Connection:
+    """A connection for one thread at a time, with WAL and full durability."""
+    connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA cache_size = -16000")
+    if is_reader:
+        connection.execute("PRAGMA query_only = ON")
+    return connection
+
+
+def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
+    """The writer's connection to the file, which is created or brought up to date.
+
+    Raises:
+        SchemaVersionError: A newer release wrote the file.
+        StoreError: It cannot be created, read or written, or is no store.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"the folder {path.parent} cannot be created: {error}; choose a folder you own") from error
+    connection: sqlite3.Connection | None = None
+    try:
+        connection = connect(path, busy_s=busy_s)
+        _use_wal(connection, busy_s)
+        _migrate(connection, path)
+    except BaseException as error:
+        if connection is not None:
+            connection.close()
+        if isinstance(error, sqlite3.Error):
+            raise explain(error, path) from error
+        raise
+    return connection
+
+
+def explain(error: sqlite3.Error, path: Path) -> StoreError:
+    """What a SQLite error means for whoever runs the program, and what to do about it."""
+    text = str(error)
+    if "locked" in text or "busy" in text:
+        hint = "another process holds it in a long transaction: end that process, or wait and try again"
+    elif "not a database" in text or "malformed" in text:
+        hint = "it is no SQLite file, or a damaged one: choose another path, or move the file away"
+    elif "unable to open" in text or "readonly" in text:
+        hint = "it cannot be opened for writing: check the permissions of the file and its folder"
+    elif "full" in text:
+        hint = "the disk is full: make room and run again; what was acknowledged is safe"
+    else:
+        hint = "check the disk and the file with `sqlite3 FILE 'PRAGMA integrity_check'`"
+    return StoreError(f"the store {path} failed with {text!r}; {hint}")
+
+
+def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
+    """Switch to WAL; SQLite does not wait for other processes here, so this does."""
+    end = time.monotonic() + busy_s
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    if _version(connection, path) == CURRENT:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for number in range(_version(connection, path), CURRENT):
+            for statement in MIGRATIONS[number]:
+                connection.execute(statement)
+        connection.execute("CREATE TABLE IF NOT EXISTS agl_schema (version INTEGER NOT NULL)")
+        connection.execute("DELETE FROM agl_schema")
+        connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _version(connection: sqlite3.Connection, path: Path) -> int:
+    """The file's layout version, 0 for an empty file."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if "agl_schema" not in tables:
+        if tables:
+            raise StoreError(
+                f"{path} is a SQLite file of another program (it holds {sorted(tables)[:3]}); choose another path"
+            )
+        return 0
+    (version,) = connection.execute("SELECT version FROM agl_schema").fetchone()
+    if version > CURRENT:
+        raise SchemaVersionError(
+            f"{path} has layout version {version} and this agl-core reads up to {CURRENT}; "
+            "upgrade it: pip install --upgrade agl-core"
+        )
+    return int(version)
