@@ -1,0 +1,187 @@
+"""The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes every test.
+
+Each package is tested in an environment of its own, made with pip; there is no joint lock.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["tests"]
+nox.options.error_on_missing_interpreters = False
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PYTHONS = ["3.11", "3.12", "3.13"]
+TORCH = "torch==2.13.0"
+TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7", "pytest-asyncio>=1.2,<2"]
+PARTS = ["lint", "types", "core", "openai2", "testing", "gateway", "torch", "integration", "docs", "wheels"]
+
+
+def found(pythons: list[str]) -> list[str]:
+    """The interpreters that are really here; pyenv's shims exist for versions that are not."""
+    import subprocess
+
+    def works(version: str) -> bool:
+        program = shutil.which(f"python{version}")
+        return program is not None and subprocess.run([program, "-c", ""], capture_output=True).returncode == 0
+
+    current = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return [version for version in pythons if version == current or works(version)]
+
+
+def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) -> None:
+    """Install packages of this repository, editable, with further requirements, in one resolution."""
+    editable = [part for name in packages for part in ("-e", f"packages/{name}")]
+    session.install("-q", *editable, *extras)
+
+
+def pytest(session: nox.Session, *paths: str) -> None:
+    """Run tests with warnings as errors and broken plugins refused."""
+    session.run("pytest", "-q", *paths, *session.posargs, env={"AGL_PLUGINS_STRICT": "1", "TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session(python=False)
+def tests(session: nox.Session) -> None:
+    """Everything that must pass: lint, types, layers, every package, integration, docs, package builds."""
+    for part in PARTS:
+        session.notify(part)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, and the layers between and within packages."""
+    install(session, "agl-core", "agl-gateway", "agl-testing", extras=("ruff==0.17.*", "import-linter==2.16"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", env={"PYTHONPATH": str(ROOT / "packages" / "agl-algo-torch" / "src")})
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Pyright, strict; the packages that need torch are checked in their own session."""
+    install(session, "agl-core", "agl-gateway", "agl-testing", extras=("pyright==1.1.414",))
+    session.run("pyright", *(f"packages/{name}/src" for name in PACKAGES if name != "agl-algo-torch"))
+
+
+@nox.session(python=found(PYTHONS))
+def core(session: nox.Session) -> None:
+    """The core's tests, on every supported Python that is here."""
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "jinja2"))
+    pytest(session, "packages/agl-core/tests")
+
+
+@nox.session
+def openai2(session: nox.Session) -> None:
+    """The capture tests with openai 2, which uses httpx where openai 3 uses httpx2."""
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=2,<3"))
+    pytest(session, "packages/agl-core/tests", "-k", "wire or capture")
+
+
+@nox.session
+def testing(session: nox.Session) -> None:
+    """The conformance kit and the scripted model server."""
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.70"))
+    pytest(session, "packages/agl-testing/tests")
+
+
+@nox.session
+def gateway(session: nox.Session) -> None:
+    """The gateway."""
+    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.70"))
+    pytest(session, "packages/agl-gateway/tests")
+
+
+@nox.session
+def torch(session: nox.Session) -> None:
+    """The torch algorithms and the embedded policy server: tests and types."""
+    install(
+        session,
+        "agl-core",
+        "agl-testing",
+        "agl-gateway",
+        "agl-algo-torch[lora]",
+        extras=(*TEST_TOOLS, TORCH, "openai>=3,<4", "pyright==1.1.414"),
+    )
+    pytest(session, "packages/agl-algo-torch/tests")
+    session.run("pyright", "packages/agl-algo-torch/src")
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
+    install(
+        session,
+        "agl-core",
+        "agl-testing",
+        "agl-gateway",
+        extras=(*TEST_TOOLS, "openai>=3,<4", "nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6"),
+    )
+    pytest(session, "tests")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Every code block of the documentation and of the README files runs."""
+    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"))
+    pytest(session, "docs")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every package, install the wheels without the sources, and check the plugins."""
+    session.install("-q", "build>=1.3,<2")
+    out = Path(session.create_tmp()).absolute() / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    for name in PACKAGES:
+        session.run("python", "-m", "build", "-q", "--outdir", str(out), f"packages/{name}", silent=True)
+    light = [path for path in sorted(out.glob("*.whl")) if "algo_torch" not in path.name]
+    session.install("-q", *map(str, light))
+    session.chdir(out)
+    session.run("agl", "plugins", "check")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train a small model to use a calculator, from nothing, on this machine; arguments go to ``agl run``."""
+    install(session, "agl-core", "agl-gateway", "agl-algo-torch", extras=(TORCH, "openai>=3,<4", "matplotlib>=3.9,<4"))
+    session.chdir("examples/calc")
+    session.run("python", "demo.py", *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
+    install(
+        session,
+        "agl-core",
+        "agl-gateway",
+        "agl-testing",
+        extras=("openai>=3,<4", "hypothesis>=6.150,<7"),
+    )
+    session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Long runs that the ordinary tests leave out."""
+    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, "openai>=3,<4"))
+    pytest(session, "tests", "packages/agl-core/tests", "packages/agl-gateway/tests", "-m", "soak")
+
+
+@nox.session(python=False)
+def release(session: nox.Session) -> None:
+    """Set the version of every package: ``nox -s release -- 0.2.0``."""
+    import re
+
+    (version,) = session.posargs
+    major, minor, _ = version.split(".")
+    bound = f"agl-core>={major}.{minor},<{major}.{int(minor) + 1}"
+    for name in PACKAGES:
+        file = ROOT / "packages" / name / "pyproject.toml"
+        text = re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', file.read_text())
+        file.write_text(re.sub(r"agl-core>=[\d.]+,<[\d.]+", bound, text))
