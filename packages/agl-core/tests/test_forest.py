@@ -3,13 +3,15 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from agl.schemas import ModelCall, Row, Span, pack_floats, pack_ids, unpack_ids
 from agl.train.forest import ForestOptions, build_forest
 from agl.train.prefix import common_prefix
 from agl.train.transitions import build_episode
+
 from .train_cases import ATTEMPT, ROLLOUT, agent_span, call_span
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 Ids = tuple[int, ...]
 
@@ -200,6 +202,10 @@ def copies_in_reverse(calls: int) -> list[Span]:
     return [packed_span(i, pack_ids([1] * (calls - i)), pack_ids([1])) for i in range(calls)]
 
 
+def one_conversation(calls: int) -> list[Span]:
+    return [packed_span(i, pack_ids(range(1 + 2 * i)), pack_ids([2 * i + 1])) for i in range(calls)]
+
+
 def cost(spans: Sequence[Span]) -> float:
     times: list[float] = []
     for _ in range(3):
@@ -215,8 +221,9 @@ def test_forest_time_grows_linearly_to_20000_calls(make: Callable[[int], list[Sp
     assert cost(large) / cost(small) <= 15
 
 
-def test_forest_time_per_byte_does_not_grow_with_adversarial_nesting() -> None:
-    small, large = copies_in_reverse(500), copies_in_reverse(2_000)
+@pytest.mark.parametrize("make", [copies_in_reverse, one_conversation])
+def test_forest_time_per_byte_does_not_grow_with_nesting(make: Callable[[int], list[Span]]) -> None:
+    small, large = make(500), make(2_000)
     per_byte = [cost(spans) / sum(len(span.call.prompt_ids) for span in spans if span.call) for spans in (small, large)]
     assert per_byte[1] / per_byte[0] <= 2
 

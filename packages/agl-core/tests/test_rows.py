@@ -1,10 +1,11 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Row, Segment, pack_floats, pack_ids, unpack_floats, unpack_ids
 from agl.train.rows import attach, rollout_weights, split_row
 from agl.train.transitions import build_episode
-from hypothesis import given
-from hypothesis import strategies as st
 
 from .train_cases import ATTEMPT, ROLLOUT, call_span
 

@@ -1,12 +1,13 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Sampling, Span, Transition
 from agl.train.explain import explain
 from agl.train.forest import ForestOptions
 from agl.train.scores import ScoreOptions, episode_reward
 from agl.train.transitions import EpisodeOptions, build_episode
-from hypothesis import given
-from hypothesis import strategies as st
 
 from .train_cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
