@@ -41,14 +41,18 @@ class OpenCall:
         self._started = time.perf_counter()
         self._first: float | None = None
         self._chunks: list[bytes] = []
-        self._response: Any = None
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._response_type: Any = None
         self._lock = Lock()
         self._is_finished = False
         capture.closers[id(self)] = self._abandon
 
     def answered(self, response: Any) -> None:
-        """The response's head arrived; ``response`` is the client's own object."""
-        self._response = response
+        """The response's head arrived; ``response`` is the client's own object, and is not kept."""
+        self._status = response.status_code
+        self._headers = {name.lower(): value for name, value in response.headers.items()}
+        self._response_type = type(response)
 
     def take(self, chunk: bytes) -> None:
         """A part of the body arrived, still encoded as the response's headers say."""
@@ -101,16 +105,14 @@ class OpenCall:
     def _exchange(self, *, is_complete: bool, error: str, body: bytes | None) -> Exchange:
         latency = time.perf_counter() - self._started
         first = latency if self._first is None else self._first - self._started
-        response = self._response
-        headers = {} if response is None else {key.lower(): value for key, value in response.headers.items()}
         return Exchange(
             path=self._route.url,
             request=self._body,
             request_id=self._request_id,
-            status=0 if response is None else response.status_code,
-            headers=headers,
-            response=self._decoded(headers) if body is None else body,
-            is_streamed="text/event-stream" in headers.get("content-type", ""),
+            status=self._status,
+            headers=self._headers,
+            response=self._decoded() if body is None else body,
+            is_streamed="text/event-stream" in self._headers.get("content-type", ""),
             is_complete=is_complete,
             latency_s=latency,
             first_token_s=first,
@@ -118,10 +120,10 @@ class OpenCall:
             error=redact(error),
         )
 
-    def _decoded(self, headers: dict[str, str]) -> bytes:
+    def _decoded(self) -> bytes:
         """The chunks with the response's content encoding undone; a cut encoded body is what can be read of it."""
         raw = b"".join(self._chunks)
-        if not raw or headers.get("content-encoding", "identity") == "identity":
+        encoding = self._headers.get("content-encoding", "identity")
+        if not raw or encoding == "identity":
             return raw
-        whole = type(self._response)(200, headers={"content-encoding": headers["content-encoding"]}, content=raw)
-        return whole.content
+        return self._response_type(200, headers={"content-encoding": encoding}, content=raw).content
