@@ -38,7 +38,7 @@ class TextCodec:
     def chat_template(self) -> str:
         """The template's source, all of them when there are several; `""` without one."""
         template = self._tokenizer.chat_template
-        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+        return "\n".join(cast("dict[str, str]", template).values()) if isinstance(template, dict) else template or ""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`."""

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl_algo_torch.kvcache import BatchCache, KeyValues, PrefixStore, check_supported, has_sliding_window
+from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues, PrefixStore, has_sliding_window
 from agl_algo_torch.sampling import draw
 from agl_algo_torch.sequence import (
     EngineError,
@@ -137,10 +137,11 @@ class Engine:
         self._model = model.eval()
         self._device = next(model.parameters()).device
         self.vocab_size = int(config.vocab_size)
-        self._n_layers = check_supported(config)
         self._options = _forward_options(model)
-        self._cache = BatchCache(n_layers=self._n_layers)
-        reuses = not has_sliding_window(config)
+        self._layout = CacheLayout.of(self._model)
+        self._cache = BatchCache(self._layout)
+        self._scratch = BatchCache(self._layout)
+        reuses = not has_sliding_window(model)
         self._prefixes = PrefixStore(max_bytes=self.settings.prefix_bytes if reuses else 0)
         self._shares = reuses and self.settings.prefix_bytes > 0
         self._shared_generator = torch.Generator(self._device).manual_seed(self.settings.seed)
@@ -219,7 +220,7 @@ class Engine:
         while self._receive():
             try:
                 self._turn()
-            except Exception as error:  # isolation point: one bad pass must not end the server
+            except Exception as error:  # noqa: BLE001 - isolation point: one bad pass must not end the server
                 _log.exception("a generation step failed; %d requests are answered with it", len(self._running))
                 self._fail(EngineError(f"Generation failed: {type(error).__name__}: {error}."), self._running)
                 self._reset()
@@ -259,7 +260,7 @@ class Engine:
         self._reset()
         try:
             swap.apply(self._model)
-        except Exception as error:  # isolation point: the caller gets it
+        except Exception as error:  # noqa: BLE001 - isolation point: the caller gets it
             swap.done.set_exception(error)
             return
         self._model.eval()
@@ -269,7 +270,7 @@ class Engine:
 
     def _reset(self) -> None:
         self._running = []
-        self._cache = BatchCache(n_layers=self._n_layers)
+        self._cache, self._scratch = BatchCache(self._layout), BatchCache(self._layout)
         self._prefixes.clear()
 
     def _fail(self, error: EngineError, flights: Sequence[Flight]) -> None:
@@ -318,7 +319,7 @@ class Engine:
     def _prefill(self, admissions: list[_Admission]) -> None:
         """Compute the prompts in one pass, let their flights join the batch and draw their first tokens."""
         width = max(admission.new for admission in admissions)
-        cache = BatchCache(n_layers=self._n_layers)
+        cache = self._scratch
         cache.begin([admission.prefix for admission in admissions], new_tokens=width)
         new = [admission.new for admission in admissions]
         logits = self._forward(cache, *_padded(admissions, width), new=new)
@@ -350,7 +351,7 @@ class Engine:
         """Logits (rows, vocabulary) after the last column; ids and positions (rows, columns), padded on the left."""
         inputs: dict[str, Any] = {
             "input_ids": ids.to(self._device),
-            "attention_mask": cache.mask(new, pad_to=ids.shape[1], device=self._device),
+            "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
             "past_key_values": cache,
             "use_cache": True,
         }
@@ -399,7 +400,7 @@ def _padded(admissions: Sequence[_Admission], width: int) -> tuple[Tensor, Tenso
     ids = torch.zeros((len(admissions), width), dtype=torch.long)
     positions = torch.zeros_like(ids)
     for row, admission in enumerate(admissions):
-        ids[row, width - admission.new :] = torch.from_numpy(admission.tokens[admission.shared :])
+        ids[row, width - admission.new :] = torch.tensor(admission.tokens[admission.shared :])
         positions[row, width - admission.new :] = torch.arange(admission.shared, len(admission.tokens))
     return ids, positions
 

@@ -9,7 +9,7 @@ every row with a single slice, nothing is concatenated, and a row leaves by lett
     row 1   . . . . . . . [k k k k k]. . . .
 
 Limits: layers that keep a state other than one key and one value per token (state-space models, linear attention)
-are refused by `check_supported`; the attention of a short row reads masked columns up to the longest row.
+are refused by `CacheLayout.of`; the attention of a short row reads masked columns up to the longest row.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
-from agl.errors import ConfigError
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from agl.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     import numpy.typing as npt
-    from torch import Tensor
+    from torch import Tensor, nn
 
     TokenArray = npt.NDArray[np.int32]
 
@@ -37,8 +38,69 @@ _HEADROOM = 256
 _BLOCK = 16
 """Tokens per link of the hash chain that finds shared prefixes."""
 
-KeyValues = list[tuple["Tensor", "Tensor"]]
-"""Per layer the keys and values of one row, each (heads, tokens, head_dim)."""
+KeyValues = list["Tensor"]
+"""Keys and values of one row: per store (keys and values of its layers, heads, tokens, head_dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """The keys and values of a model, so that those of one shape lie in one buffer and move with one copy.
+
+    Attributes:
+        stores: Per buffer how many tensors it holds, and their heads and head_dim.
+        places: Per layer where its keys and where its values lie, as (store, index).
+    """
+
+    stores: tuple[tuple[int, int, int], ...]
+    places: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CacheLayout:
+        """Measure a model by running one token through it; raises ConfigError for one that cannot be batched."""
+        caller = cast("Any", model)
+        layers = _probe(caller)
+        counts: dict[tuple[int, int], int] = {}
+        seen: list[list[tuple[tuple[int, int], int]]] = []
+        for pair in layers:
+            seen.append([])
+            for tensor in pair:
+                shape = (tensor.shape[1], tensor.shape[3])
+                seen[-1].append((shape, counts.setdefault(shape, 0)))
+                counts[shape] += 1
+        order = {shape: store for store, shape in enumerate(counts)}
+        return cls(
+            stores=tuple((count, *shape) for shape, count in counts.items()),
+            places=tuple(((order[k], k_index), (order[v], v_index)) for (k, k_index), (v, v_index) in seen),
+            dtype=layers[0][0].dtype,
+            device=layers[0][0].device,
+        )
+
+
+@torch.no_grad()
+def _probe(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of every layer after one token."""
+    config = model.config.get_text_config()
+    cache = DynamicCache(config=config)
+    strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _PLAIN})
+    if strange or not cache.layers:
+        raise ConfigError(
+            f"The embedded server cannot batch model type {config.model_type!r}: its cache has "
+            f"{strange or 'no layers'}, and only plain and sliding-window attention can be served while requests come "
+            "and go. Serve it with vLLM and point the policy at that endpoint."
+        )
+    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    return [(cast("Tensor", layer.keys), cast("Tensor", layer.values)) for layer in cast("Any", cache.layers)]
+
+
+_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def has_sliding_window(model: nn.Module) -> bool:
+    """Whether some layer sees only the latest tokens; then a hole between prefix and new tokens would shift it."""
+    probe = cast("list[object]", DynamicCache(config=cast("Any", model).config.get_text_config()).layers)
+    return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in probe)
 
 
 class _Window:
@@ -55,52 +117,37 @@ class _Window:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's buffers, each (row capacity, heads, column capacity, head_dim)."""
+    """One layer's view of the buffers: `k` and `v`, each (row capacity, heads, column capacity, head_dim)."""
 
     def __init__(self, window: _Window) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - untyped in transformers
         self.window = window
-        self.capacity = (0, 0)
         self.k: Tensor
         self.v: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, columns = self.capacity
-        self.k = key_states.new_zeros((rows, key_states.shape[1], columns, key_states.shape[3]))
-        self.v = value_states.new_zeros((rows, value_states.shape[1], columns, value_states.shape[3]))
-        self.is_initialized = True
+        """Nothing: the batch owns the memory."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        """Write the new columns and return all columns of the window."""
         window, end = self.window, self.window.end + key_states.shape[2]
         self.k[: window.rows, :, window.end : end] = key_states
         self.v[: window.rows, :, window.end : end] = value_states
-        return (
-            self.k[: window.rows, :, window.start : end],
-            self.v[: window.rows, :, window.start : end],
-        )
+        return self.k[: window.rows, :, window.start : end], self.v[: window.rows, :, window.start : end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and that they start at the window's first."""
         return self.window.width + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Columns held."""
         return self.window.width
 
     def get_max_length(self) -> int:
+        """No maximum."""
         return -1
-
-    def resize(self, capacity: tuple[int, int], *, source: slice, target: slice) -> None:
-        """Move the window's columns `source` to `target` in buffers of the new capacity."""
-        self.capacity = capacity
-        if not self.is_initialized:
-            return
-        old_k, old_v, rows = self.k, self.v, self.window.rows
-        self.lazy_initialization(old_k, old_v)
-        self.k[:rows, :, target] = old_k[:rows, :, source]
-        self.v[:rows, :, target] = old_v[:rows, :, source]
 
 
 class BatchCache(Cache):
@@ -110,11 +157,27 @@ class BatchCache(Cache):
         lengths: Tokens held per row; row `i` lies in the columns `end - lengths[i]` to `end`.
     """
 
-    def __init__(self, *, n_layers: int) -> None:
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
         self._window = _Window()
-        self._layers = [_Layer(self._window) for _ in range(n_layers)]
-        super().__init__(layers=cast("Any", list(self._layers)))
+        self._views = [_Layer(self._window) for _ in layout.places]
+        super().__init__(layers=list(self._views))
         self.lengths: list[int] = []
+        self._capacity = (0, 0)
+        self._stores: list[Tensor] = self._allocate((0, 0))
+
+    def _allocate(self, capacity: tuple[int, int]) -> list[Tensor]:
+        """Buffers (tensors, row capacity, heads, column capacity, head_dim), and the layers' views of them."""
+        rows, columns = capacity
+        layout = self._layout
+        stores = [
+            torch.zeros((count, rows, heads, columns, dim), dtype=layout.dtype, device=layout.device)
+            for count, heads, dim in layout.stores
+        ]
+        for view, ((k_store, k), (v_store, v)) in zip(self._views, layout.places, strict=True):
+            view.k, view.v = stores[k_store][k], stores[v_store][v]
+        self._capacity = capacity
+        return stores
 
     @property
     def width(self) -> int:
@@ -122,48 +185,49 @@ class BatchCache(Cache):
         return self._window.width
 
     def begin(self, rows: Sequence[KeyValues | None], *, new_tokens: int) -> None:
-        """Make room for one forward pass of `new_tokens` columns over rows that may start with a prefix."""
-        longest = max((row[0][0].shape[1] for row in rows if row is not None), default=0)
-        self._resize(rows=len(rows), longest=longest, extra=new_tokens)
+        """Hold exactly these prefixes (None for none), with room for a pass of `new_tokens` columns.
+
+        Whatever was held before is dropped; the memory is used again, because fresh pages cost more than the pass.
+        """
+        longest = max((row[0].shape[2] for row in rows if row is not None), default=0)
+        n_rows, columns = self._capacity
+        self.lengths, self._window.rows = [], 0
+        if len(rows) > n_rows or longest + new_tokens > columns:
+            self._stores = self._allocate((max(n_rows, len(rows)), max(columns, longest + new_tokens)))
+        self._window.start = self._window.end = longest
         for row in rows:
-            self.add([row] if row is not None else [])
+            self.add([] if row is None else [row])
 
     def add(self, parts: Sequence[KeyValues]) -> None:
         """Append a row made of the concatenated `parts`; the caller's tensors are copied."""
-        length = sum(part[0][0].shape[1] for part in parts)
+        length = sum(part[0].shape[2] for part in parts)
         window, row = self._window, len(self.lengths)
-        rows_capacity = self._layers[0].capacity[0]
-        if length > window.end or row >= rows_capacity:
-            rows = rows_capacity if row < rows_capacity else max(8, 2 * row)
+        if length > window.end or row >= self._capacity[0]:
+            rows = self._capacity[0] if row < self._capacity[0] else max(8, 2 * row)
             self._resize(rows=rows, longest=max(length, window.width))
         window.rows = row + 1
         self.lengths.append(length)
-        window.start = min(window.start, window.end - length)
         column = window.end - length
+        window.start = min(window.start, column)
         for part in parts:
-            column = self._write(part, row=row, column=column)
-
-    def _write(self, part: KeyValues, *, row: int, column: int) -> int:
-        end = column + part[0][0].shape[1]
-        for layer, (keys, values) in zip(self._layers, part, strict=True):
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys[None], values[None])
-            layer.k[row, :, column:end] = keys
-            layer.v[row, :, column:end] = values
-        return end
+            end = column + part[0].shape[2]
+            for store, tensor in zip(self._stores, part, strict=True):
+                store[:, row, :, column:end] = tensor
+            column = end
 
     def reserve(self, new_tokens: int) -> None:
         """Make sure that the next forward pass has `new_tokens` free columns."""
-        rows, columns = self._layers[0].capacity
-        if self._window.end + new_tokens > columns:
-            self._resize(rows=max(rows, len(self.lengths)), longest=self.width, extra=new_tokens)
+        if self._window.end + new_tokens > self._capacity[1]:
+            self._resize(rows=self._capacity[0], longest=self.width, extra=new_tokens)
 
     def _resize(self, *, rows: int, longest: int, extra: int = 0) -> None:
-        window = self._window
+        """Move the window into new buffers, its last column at `longest`."""
+        window, old = self._window, self._stores
         source = slice(window.start, window.end)
         target = slice(longest - window.width, longest)
-        for layer in self._layers:
-            layer.resize((rows, longest + extra + _HEADROOM), source=source, target=target)
+        self._stores = self._allocate((rows, longest + extra + _HEADROOM))
+        for new, store in zip(self._stores, old, strict=True):
+            new[:, : window.rows, :, target] = store[:, : window.rows, :, source]
         window.start, window.end = target.start, target.stop
 
     def advance(self, new_tokens: int) -> None:
@@ -176,9 +240,8 @@ class BatchCache(Cache):
         last, window = len(self.lengths) - 1, self._window
         if row != last:
             columns = slice(window.end - self.lengths[last], window.end)
-            for layer in self._layers:
-                layer.k[row, :, columns] = layer.k[last, :, columns]
-                layer.v[row, :, columns] = layer.v[last, :, columns]
+            for store in self._stores:
+                store[:, row, :, columns] = store[:, last, :, columns]
             self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         window.rows = last
@@ -187,10 +250,11 @@ class BatchCache(Cache):
     def row(self, row: int, *, tokens: int) -> KeyValues:
         """Views of the last `tokens` columns of a row; copy them before the next change."""
         columns = slice(self._window.end - tokens, self._window.end)
-        return [(layer.k[row, :, columns], layer.v[row, :, columns]) for layer in self._layers]
+        return [store[:, row, :, columns] for store in self._stores]
 
-    def mask(self, new_tokens: Sequence[int], *, pad_to: int, device: torch.device) -> Tensor:
+    def mask(self, new_tokens: Sequence[int], *, pad_to: int) -> Tensor:
         """Attention mask (rows, width + pad_to) of a pass where row `i` brings its last `new_tokens[i]` tokens."""
+        device = self._layout.device
         columns = torch.arange(self.width + pad_to, device=device)
         held = torch.tensor(self.lengths, device=device)[:, None]
         new = torch.tensor(new_tokens, device=device)[:, None]
@@ -236,15 +300,15 @@ class PrefixStore:
         shared = min(_shared(entry.tokens, tokens), len(tokens) - 1)
         if shared <= 0:
             return 0, None
-        return shared, [(keys[:, :shared], values[:, :shared]) for keys, values in entry.key_values]
+        return shared, [tensor[:, :, :shared] for tensor in entry.key_values]
 
     def add(self, tokens: TokenArray, key_values: KeyValues) -> None:
         """Remember a sequence; the tensors are copied. One already covered by another is not stored again."""
         chain = list(_chain(tokens))
         if not chain or self._max_bytes == 0 or self._covers(chain[-1], tokens):
             return
-        kept = [(keys.clone(), values.clone()) for keys, values in key_values]
-        n_bytes = sum(t.numel() * t.element_size() for pair in kept for t in pair)
+        kept = [tensor.clone() for tensor in key_values]
+        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
         self._entries[self._next_id] = _Prefix(tokens, chain, kept, n_bytes)
         self._owner.update(dict.fromkeys(chain, self._next_id))
         self._next_id += 1
@@ -280,27 +344,6 @@ def _chain(tokens: TokenArray) -> Iterator[int]:
 def _shared(left: TokenArray, right: TokenArray) -> int:
     """Length of the common prefix."""
     size = min(len(left), len(right))
-    different = np.flatnonzero(left[:size] != right[:size])
-    return int(different[0]) if len(different) else size
-
-
-def check_supported(config: Any) -> int:
-    """Number of attention layers of a model; raises ConfigError for a model whose state is not keys and values."""
-    probe = cast("list[object]", DynamicCache(config=config).layers)
-    strange = sorted({type(layer).__name__ for layer in probe if type(layer) not in _PLAIN})
-    if strange or not probe:
-        raise ConfigError(
-            f"The embedded server cannot batch model type {config.model_type!r}: its cache has {strange or 'no layers'}, "
-            "and only plain and sliding-window attention can be served while requests come and go. "
-            "Serve it with vLLM and point the policy at that endpoint."
-        )
-    return len(probe)
-
-
-_PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
-
-
-def has_sliding_window(config: Any) -> bool:
-    """Whether some layer sees only the latest tokens; then a hole between prefix and new tokens would shift it."""
-    probe = cast("list[object]", DynamicCache(config=config).layers)
-    return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in probe)
+    differs = left[:size] != right[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from aiohttp import web
+
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
-from aiohttp import web
-from safetensors.torch import load_file
-
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
 from agl_algo_torch.model import LoadedModel, load_model, served_state
 from agl_algo_torch.server import PolicyServer, ServerSettings
 from agl_algo_torch.templates import PromptBuilder
 from agl_algo_torch.toolcalls import tool_parser
+from agl_algo_torch.typed import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -175,7 +175,7 @@ class TorchPolicy:
         if weights.format == "lora":
             return _read_adapter(weights)
         files = sorted(Path(weights.uri).glob("*.safetensors"))
-        state = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
         if state and not _problems(self._loaded.model, state):
             return state
         # Absent, or saved under names that transformers translates: let it read the directory.
@@ -266,7 +266,7 @@ def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
             f"The policy {name!r} does not know {unknown}. Use one of: {', '.join(sorted(known))}, or the arguments "
             "of TorchPolicy."
         )
-    return PolicySettings(**{"model_name": name, **values})
+    return PolicySettings(**(cast("dict[str, Any]", {"model_name": name}) | values))
 
 
 def _copied(loaded: LoadedModel) -> LoadedModel:
@@ -290,7 +290,7 @@ def _read_adapter(weights: Weights) -> dict[str, Tensor]:
             "Run: pip install 'agl-algo-torch[lora]'."
         ) from error
     base = load_model(weights.base_model, device="cpu")
-    adapted = PeftModel.from_pretrained(cast("Any", base.model), weights.uri)
+    adapted = cast("Any", PeftModel).from_pretrained(base.model, weights.uri)
     return served_state(cast("nn.Module", adapted))
 
 

@@ -1,9 +1,11 @@
 """Bodies of answers: OpenAI's objects with vLLM's fields for token ids, and the versions of the weights.
 
-Beside OpenAI's fields an answer has `model_version`, `model_versions` (the token spans `{choice, version, start,
-end}`, one per choice unless the weights changed on the way), `logprobs_mode` (`raw_logprobs`, or `temperature_scaled_logprobs`)
-and `logprobs_exact` (false where top-k, top-p or greedy decoding mean that tokens were not drawn from exactly the
-distribution whose log-probabilities are given).
+Beside OpenAI's fields an answer has
+- `model_version`, and `model_versions`: the token spans `{choice, version, start, end}`, one per choice unless the
+  weights changed on the way;
+- `logprobs_mode`: `raw_logprobs`, or `temperature_scaled_logprobs` when the temperature is not 1;
+- `logprobs_exact`: false where top-k, top-p or greedy decoding mean that tokens were not drawn from exactly the
+  distribution whose log-probabilities are given.
 """
 
 from __future__ import annotations

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from agl_algo_torch.typed import integers, numbers
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -64,7 +66,7 @@ class Draw:
 
 
 def draw(
-    logits_B_V: Tensor,  # noqa: N803 - axes in the name
+    logits_B_V: Tensor,
     params: Sequence[SamplingParams],
     *,
     generators: Sequence[Generator | None],
@@ -102,7 +104,7 @@ def _draw_alike(
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
     tops = _alternatives(logprobs, params)
     return [
-        Draw(token, logprob, top) for token, logprob, top in zip(tokens.tolist(), chosen.tolist(), tops, strict=True)
+        Draw(token, logprob, top) for token, logprob, top in zip(integers(tokens), numbers(chosen), tops, strict=True)
     ]
 
 
@@ -120,7 +122,7 @@ def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
     if not warpers:
         return scores
     no_tokens = torch.empty((scores.shape[0], 0), dtype=torch.long, device=scores.device)
-    return cast("Tensor", LogitsProcessorList(warpers)(cast("Any", no_tokens), cast("Any", scores)))
+    return LogitsProcessorList(warpers)(cast("Any", no_tokens), cast("Any", scores))
 
 
 def _multinomial(probabilities: Tensor, generators: Sequence[Generator | None], shared: Generator) -> Tensor:
@@ -141,7 +143,8 @@ def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tu
     if most == 0:
         return [()] * len(params)
     values, ids = logprobs.topk(most, dim=-1)
+    rows = zip(cast("list[list[int]]", integers(ids)), cast("list[list[float]]", numbers(values)), strict=True)
     return [
         tuple(zip(row_ids[: one.top_logprobs], row_values[: one.top_logprobs], strict=True))
-        for one, row_ids, row_values in zip(params, ids.tolist(), values.tolist(), strict=True)
+        for one, (row_ids, row_values) in zip(params, rows, strict=True)
     ]

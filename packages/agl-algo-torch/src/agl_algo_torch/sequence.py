@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from agl.errors import PolicyError
 
+from agl.errors import PolicyError
 from agl_algo_torch.sampling import Draw, SamplingParams
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class GenerationRequest:
 
     prompt_ids: tuple[int, ...]
     max_tokens: int
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     stop_check: Callable[[Sequence[int]], bool] | None = None
     wants_tokens: bool = False

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +35,7 @@ from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messa
 from agl_algo_torch.writers import ChatWriter, CompletionWriter, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from agl_algo_torch.codec import TextCodec
     from agl_algo_torch.engine import Engine
@@ -183,7 +182,7 @@ class PolicyServer:
             )
 
     def _stop_ids(self, body: ChatBody | CompletionBody) -> frozenset[int]:
-        return frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self._codec.stop_ids)
+        return frozenset(body.stop_token_ids) if body.ignore_eos else self._codec.stop_ids.union(body.stop_token_ids)
 
     def _call(
         self,
@@ -368,7 +367,7 @@ async def _errors(
         answer = _wire_error(error)
     except web.HTTPException as error:
         answer = WireError(f"{request.method} {request.path}: {error.reason}.", status=error.status)
-    except Exception as error:  # isolation point: one request's failure is that request's answer
+    except Exception as error:  # noqa: BLE001 - isolation point: one request's failure is that request's answer
         _log.exception("the request %s failed", request.path)
         answer = WireError(f"{type(error).__name__}: {error}.", status=500, code="internal_error")
     headers = {"retry-after": "1"} if answer.status == 429 else None

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,8 +150,6 @@ def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    try:
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        pass  # the template shows what is no JSON as the text that it is
+    with suppress(ValueError):  # the template shows what is no JSON as the text that it is
+        function["arguments"] = json.loads(function.get("arguments") or "{}")
     return {**call, "function": function}

@@ -14,8 +14,19 @@ import msgspec
 from agl_algo_torch.sampling import SamplingParams
 
 _HARMLESS = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id "
-    "priority verbosity".split()
+    {
+        "metadata",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "return_prompt_token_ids",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
 )
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),

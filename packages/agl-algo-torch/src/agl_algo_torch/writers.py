@@ -100,9 +100,11 @@ class ChatWriter:
         self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
+        """Prompt ids where they are asked for."""
         return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
 
     def choice(self, index: int, generation: Generation) -> Json:
+        """A finished choice."""
         parsed, call_ids = self._read(generation)
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
@@ -127,9 +129,11 @@ class ChatWriter:
         return details
 
     def opening(self, index: int) -> Json | None:
+        """The first chunk of a choice."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def token(self, index: int, draw: Draw) -> Json | None:
+        """The chunk of one token."""
         piece = self._texts.push(index, draw)
         if not (piece or self._body.logprobs or self._body.return_token_ids):
             return None
@@ -137,6 +141,7 @@ class ChatWriter:
         return {"index": index, "delta": delta, "finish_reason": None} | self._details([draw])
 
     def closing(self, index: int, generation: Generation) -> Json:
+        """The last chunk of a choice, with what was held back."""
         parsed, call_ids = self._read(generation)
         delta: Json = {}
         if rest := self._texts.rest(index, parsed.content or ""):
@@ -157,9 +162,11 @@ class CompletionWriter:
         self._offsets: dict[int, int] = {}
 
     def top(self) -> Json:
+        """Nothing: the prompt ids are in the choices."""
         return {}
 
     def choice(self, index: int, generation: Generation) -> Json:
+        """A finished choice."""
         choice = {"index": index, "text": self._texts.whole(generation), "finish_reason": generation.finish_reason}
         return choice | self._details(generation.draws) | self._prompt_ids(index)
 
@@ -178,12 +185,14 @@ class CompletionWriter:
         return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
 
     def opening(self, index: int) -> Json | None:
+        """The prompt ids where they are asked for."""
         if not self._body.return_token_ids:
             return None
         opening: Json = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
         return opening | self._prompt_ids(index)
 
     def token(self, index: int, draw: Draw) -> Json | None:
+        """The chunk of one token."""
         piece = self._texts.push(index, draw)
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(self._codec.token_text(draw.token_id))
@@ -192,6 +201,7 @@ class CompletionWriter:
         return {"index": index, "text": piece, "finish_reason": None} | self._details([draw], offset=offset)
 
     def closing(self, index: int, generation: Generation) -> Json:
+        """The last chunk of a choice, with what was held back."""
         rest = self._texts.rest(index, self._texts.whole(generation))
         return {"index": index, "text": rest, "logprobs": None, "finish_reason": generation.finish_reason}
 

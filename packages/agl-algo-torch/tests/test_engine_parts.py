@@ -1,0 +1,145 @@
+"""The parts below the engine that have an algebra: the batch's memory, shared prefixes, and text that grows."""
+
+import numpy as np
+import torch
+from agl_algo_torch.codec import cut_at_stop, safe_length
+from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues, PrefixStore
+from agl_algo_torch.toolcalls import Parsed, ToolCall, tool_parser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+LAYOUT = CacheLayout(
+    stores=((3, 2, 4), (1, 2, 6)),
+    places=(((0, 0), (0, 1)), ((0, 2), (1, 0))),
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def key_values(numbers: list[int]) -> KeyValues:
+    """One row whose token `i` holds `numbers[i]` everywhere."""
+    column = torch.tensor(numbers, dtype=torch.float32)[:, None]
+    return [column.expand(count, heads, len(numbers), dim) for count, heads, dim in LAYOUT.stores]
+
+
+def held(cache: BatchCache) -> list[list[int]]:
+    rows: list[list[int]] = []
+    for row, length in enumerate(cache.lengths):
+        views = cache.row(row, tokens=length)
+        for view in views:
+            assert torch.equal(view, view[:1, :1, :, :1].expand_as(view))
+        rows.append(views[0][0, 0, :, 0].to(int).tolist())
+    return rows
+
+
+def step(cache: BatchCache, numbers: list[int]) -> None:
+    """What a model's forward pass does with one new token per row."""
+    cache.reserve(1)
+    column = torch.tensor(numbers, dtype=torch.float32)[:, None, None, None]
+    for layer, (k, v) in enumerate(LAYOUT.places):
+        cache.update(
+            column.expand(-1, LAYOUT.stores[k[0]][1], 1, LAYOUT.stores[k[0]][2]),
+            column.expand(-1, LAYOUT.stores[v[0]][1], 1, LAYOUT.stores[v[0]][2]),
+            layer,
+        )
+    cache.advance(1)
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.lists(st.integers(1, 99), min_size=1, max_size=40)),
+        st.tuples(st.just("remove"), st.integers(0, 99)),
+        st.tuples(st.just("step"), st.integers(1, 30)),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(operations)
+def test_batch_cache_holds_what_a_list_of_lists_would(todo: list[tuple[str, object]]) -> None:
+    cache = BatchCache(LAYOUT)
+    model: list[list[int]] = []
+    for what, value in todo:
+        if what == "add" and isinstance(value, list):
+            cut = len(value) // 2
+            cache.add([key_values(part) for part in (value[:cut], value[cut:]) if part])
+            model.append(list(value))
+        elif what == "remove" and model and isinstance(value, int):
+            row = value % len(model)
+            cache.remove(row)
+            last = model.pop()
+            if row < len(model):
+                model[row] = last
+        elif what == "step" and model and isinstance(value, int):
+            for _ in range(value):
+                numbers = [(value + i) % 90 + 1 for i in range(len(model))]
+                step(cache, numbers)
+                for row, number in zip(model, numbers, strict=True):
+                    row.append(number)
+        assert model == held(cache)
+        assert max(map(len, model), default=0) == cache.width
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), min_size=1, max_size=12), st.data())
+def test_prefix_store_never_gives_what_is_no_prefix(sequences: list[list[int]], data: st.DataObject) -> None:
+    store = PrefixStore(max_bytes=200_000)
+    arrays = [np.array(sequence, dtype=np.int32) for sequence in sequences]
+    for array in arrays:
+        store.add(array, key_values(array.tolist()))
+    wanted = data.draw(st.sampled_from(sequences)) + data.draw(st.lists(st.integers(0, 1), max_size=20))
+    shared, found = store.find(np.array(wanted, dtype=np.int32))
+    assert shared < len(wanted)
+    if found is not None:
+        assert wanted[:shared] == found[0][0, 0, :, 0].to(int).tolist()
+
+
+def test_prefix_store_finds_the_longest_and_forgets_the_oldest() -> None:
+    long = np.arange(64, dtype=np.int32)
+    n_bytes = sum(t.numel() * 4 for t in key_values(long.tolist()))
+    store = PrefixStore(max_bytes=2 * n_bytes)
+    store.add(long[:32], key_values(long[:32].tolist()))
+    store.add(long, key_values(long.tolist()))
+    assert 63 == store.find(long)[0]
+    assert 64 == store.find(np.append(long, 7).astype(np.int32))[0]
+    store.add(long + 100, key_values(long.tolist()))
+    store.add(long + 200, key_values(long.tolist()))
+    assert (0, None) == store.find(long)
+    store.clear()
+    assert (0, None) == store.find(long + 200)
+
+
+texts = st.text(alphabet="abX\n", max_size=30)
+
+
+@given(texts, st.lists(st.text(alphabet="abX", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5)))
+def test_text_sent_early_is_always_a_prefix_of_the_final_text(text: str, stops: list[str], sizes: list[int]) -> None:
+    final = cut_at_stop(text, stops)
+    seen, sent = 0, 0
+    for size in [*sizes, len(text)]:
+        seen = min(seen + size, len(text))
+        sent = max(sent, safe_length(text[:seen], stops))
+        assert final.startswith(text[:sent])
+
+
+def test_a_hermes_call_is_read_with_its_content() -> None:
+    parse = tool_parser("hermes").parse
+    call = '<tool_call>\n{"name": "calc", "arguments": {"e": "7*8", "b": "ü"}}\n</tool_call>'
+    expected = ToolCall("calc", '{"e": "7*8", "b": "ü"}')
+    assert Parsed(None, (expected,)) == parse(call)
+    assert Parsed("Let me see.", (expected, expected)) == parse(f"Let me see.\n{call}\n{call}")
+    assert Parsed("one two", (expected,)) == parse(f"one {call}two")
+
+
+def test_a_malformed_call_stays_content() -> None:
+    parse = tool_parser("hermes").parse
+    for text in (
+        "<tool_call>{not json}</tool_call>",
+        '<tool_call>{"name": "calc", "arguments": {}}',
+        '<tool_call>{"name": "calc", "arguments": "7"}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        "<tool_call>[1]</tool_call>",
+        'ok <tool_call>{"name": "calc", "arguments": {}}</tool_call><tool_call>?</tool_call>',
+    ):
+        assert Parsed(text) == parse(text)
