@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from agl_testing.model_server import Reply, ScriptedModelServer
 from openai import AsyncOpenAI
 
 from agl.capture.token import AttemptTokens
@@ -18,6 +17,7 @@ from agl.ids import new_rollout_id
 from agl.schemas import ModelCall, Rollout, Span
 from agl.stores.memory import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
+from agl_testing.model_server import Reply, ScriptedModelServer
 
 TEST_LIMIT_S = 60.0
 SECRET = b"a secret of the gateway's own tests"

@@ -4,10 +4,10 @@ import asyncio
 
 import aiohttp
 import pytest
-from agl_testing.model_server import Reply, ToolCall
 
 from agl.capture.dialects import call_messages
 from agl.schemas import unpack_floats, unpack_ids
+from agl_testing.model_server import Reply, ToolCall
 
 BODIES = {
     "/chat/completions": {"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]},

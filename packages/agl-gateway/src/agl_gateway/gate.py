@@ -10,6 +10,7 @@ class Gate:
         self.model_version = model_version
         self.in_flight = 0
         self.held = 0
+        self.total = 0
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -29,6 +30,7 @@ class Gate:
             finally:
                 self.held -= 1
         self.in_flight += 1
+        self.total += 1
         self._idle.clear()
         return self.model_version
 

@@ -1,21 +1,19 @@
 """Who calls: the attempt's token as API key or in the path, and whether that attempt still runs."""
 
-import asyncio
-import logging
+import hmac
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from agl.capture.token import AttemptToken, AttemptTokens
-from agl.contracts import Store
-from agl.errors import NotFoundError, StoreError, TokenError
+from agl.contracts import Change, Store
+from agl.errors import NotFoundError, TokenError
 from agl_gateway.problems import Problem
 
-_log = logging.getLogger(__name__)
-
 _CACHE_SIZE = 10_000
-_FEED_WAIT_S = 20.0
-_FEED_PAUSE_S = 0.2
+
+
+_ADMIN = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="admin")
 
 
 def key_of(headers: Mapping[str, str]) -> str:
@@ -27,10 +25,14 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 class Identities:
-    """Verifies tokens; remembers the ones that were good, because a signature costs more than a lookup."""
+    """Verifies tokens; remembers the ones that were good, because a signature costs more than a lookup.
 
-    def __init__(self, tokens: AttemptTokens) -> None:
+    ``admin_key`` is a key of any form that counts as an admin token, ``""`` for none.
+    """
+
+    def __init__(self, tokens: AttemptTokens, *, admin_key: str = "") -> None:
         self._tokens = tokens
+        self._admin_key = admin_key.encode()
         self._known: OrderedDict[str, AttemptToken] = OrderedDict()
 
     def verify(self, key: str) -> AttemptToken:
@@ -46,6 +48,8 @@ class Identities:
                 "or the base URL that carries it",
                 code="invalid_api_key",
             )
+        if self._admin_key and hmac.compare_digest(key.encode(), self._admin_key):
+            return _ADMIN
         try:
             claim = self._tokens.verify(key, now=now)
         except TokenError as error:
@@ -67,7 +71,6 @@ class RunningAttempts:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._running: dict[str, set[str]] = {}
-        self._task: asyncio.Task[None] | None = None
 
     async def require(self, claim: AttemptToken) -> None:
         """Raise a 409 :class:`Problem` if the attempt ended, a 401 one if the store does not know it."""
@@ -93,29 +96,12 @@ class RunningAttempts:
             )
         self._running.setdefault(claim.rollout_id, set()).add(claim.attempt_id)
 
-    async def start(self) -> None:
-        """Follow the change feed."""
-        cursor = await self._store.cursor()
-        self._task = asyncio.create_task(self._follow(cursor))
+    def on_changes(self, changes: Sequence[Change]) -> None:
+        """Follow the feed: a rollout that changed is looked up again at its next call."""
+        for change in changes:
+            if change.kind == "rollout":
+                self._running.pop(change.key, None)
 
-    async def stop(self) -> None:
-        """Stop following; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-
-    async def _follow(self, cursor: int) -> None:
-        while True:
-            try:
-                changes = await self._store.changes(after=cursor, limit=10_000, wait_s=_FEED_WAIT_S)
-            except StoreError:
-                _log.warning("the store's change feed failed; asking the store for every attempt", exc_info=True)
-                self._running.clear()
-                await asyncio.sleep(1.0)
-                continue
-            for change in changes:
-                cursor = change.cursor
-                if change.kind == "rollout":
-                    self._running.pop(change.key, None)
-            await asyncio.sleep(_FEED_PAUSE_S)
+    def forget(self) -> None:
+        """Look every attempt up again."""
+        self._running.clear()

@@ -12,6 +12,7 @@ from agl.contracts import Store
 from agl.errors import CaptureError, NotFoundError, StoreError
 from agl.schemas import Span
 from agl_gateway.exchanges import Recorded
+from agl_gateway.metrics import SpanRate
 from agl_gateway.spans import spans_of
 
 _log = logging.getLogger(__name__)
@@ -28,12 +29,12 @@ class Recorder:
     """Owns the way into the store of everything that the gateway sees. Used in one event loop only.
 
     Attributes:
-        recorded: Spans written so far.
         lost: Spans that the store refused for good.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, rate: SpanRate) -> None:
         self._store = store
+        self._rate = rate
         self._queue: deque[Recorded] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
@@ -45,7 +46,6 @@ class Recorder:
         self._room.set()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self.recorded = 0
         self.lost = 0
 
     @property
@@ -168,7 +168,7 @@ class Recorder:
             return
         try:
             await self._store.append_spans(spans)
-            self.recorded += len(spans)
+            self._rate.add(len(spans))
         except Exception:  # noqa: BLE001  # isolation: reported below, attempt by attempt
             by_attempt: dict[str, list[Span]] = {}
             for span in spans:
@@ -182,7 +182,7 @@ class Recorder:
             await asyncio.sleep(delay_s)
             try:
                 await self._store.append_spans(spans)
-                self.recorded += len(spans)
+                self._rate.add(len(spans))
                 return
             except NotFoundError as error:
                 message = str(error)

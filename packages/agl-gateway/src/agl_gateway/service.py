@@ -9,11 +9,16 @@ from aiohttp import web
 from agl.capture.token import AttemptTokens
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
+from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.handler import Handle, Handler
 from agl_gateway.identity import Identities, RunningAttempts
+from agl_gateway.metrics import SpanRate
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.routing import Router
+from agl_gateway.status_api import StatusApi
+from agl_gateway.store_api import StoreApi
+from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
 
 _SHUTDOWN_S = 2.0
@@ -42,25 +47,40 @@ class GatewayService:
     """Everything that one gateway runs. Construct and use it in one event loop."""
 
     def __init__(
-        self, *, store: Store, upstreams: Sequence[Upstream], tokens: AttemptTokens, settings: Settings
+        self,
+        *,
+        store: Store,
+        upstreams: Sequence[Upstream],
+        tokens: AttemptTokens,
+        settings: Settings,
+        admin_key: str = "",
     ) -> None:
         self._settings = settings
         self.store = store
         self.tokens = tokens
         self.router = Router(upstreams)
-        self.recorder = Recorder(store)
+        self._rate = SpanRate()
+        self._queue = QueueLength(store)
+        self.recorder = Recorder(store, rate=self._rate)
         self.attempts = RunningAttempts(store)
-        self.identities = Identities(tokens)
+        self._feed = Feed(
+            store,
+            on_changes=(self.attempts.on_changes, self._queue.on_changes),
+            on_gap=self.attempts.forget,
+        )
+        self.identities = Identities(tokens, admin_key=admin_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
         self.relay = Relay(router=self.router, recorder=self.recorder, session=self.session, max_body=settings.max_body)
         self._runner: web.ServerRunner | None = None
         self.url = ""
 
-    async def start(self, routes: dict[str, Handle] | None = None) -> str:
+    async def start(self) -> str:
         """Listen; returns the base URL. Raises :class:`ConfigError` when the port is taken."""
-        handler = Handler(relay=self.relay, identities=self.identities, attempts=self.attempts, routes=routes)
+        handler = Handler(relay=self.relay, identities=self.identities, attempts=self.attempts, routes=self._routes())
         self.recorder.start()
-        await self.attempts.start()
+        cursor = await self.store.cursor()
+        await self._queue.load()
+        await self._feed.start(cursor)
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
@@ -80,8 +100,21 @@ class GatewayService:
             await self._runner.cleanup()
             self._runner = None
         await self.recorder.stop()
-        await self.attempts.stop()
+        await self._feed.stop()
         await self.session.close()
+
+    def _routes(self) -> dict[str, Handle]:
+        store, rate, identities = self.store, self._rate, self.identities
+        store_api = StoreApi(store=store, identities=identities, rate=rate, max_body=self._settings.max_body)
+        traces = TracesApi(store=store, identities=identities, rate=rate)
+        status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
+        return {
+            "POST /store/*": store_api.handle,
+            "POST /v1/traces": traces.handle,
+            "GET /metrics": status.metrics,
+            "GET /healthz": status.health,
+            "GET /openapi.json": status.openapi,
+        }
 
     def _server(self, handler: Handler) -> web.Server:
         return web.Server(

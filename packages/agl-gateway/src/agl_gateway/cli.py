@@ -1,0 +1,162 @@
+"""``agl serve``: a store and a gateway for other processes and machines."""
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from agl.capture.secret import load_secret, state_dir
+from agl.capture.token import AttemptTokens
+from agl.cli.context import manager_of
+from agl.contracts import Store, Upstream
+from agl.errors import ConfigError
+from agl_gateway.service import GatewayService, Settings
+
+_ENV = "AGL_TOKEN"
+_WAKE_S = 0.2
+_UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
+
+
+@click.command()
+@click.option("--store", "url", required=True, help="The store's URL, such as sqlite:///runs.db.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
+@click.option(
+    "--upstream",
+    "upstreams",
+    multiple=True,
+    metavar="NAME=URL[,model=M][,key_env=VAR][,aliases=A|B][,trained=1][,version=V]",
+    help="A model API to relay calls to; repeatable.",
+)
+@click.option("--token-file", type=click.Path(path_type=Path), help="Where the admin token is written.")
+@click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
+@click.pass_context
+def serve(
+    ctx: click.Context,
+    url: str,
+    host: str,
+    port: int,
+    upstreams: tuple[str, ...],
+    token_file: Path | None,
+    timeout_s: float,
+) -> None:
+    """Serve a store and a gateway to other processes."""
+    manager = manager_of(ctx)
+    parsed = [parse_upstream(text) for text in upstreams]
+    admin_key, source = admin_key_of(token_file)
+    tokens = AttemptTokens(load_secret())
+    settings = Settings(host=host, port=port, timeout_s=timeout_s)
+    store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
+
+    async def run() -> None:
+        service = GatewayService(store=store, upstreams=parsed, tokens=tokens, settings=settings, admin_key=admin_key)
+        await _serve(service, url, source)
+
+    try:
+        asyncio.run(run())
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+
+
+def parse_upstream(text: str) -> Upstream:
+    """The upstream that ``NAME=URL,key=value,...`` describes; raises :class:`ConfigError`."""
+    head, *rest = text.split(",")
+    name, is_pair, base_url = head.partition("=")
+    if not (name and is_pair and base_url):
+        raise ConfigError(f"--upstream {text!r} is not NAME=URL; write --upstream main_llm=http://127.0.0.1:8000/v1")
+    given: dict[str, str] = {part.partition("=")[0]: part.partition("=")[2] for part in rest}
+    unknown = sorted(given.keys() - _UPSTREAM_KEYS)
+    if unknown:
+        raise ConfigError(f"--upstream {text!r} has unknown settings {unknown}; known are {sorted(_UPSTREAM_KEYS)}")
+    return Upstream(
+        name=name,
+        base_url=base_url,
+        model=given.get("model", ""),
+        api_key_env=given.get("key_env", ""),
+        aliases=tuple(alias for alias in given.get("aliases", "").split("|") if alias),
+        is_trained=given.get("trained", "") in ("1", "true", "yes"),
+        model_version=given.get("version", ""),
+    )
+
+
+def admin_key_of(token_file: Path | None) -> tuple[str, str]:
+    """The admin token and where a person finds it: the environment, else a file that only this user can read.
+
+    An existing file is kept, so that clients survive a restart.
+    """
+    if given := os.environ.get(_ENV, ""):
+        return given, f"the environment variable {_ENV}"
+    path = token_file or state_dir() / "serve-token"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(f"agl_admin_{secrets.token_urlsafe(32)}\n")
+        token = path.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
+            f"or set {_ENV}"
+        ) from error
+    if len(token) < 16:
+        raise ConfigError(f"the admin token in {path} is shorter than 16 characters; delete the file to get a new one")
+    return token, str(path)
+
+
+async def _serve(service: GatewayService, store_url: str, token_source: str) -> None:
+    """Serve until a signal says stop; what is recorded is written before the end."""
+    stopping = asyncio.Event()
+    _on_signals(stopping)
+    try:
+        url = await service.start()
+        for line in _banner(service, url, store_url, token_source):
+            click.echo(line)
+        while not stopping.is_set():
+            await _wait(stopping)
+    finally:
+        await service.stop()
+        await service.store.close()
+    click.echo("stopped: everything recorded is in the store", err=True)
+
+
+async def _wait(stopping: asyncio.Event) -> None:
+    """Wait for the event, waking now and then because Windows delivers signals between wake-ups only."""
+    try:
+        await asyncio.wait_for(stopping.wait(), _WAKE_S)
+    except TimeoutError:
+        return
+
+
+def _on_signals(stopping: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, stopping.set)
+        except NotImplementedError:
+            signal.signal(number, _setter(loop, stopping))
+
+
+def _setter(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Callable[[int, object], None]:
+    def stop(number: int, frame: object) -> None:
+        del number, frame
+        loop.call_soon_threadsafe(stopping.set)
+
+    return stop
+
+
+def _banner(service: GatewayService, url: str, store_url: str, token_source: str) -> list[str]:
+    policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
+    return [
+        f"serving {store_url} at {url}",
+        f"  admin token  in {token_source}",
+        f'  runners      AGL_TOKEN=<admin token>, store = "{url}"',
+        f"  agents       OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<the attempt's token>",
+        f"  policies     {policies}",
+        f"  API          {url}/openapi.json, {url}/metrics, {url}/healthz, {url}/v1/traces (OTLP)",
+        "stop with Ctrl-C",
+    ]

@@ -1,0 +1,237 @@
+"""The store behind ``agl serve``, from another process or machine: the whole contract over HTTP."""
+
+import asyncio
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+import aiohttp
+import msgspec
+
+from agl.contracts import Change, Metric, RolloutQuery
+from agl.errors import ConfigError, StoreError
+from agl.ids import new_trace_id
+from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
+from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
+from agl_gateway.loop_thread import LoopThread
+
+_RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
+_CONNECT_S = 10.0
+_REPLY_S = 120.0
+_MSGPACK = "application/msgpack"
+
+
+class HttpStore:
+    """Implements :class:`agl.contracts.Store`; usable from several threads and event loops at once.
+
+    It has a thread with its own event loop and connections, started by the first call and ended by :meth:`close`.
+    A request that got no answer is sent again where the contract makes that harmless, which is everywhere except
+    in ``delete``.
+
+    Args:
+        url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``.
+        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``.
+
+    Raises:
+        ConfigError: There is no token, or the URL is none.
+    """
+
+    def __init__(self, url: str, *, token: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"the store's URL {_shown(url)!r} is no http(s) URL; write http://HOST:PORT")
+        given = unquote(parts.password or parts.username or "")
+        self._token = token or given or os.environ.get("AGL_TOKEN", "")
+        self._url = _shown(url).rstrip("/")
+        if not self._token:
+            raise ConfigError(
+                f"the store at {self._url} needs a token; set AGL_TOKEN to what `agl serve` wrote into its token file"
+            )
+        self._thread = LoopThread("agl-http-store")
+        self._session: aiohttp.ClientSession | None = None
+        self._is_closed = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decoders = {name: msgspec.msgpack.Decoder(method.result) for name, method in METHODS.items()}
+
+    def __repr__(self) -> str:
+        return f"HttpStore({self._url!r})"
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Queue rollouts in order."""
+        return await self._call("enqueue", rollouts=rollouts)
+
+    async def claim(
+        self,
+        *,
+        worker: str,
+        limit: int = 1,
+        lease_s: float = 60.0,
+        wait_s: float = 0.0,
+        experiment: str | None = None,
+        claim_id: str = "",
+    ) -> list[Claim]:
+        """Open attempts; an answer that was lost on the way is asked for again under the same claim id."""
+        return await self._call(
+            "claim",
+            worker=worker,
+            limit=limit,
+            lease_s=lease_s,
+            wait_s=wait_s,
+            experiment=experiment,
+            claim_id=claim_id or new_trace_id(),
+        )
+
+    async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
+        """Extend leases."""
+        return await self._call("renew", attempt_ids=attempt_ids, lease_s=lease_s)
+
+    async def finish(self, outcomes: Sequence[Outcome]) -> list[Rollout]:
+        """Decide attempts."""
+        return await self._call("finish", outcomes=outcomes)
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
+        """Cancel rollouts."""
+        return await self._call("cancel", rollout_ids=rollout_ids)
+
+    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
+        """The change feed."""
+        return await self._call("changes", after=after, limit=limit, wait_s=wait_s)
+
+    async def cursor(self) -> int:
+        """The newest change's cursor."""
+        return await self._call("cursor")
+
+    async def rollouts(self, query: RolloutQuery) -> list[Rollout]:
+        """One page of rollouts."""
+        return await self._call("rollouts", query=query)
+
+    async def attempts(self, rollout_id: str) -> list[Attempt]:
+        """All attempts of a rollout."""
+        return await self._call("attempts", rollout_id=rollout_id)
+
+    async def append_spans(self, spans: Sequence[Span]) -> None:
+        """Append in order."""
+        await self._call("append_spans", spans=spans)
+
+    async def spans(
+        self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
+    ) -> list[Span]:
+        """Spans of one attempt."""
+        return await self._call("spans", rollout_id=rollout_id, attempt_id=attempt_id, after=after, limit=limit)
+
+    async def publish(self, versions: Sequence[ResourceVersion]) -> None:
+        """Add resource versions."""
+        await self._call("publish", versions=versions)
+
+    async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
+        """One version of a resource."""
+        return await self._call("resource", name=name, version=version)
+
+    async def resources(self, name: str | None = None) -> list[ResourceVersion]:
+        """Versions of resources."""
+        return await self._call("resources", name=name)
+
+    async def save_state(self, states: Mapping[str, bytes]) -> None:
+        """Write algorithm states."""
+        await self._call("save_state", states=states)
+
+    async def load_state(self, prefix: str) -> dict[str, bytes]:
+        """Read algorithm states."""
+        return await self._call("load_state", prefix=prefix)
+
+    async def log_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Log numbers."""
+        await self._call("log_metrics", metrics=metrics)
+
+    async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
+        """An experiment's numbers."""
+        return await self._call("metrics", experiment=experiment, name=name)
+
+    async def delete(self, rollout_ids: Sequence[str]) -> int:
+        """Remove finished rollouts."""
+        return await self._call("delete", rollout_ids=rollout_ids)
+
+    async def close(self) -> None:
+        """Close the connections; waiting calls end with :class:`~agl.errors.StoreError`. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        session = self._session
+        if session is not None:
+            await self._thread.run(session.close)
+        await self._thread.stop()
+
+    async def _call(self, name: str, /, **params: Any) -> Any:
+        if self._is_closed:
+            raise StoreError(f"the store {self._url} was closed; open it again to use it")
+        self._thread.start()
+        method = METHODS[name]
+        try:
+            return await self._thread.run(lambda: self._ask(method, params))
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise StoreError(f"the store {self._url} was closed while {name!r} waited") from None
+            raise
+
+    async def _ask(self, method: Method, params: dict[str, Any]) -> Any:
+        """Send until there is an answer; waits longer than one request may take are asked for in parts."""
+        deadline = time.monotonic() + params.get("wait_s", 0.0)
+        while True:
+            if method.is_waiting:
+                params["wait_s"] = min(MAX_WAIT_S, max(0.0, deadline - time.monotonic()))
+            result = await self._ask_once(method, self._encode(params))
+            if result or not method.is_waiting or time.monotonic() >= deadline:
+                return result
+
+    async def _ask_once(self, method: Method, body: bytes) -> Any:
+        delays = _RETRY_DELAYS_S if method.is_repeatable else ()
+        for delay_s in (*delays, None):
+            try:
+                status, answer = await self._post(method.name, body)
+            except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
+                if delay_s is None or self._is_closed or isinstance(error, aiohttp.InvalidURL):
+                    raise self._unreachable(method.name, error) from error
+                await asyncio.sleep(delay_s)
+                continue
+            return self._result(method.name, status, answer)
+        raise AssertionError("unreachable: the last try returns or raises")
+
+    async def _post(self, name: str, body: bytes) -> tuple[int, bytes]:
+        session = self._session
+        if session is None:
+            session = self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=_REPLY_S, sock_connect=_CONNECT_S),
+                headers={"authorization": f"Bearer {self._token}", "content-type": _MSGPACK},
+            )
+        async with session.post(f"{self._url}/store/{name}", data=body) as reply:
+            return reply.status, await reply.read()
+
+    def _result(self, name: str, status: int, answer: bytes) -> Any:
+        try:
+            if status == 200:
+                return self._decoders[name].decode(answer)
+            fault = msgspec.msgpack.decode(answer, type=Fault)
+        except msgspec.DecodeError as error:
+            start = answer[:120].decode("utf-8", "replace")
+            raise StoreError(
+                f"{self._url} answered HTTP {status} with {start!r}, which is no store's answer; "
+                "is that the address of `agl serve`, and is it of the same release?"
+            ) from error
+        raise error_of(fault)
+
+    def _unreachable(self, name: str, error: Exception) -> StoreError:
+        if self._is_closed:
+            return StoreError(f"the store {self._url} was closed while {name!r} waited")
+        return StoreError(
+            f"the store {self._url} cannot be reached ({error or type(error).__name__}) for {name!r}; "
+            "is `agl serve` running there, and is the port open?"
+        )
+
+
+def _shown(url: str) -> str:
+    """The URL without its token."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -1,0 +1,89 @@
+"""The store's change feed, followed once for all parts of the gateway that want to hear of it."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from agl.contracts import Change, RolloutQuery, Store
+from agl.errors import StoreError
+
+_log = logging.getLogger(__name__)
+
+_WAIT_S = 20.0
+_PAUSE_S = 0.2
+_AFTER_FAILURE_S = 1.0
+_PAGE = 1000
+
+
+class Feed:
+    """Passes changes to listeners a fraction of a second after they happen, in batches.
+
+    Args:
+        on_changes: Called with every batch, in order.
+        on_gap: Called when the feed failed, so that changes may have been missed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        on_changes: Sequence[Callable[[Sequence[Change]], None]],
+        on_gap: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._listeners = on_changes
+        self._on_gap = on_gap
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, cursor: int) -> None:
+        """Follow from ``cursor``."""
+        self._task = asyncio.create_task(self._follow(cursor))
+
+    async def stop(self) -> None:
+        """Stop following; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _follow(self, cursor: int) -> None:
+        while True:
+            try:
+                changes = await self._store.changes(after=cursor, limit=10_000, wait_s=_WAIT_S)
+            except StoreError:
+                _log.warning("the store's change feed failed; trying again", exc_info=True)
+                self._on_gap()
+                await asyncio.sleep(_AFTER_FAILURE_S)
+                continue
+            if changes:
+                cursor = changes[-1].cursor
+            for listener in self._listeners:
+                listener(changes)
+            await asyncio.sleep(_PAUSE_S)
+
+
+class QueueLength:
+    """How many rollouts wait, kept up to date by the feed instead of counted at every look."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._queued: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    async def load(self) -> None:
+        """Read who waits now."""
+        after = ""
+        while True:
+            page = await self._store.rollouts(RolloutQuery(status=("queued",), after=after, limit=_PAGE))
+            self._queued.update(rollout.rollout_id for rollout in page)
+            if len(page) < _PAGE:
+                return
+            after = page[-1].rollout_id
+
+    def on_changes(self, changes: Sequence[Change]) -> None:
+        """Follow the feed."""
+        for change in changes:
+            if change.kind == "rollout":
+                (self._queued.add if change.status == "queued" else self._queued.discard)(change.key)

@@ -1,0 +1,58 @@
+"""An event loop in a thread of its own, for what must run whatever the caller's loop does, or has to outlive it."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for callers in any event loop. Start it before use; stop it to end the thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and not stopped."""
+        return self._loop is not None
+
+    def start(self) -> None:
+        """Start the thread; does nothing when it runs."""
+        if self._loop is not None:
+            return
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+        self._thread.start()
+
+    async def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of ``make()``, awaited in the thread's loop; cancelling the caller cancels it there."""
+        if self._loop is None:
+            raise RuntimeError(f"the thread {self._name!r} is not running")
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
+
+    async def stop(self) -> None:
+        """Cancel what still runs there and end the thread; idempotent."""
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            await asyncio.to_thread(thread.join)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        pending = asyncio.all_tasks(loop)
+        for task in pending:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()

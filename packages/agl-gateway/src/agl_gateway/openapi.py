@@ -1,0 +1,88 @@
+"""The OpenAPI 3.1 document of the gateway, generated from the store contract."""
+
+from typing import Any
+
+import msgspec
+
+import agl
+from agl_gateway.contract import METHODS, Fault, Method
+
+_ATTEMPT: list[dict[str, list[str]]] = [{"attempt": []}]
+_ADMIN: list[dict[str, list[str]]] = [{"admin": []}]
+_MODEL_PATHS = {
+    "/v1/chat/completions": "OpenAI chat completions, relayed and recorded.",
+    "/v1/completions": "OpenAI completions, relayed and recorded.",
+    "/v1/responses": "OpenAI responses, relayed and recorded.",
+    "/v1/messages": "Anthropic messages, relayed and recorded.",
+    "/v1/embeddings": "OpenAI embeddings, relayed and recorded.",
+}
+
+
+def openapi_document(*, server: str = "") -> dict[str, Any]:
+    """The document as JSON; ``server`` is the base URL."""
+    types = [part for method in METHODS.values() for part in (method.params, method.result)]
+    schemas, components = msgspec.json.schema_components([*types, Fault], ref_template="#/components/schemas/{name}")
+    pairs = zip(METHODS.values(), schemas[0:-1:2], schemas[1:-1:2], strict=True)
+    paths: dict[str, Any] = {
+        f"/store/{method.name}": {"post": _operation(method, params, result, schemas[-1])}
+        for method, params, result in pairs
+    }
+    paths |= {path: {"post": _model_call(text)} for path, text in _MODEL_PATHS.items()}
+    paths |= _other_paths()
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "agl gateway", "version": agl.__version__, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {"schemas": components, "securitySchemes": _security()},
+    }
+    return {**document, "servers": [{"url": server}]} if server else document
+
+
+def _operation(method: Method, params: Any, result: Any, fault: Any) -> dict[str, Any]:
+    return {
+        "operationId": method.name,
+        "summary": method.summary,
+        "security": _ADMIN + (_ATTEMPT if method.name == "append_spans" else []),
+        "requestBody": {"required": True, "content": _content(params)},
+        "responses": {
+            "200": {"description": "What the method returns.", "content": _content(result)},
+            "default": {"description": "Why it was refused.", "content": _content(fault)},
+        },
+    }
+
+
+def _content(schema: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}, "application/msgpack": {"schema": schema}}
+
+
+def _model_call(text: str) -> dict[str, Any]:
+    return {
+        "summary": text,
+        "security": _ATTEMPT,
+        "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}},
+        "responses": {"default": {"description": "The backend's answer, byte for byte; streamed if asked."}},
+    }
+
+
+def _other_paths() -> dict[str, Any]:
+    answer = {"responses": {"200": {"description": "OK"}}}
+    return {
+        "/v1/models": {"get": {"summary": "Names that requests may use.", "security": _ATTEMPT, **answer}},
+        "/v1/traces": {
+            "post": {
+                "summary": "OTLP/HTTP traces, protobuf, gzip if wanted; attached to the token's attempt.",
+                "security": _ATTEMPT + _ADMIN,
+                "requestBody": {"required": True, "content": {"application/x-protobuf": {}}},
+                **answer,
+            }
+        },
+        "/metrics": {"get": {"summary": "Prometheus metrics.", "security": [], **answer}},
+        "/healthz": {"get": {"summary": "Whether the gateway and its store answer.", "security": [], **answer}},
+    }
+
+
+def _security() -> dict[str, Any]:
+    return {
+        "admin": {"type": "http", "scheme": "bearer", "description": "The token that `agl serve` wrote to a file."},
+        "attempt": {"type": "http", "scheme": "bearer", "description": "One attempt's token, also as x-api-key."},
+    }

@@ -1,0 +1,69 @@
+"""``/metrics``, ``/healthz`` and ``/openapi.json``: for operators and generators, without a token."""
+
+import asyncio
+
+from aiohttp import web
+
+from agl.contracts import Store
+from agl.errors import StoreError
+from agl_gateway.feed import QueueLength
+from agl_gateway.metrics import SpanRate, render
+from agl_gateway.openapi import openapi_document
+from agl_gateway.recorder import Recorder
+from agl_gateway.relay import Relay
+
+_HEALTH_LIMIT_S = 5.0
+
+
+class StatusApi:
+    """Says how the gateway is doing."""
+
+    def __init__(self, *, store: Store, relay: Relay, recorder: Recorder, queue: QueueLength, rate: SpanRate) -> None:
+        self._store = store
+        self._relay = relay
+        self._recorder = recorder
+        self._queue = queue
+        self._rate = rate
+
+    async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Prometheus' text format."""
+        del request
+        gates = self._relay.gates
+        text = render(
+            [
+                ("agl_rollouts_queued", "gauge", "Rollouts that wait for a runner.", len(self._queue)),
+                (
+                    "agl_calls_in_flight",
+                    "gauge",
+                    "Model calls that a backend works on.",
+                    {name: gate.in_flight for name, gate in gates.items()},
+                ),
+                (
+                    "agl_calls_held",
+                    "gauge",
+                    "Model calls that wait for a weight update.",
+                    {name: gate.held for name, gate in gates.items()},
+                ),
+                ("agl_calls_total", "counter", "Model calls let through.", {n: g.total for n, g in gates.items()}),
+                ("agl_spans_total", "counter", "Spans written to the store.", self._rate.total),
+                ("agl_spans_per_second", "gauge", "Spans written, over ten seconds.", self._rate.per_second()),
+                ("agl_spans_lost_total", "counter", "Spans that the store refused.", self._recorder.lost),
+                ("agl_capture_queue_length", "gauge", "Exchanges that wait to be written.", self._recorder.queued),
+                ("agl_capture_queue_bytes", "gauge", "Bytes of those exchanges.", self._recorder.queued_bytes),
+            ]
+        )
+        return web.Response(text=text, content_type="text/plain", charset="utf-8")
+
+    async def health(self, request: web.BaseRequest) -> web.StreamResponse:
+        """200 when the store answers, else 503 with what is wrong."""
+        del request
+        try:
+            async with asyncio.timeout(_HEALTH_LIMIT_S):
+                await self._store.cursor()
+        except (StoreError, TimeoutError) as error:
+            return web.json_response({"status": "failing", "store": str(error) or "no answer"}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def openapi(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The API's description."""
+        return web.json_response(openapi_document(server=f"{request.scheme}://{request.host}"))

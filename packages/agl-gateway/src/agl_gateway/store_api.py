@@ -1,0 +1,115 @@
+"""The store over HTTP: ``POST /store/<method>``, msgpack or JSON, for runners and trainers on other machines.
+
+An admin token may do everything. An attempt's token may append spans to its own attempt and nothing else; rewards
+among them are marked as the agent's own word, and model calls lose the name of the policy, so that an agent cannot
+make up training data.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from agl.capture.token import AttemptToken
+from agl.contracts import Store
+from agl.errors import AglError
+from agl.schemas import Span
+from agl_gateway.bodies import read_body
+from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
+from agl_gateway.identity import Identities, key_of
+from agl_gateway.metrics import SpanRate
+from agl_gateway.problems import Problem
+
+MSGPACK = "application/msgpack"
+JSON = "application/json"
+
+_PREFIX = "/store/"
+
+
+class _Codec:
+    """Decoders of every method's parameters for one content type."""
+
+    def __init__(self, decoder: Callable[[Any], Any], encode: Callable[[Any], bytes]) -> None:
+        self.decoders = {name: decoder(method.params) for name, method in METHODS.items()}
+        self.encode = encode
+
+
+class StoreApi:
+    """Serves a store; used in the gateway's event loop."""
+
+    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate, max_body: int) -> None:
+        self._store = store
+        self._identities = identities
+        self._rate = rate
+        self._max_body = max_body
+        self._codecs = {
+            MSGPACK: _Codec(msgspec.msgpack.Decoder, msgspec.msgpack.Encoder().encode),
+            JSON: _Codec(msgspec.json.Decoder, msgspec.json.Encoder().encode),
+        }
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One method call."""
+        codec = self._codecs[JSON if request.content_type == JSON else MSGPACK]
+        content_type = JSON if request.content_type == JSON else MSGPACK
+        try:
+            body = await self._call(request, codec)
+            return web.Response(body=body, content_type=content_type)
+        except Problem as problem:
+            kind = "TokenError" if problem.status in (401, 403) else "StoreError"
+            fault, status = Fault(type=kind, message=str(problem)), problem.status
+        except AglError as error:
+            fault, status = fault_of(error), status_of(error)
+        return web.Response(body=codec.encode(fault), status=status, content_type=content_type)
+
+    async def _call(self, request: web.BaseRequest, codec: _Codec) -> bytes:
+        claim = self._identities.verify(key_of(request.headers))
+        name = request.path.removeprefix(_PREFIX)
+        method = METHODS.get(name)
+        if method is None:
+            raise Problem(404, f"the store has no method {name!r}; it has {', '.join(METHODS)}")
+        if claim.scope != "admin" and name != "append_spans":
+            raise Problem(403, f"an attempt's token may append spans to its own attempt; {name!r} needs an admin token")
+        params = self._params(method, codec, await read_body(request, limit=self._max_body))
+        if claim.scope != "admin":
+            params["spans"] = spans_of_agent(claim, params["spans"])
+        spans = len(params["spans"]) if name == "append_spans" else 0
+        positional = [params.pop(item) for item in method.positional]
+        result = await getattr(self._store, name)(*positional, **params)
+        self._rate.add(spans)
+        return codec.encode(result)
+
+    def _params(self, method: Method, codec: _Codec, body: bytes) -> dict[str, Any]:
+        try:
+            params = msgspec.structs.asdict(codec.decoders[method.name].decode(body))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Problem(
+                400, f"the body is not what {method.name!r} takes ({error}); /openapi.json has its schema"
+            ) from error
+        if method.is_waiting:
+            params["wait_s"] = min(params["wait_s"], MAX_WAIT_S)
+        return params
+
+
+def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
+    """``spans`` as an attempt's own token may append them.
+
+    Raises:
+        Problem: 403 for a span of another attempt.
+    """
+    own = (claim.rollout_id, claim.attempt_id)
+    for span in spans:
+        if (span.rollout_id, span.attempt_id) != own:
+            raise Problem(
+                403,
+                f"span {span.span_id!r} belongs to attempt {span.attempt_id!r} and the token to another one; "
+                "append to your own attempt",
+            )
+    return [_as_said_by_agent(span) for span in spans]
+
+
+def _as_said_by_agent(span: Span) -> Span:
+    replace = msgspec.structs.replace
+    reward = replace(span.reward, source="agent") if span.reward else None
+    call = replace(span.call, policy="") if span.call else None
+    return replace(span, reward=reward, call=call, sequence=0, is_late=False)

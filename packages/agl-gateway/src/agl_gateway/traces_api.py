@@ -1,0 +1,66 @@
+"""``POST /v1/traces``: the OTLP/HTTP endpoint, protobuf, with gzip and a limit on what it inflates to."""
+
+from aiohttp import web
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTracePartialSuccess,
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+from agl.contracts import Store
+from agl.errors import NotFoundError
+from agl_gateway.bodies import read_body
+from agl_gateway.identity import Identities, key_of
+from agl_gateway.metrics import SpanRate
+from agl_gateway.otlp import Ingested, ingest
+from agl_gateway.problems import Problem
+
+PROTOBUF = "application/x-protobuf"
+_MAX_BODY = 16 * 1024 * 1024
+
+
+class TracesApi:
+    """Takes spans from OpenTelemetry exporters."""
+
+    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate) -> None:
+        self._store = store
+        self._identities = identities
+        self._rate = rate
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One export request; answers with what was rejected, if anything was."""
+        claim = self._identities.verify(key_of(request.headers))
+        if request.content_type != PROTOBUF:
+            raise Problem(
+                415,
+                f"the content type is {request.content_type!r}; only {PROTOBUF} is taken: "
+                "set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
+            )
+        message = ExportTraceServiceRequest()
+        try:
+            message.ParseFromString(await read_body(request, limit=_MAX_BODY))
+        except DecodeError as error:
+            raise Problem(400, f"the body is no OTLP trace request ({error}); is it protobuf?") from error
+        found = ingest(message, claim)
+        await self._append(found)
+        return web.Response(body=_answer(found), content_type=PROTOBUF)
+
+    async def _append(self, found: Ingested) -> None:
+        """Write attempt by attempt, so that an unknown one costs only its own spans."""
+        attempts = list(dict.fromkeys(span.attempt_id for span in found.spans))
+        for attempt_id in attempts:
+            own = [span for span in found.spans if span.attempt_id == attempt_id]
+            try:
+                await self._store.append_spans(own)
+                self._rate.add(len(own))
+            except NotFoundError as error:
+                found.rejected += len(own)
+                found.reason = found.reason or str(error)
+
+
+def _answer(found: Ingested) -> bytes:
+    if not found.rejected:
+        return ExportTraceServiceResponse().SerializeToString()
+    partial = ExportTracePartialSuccess(rejected_spans=found.rejected, error_message=found.reason)
+    return ExportTraceServiceResponse(partial_success=partial).SerializeToString()
