@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 PYTHONS = ["3.11", "3.12", "3.13"]
 TORCH = "torch==2.13.0"
-TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7", "pytest-asyncio>=1.2,<2"]
+TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7"]
 PARTS = ["lint", "types", "core", "openai2", "testing", "gateway", "torch", "integration", "docs", "wheels"]
 
 
