@@ -235,9 +235,9 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
 
 def default_attempt(tables: Tables, rollout_id: str, attempt_id: str | None) -> str:
     """The attempt whose spans are meant: the named one, else the deciding or running one, else none."""
-    if attempt_id:
-        if rollout_id_of(attempt_id) != rollout_id or tables.held(attempt_id) is None:
-            raise unknown_attempt(rollout_id, attempt_id)
-        return attempt_id
     rollout = need_rollout(tables, rollout_id)
-    return "" if attempt_id == "" else rollout.attempt_id or ""
+    if not attempt_id:
+        return "" if attempt_id == "" else rollout.attempt_id or ""
+    if rollout_id_of(attempt_id) != rollout_id or tables.held(attempt_id) is None:
+        raise unknown_attempt(rollout_id, attempt_id)
+    return attempt_id

@@ -37,8 +37,8 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         span: Without its call.
-        call: Without prompt ids, request and response.
-        ids: The prompt ids after the first ``shared_ids`` bytes.
+        call: Without prompt ids, request and response; its response ids are squeezed.
+        ids: The squeezed prompt ids after the first ``shared_ids`` bytes.
         text: The request JSON after the first ``shared_text`` bytes, then the response JSON.
         split: Where in the inflated ``text`` the response begins.
         base: Sequence of the call that holds the shared bytes; 0 for none.
@@ -117,8 +117,8 @@ class Packer:
         deflated = zlib.compress(body, 1) if len(body) >= MIN_DEFLATED else body
         packed = _Packed(
             span=replace(span, call=None),
-            call=replace(call, prompt_ids=b"", request=None, response=None),
-            ids=call.prompt_ids[share.ids :] if share else call.prompt_ids,
+            call=replace(call, prompt_ids=b"", response_ids=_squeeze(call.response_ids), request=None, response=None),
+            ids=_squeeze(call.prompt_ids[share.ids :] if share else call.prompt_ids),
             text=min(body, deflated, key=len),
             split=len(suffix),
             is_deflated=len(deflated) < len(body),
@@ -140,10 +140,11 @@ class Packer:
     def _find(self, attempt: object, prompt: bytes, text: bytes) -> _Share | None:
         best: _Share | None = None
         for known in reversed(self._recent.get(attempt, ())):
-            share = _Share(known, _shared(known.prompt, known.response, prompt), _shared(known.text, b"", text))
+            ids = _shared(known.prompt, known.response, prompt) & ~3
+            share = _Share(known, ids, _common(known.text, text))
             if best is None or (share.ids, share.text) > (best.ids, best.text):
                 best = share
-            if share.ids == len(known.prompt) + len(known.response) > 0:
+            if ids == len(known.prompt) + len(known.response) > 0:
                 break
         return best if best is not None and best.ids + best.text >= MIN_SHARED else None
 
@@ -185,6 +186,7 @@ class Unpacker:
         known = self._resolve(sequence, packed)
         call = packed.call
         force_setattr(call, "prompt_ids", known.prompt)
+        force_setattr(call, "response_ids", known.response)
         force_setattr(call, "request", _parse(known.text))
         force_setattr(call, "response", _parse(packed.text[packed.split :]))
         force_setattr(packed.span, "call", call)
@@ -201,11 +203,11 @@ class Unpacker:
 
 def _restore(sequence: int, packed: _Packed, base: _Known | None) -> _Known:
     suffix = packed.text[: packed.split]
-    prompt, text = packed.ids, suffix
+    prompt, text = _widen(packed.ids), suffix
     if base is not None:
-        prompt = _head(base.prompt, base.response, packed.shared_ids) + packed.ids
+        prompt = _head(base.prompt, base.response, packed.shared_ids) + prompt
         text = base.text[: packed.shared_text] + suffix
-    return _Known(sequence, prompt, packed.call.response_ids, text)
+    return _Known(sequence, prompt, _widen(packed.call.response_ids), text)
 
 
 def _head(first: bytes, second: bytes, length: int) -> bytes:
@@ -237,7 +239,7 @@ def _link(sequence: int, call: ModelCall, text: bytes, share: _Share | None) -> 
 def _shared(first: bytes, second: bytes, other: bytes) -> int:
     """How many leading bytes ``other`` has in common with ``first + second``."""
     length = _common(first, other)
-    if length < len(first) or not second:
+    if length < len(first):
         return length
     return length + _common(second, other[length : length + len(second)])
 
@@ -254,6 +256,25 @@ def _common(left: bytes, right: bytes) -> int:
         else:
             high = middle
     return low
+
+
+def _squeeze(ids: bytes) -> bytes:
+    """Packed int32 ids without their highest bytes, plane by plane, where those are all zero; else as they are."""
+    count = len(ids) // 4
+    if len(ids) % 4 or ids[3::4].count(0) != count:
+        return b"4" + ids
+    return b"3" + ids[0::4] + ids[1::4] + ids[2::4]
+
+
+def _widen(squeezed: bytes) -> bytes:
+    """The inverse of :func:`_squeeze`."""
+    if squeezed[:1] != b"3":
+        return squeezed[1:]
+    count = len(squeezed) // 3
+    ids = bytearray(4 * count)
+    for plane in range(3):
+        ids[plane::4] = squeezed[1 + plane * count : 1 + (plane + 1) * count]
+    return bytes(ids)
 
 
 def _request_text(request: Json) -> bytes:

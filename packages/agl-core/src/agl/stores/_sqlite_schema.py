@@ -13,6 +13,8 @@ from agl.errors import SchemaVersionError, StoreError
 
 ATTEMPT_BITS = 8
 SEQUENCE_BITS = 24
+PAGE_BYTES = 8192
+"""A call of 1,200 tokens fits one page, and calls of a conversation share one."""
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -66,6 +68,7 @@ def path_of(url: str) -> Path:
 def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Connection:
     """A connection for one thread at a time, with WAL and full durability."""
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
+    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA cache_size = -16000")
     if is_reader:
