@@ -211,7 +211,7 @@ def test_show_prints_the_tree(store_of):
     assert lines[start].startswith("- invoke_agent solver, agent solver")
     assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3+2 tokens, stop")
     assert "ERROR 500 overloaded" in lines[start + 3]
-    assert "- reward, reward = 0.75 by evaluator" == lines[start + 4]
+    assert "- reward, reward 0.75 by evaluator" == lines[start + 4]
 
 
 def test_show_as_json_round_trips(store_of):

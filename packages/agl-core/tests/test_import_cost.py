@@ -21,7 +21,7 @@ def test_import_agl_loads_almost_nothing():
     loaded = loaded_by("import agl")
     assert set() == loaded & set(HEAVY)
     assert {"agl"} == {name for name in loaded if name.partition(".")[0] == "agl"}
-    assert len(loaded) <= 15
+    assert len(loaded) <= 40
 
 
 @pytest.mark.parametrize("name", ["emit_reward", "LLM", "GRPO", "hookimpl", "LitAgent", "PluginManager"])

@@ -101,6 +101,7 @@ _SHOWN = {
     "node": semconv.NODE,
     "to": semconv.HANDOFF_TARGET,
     "says": semconv.OBSERVATION_CONTENT,
+    "returned": semconv.OUTPUT,
 }
 
 
@@ -117,7 +118,8 @@ def _reward(reward: Reward) -> str:
     value = "None" if reward.value is None else f"{reward.value:g}"
     dimensions = "".join(f" {name}={part}" for name, part in reward.dimensions.items())
     about = "" if reward.scope == "rollout" else f" about this {reward.scope}"
-    return f"reward {reward.name or ''}={value}{dimensions} by {reward.source}{about}".replace(" =", " = ")
+    name = f" {reward.name}" if reward.name else ""
+    return f"reward{name} {value}{dimensions} by {reward.source}{about}"
 
 
 def _error(error: ErrorInfo | None) -> str:
