@@ -9,9 +9,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 Case = Callable[[], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A case with work before it that is not measured: ``act`` gets what ``prepare`` made, each time anew."""
+
+    prepare: Callable[[], Any]
+    act: Callable[[Any], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +65,15 @@ class Figure:
         return self.value >= self.bar if self.better == "higher" else self.value <= self.bar
 
 
-def interleave(cases: Mapping[str, Case], *, repeats: int = 5) -> dict[str, Sample]:
+def interleave(cases: Mapping[str, Case | Prepared], *, repeats: int = 5) -> dict[str, Sample]:
     """Run all cases in turn ``repeats`` times; returns each one's medians by name."""
     walls: dict[str, list[float]] = {name: [] for name in cases}
     cpus: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
+            run = partial(case.act, case.prepare()) if isinstance(case, Prepared) else case
             wall, cpu = time.perf_counter(), time.process_time()
-            units = case()
+            units = run()
             cpus[name].append((time.process_time() - cpu) / units)
             walls[name].append((time.perf_counter() - wall) / units)
     return {name: Sample(wall_s=statistics.median(walls[name]), cpu_s=statistics.median(cpus[name])) for name in cases}
