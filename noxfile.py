@@ -65,7 +65,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Pyright, strict; the packages that need torch are checked in their own session."""
     install(session, "agl-core", "agl-gateway", "agl-testing", extras=("pyright==1.1.414",))
-    session.run("pyright", *(f"packages/{name}/src" for name in PACKAGES if name != "agl-algo-torch"))
+    session.run("pyright", *(f"packages/{name}/src" for name in PACKAGES if name != "agl-algo-torch"), "tests/typing")
 
 
 @nox.session(python=found(PYTHONS))
@@ -119,7 +119,14 @@ def integration(session: nox.Session) -> None:
         "agl-core",
         "agl-testing",
         "agl-gateway",
-        extras=(*TEST_TOOLS, "openai>=3,<4", "nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6"),
+        extras=(
+            *TEST_TOOLS,
+            "openai>=3,<4",
+            "hatchling>=1.27",
+            "nbclient>=0.10,<1",
+            "ipykernel>=6.29,<8",
+            "nbformat>=5.10,<6",
+        ),
     )
     pytest(session, "tests")
 
