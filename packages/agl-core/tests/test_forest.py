@@ -152,6 +152,15 @@ def test_forest_fork_is_not_compared_with_the_other_side_of_its_origin() -> None
     assert 0 == build_forest(spans).drifts
 
 
+def test_forest_fork_beside_a_prompt_without_new_tokens_is_no_drift() -> None:
+    spans = [
+        call_span(1, prompt=(1,), response=(2,)),
+        call_span(2, prompt=(1, 2), response=(3,)),
+        call_span(3, prompt=(1, 2, 9), response=(4,)),
+    ]
+    assert 0 == build_forest(spans).drifts
+
+
 @given(st.binary(max_size=9000), st.binary(max_size=50), st.binary(max_size=50))
 def test_common_prefix_matches_a_byte_by_byte_comparison(shared: bytes, a: bytes, b: bytes) -> None:
     left, right = shared * 3 + a, shared * 3 + b

@@ -32,6 +32,11 @@ _NO_CALLS = (
     "another process, got both; and that the gateway and the wire tracer are switched on."
 )
 
+_DRIFT = (
+    "drift: exact ids train, so a prompt that differs from what was sampled starts a row of its own. Common causes: "
+    "a chat template that drops reasoning from earlier turns, tool calls printed anew, text tokenised again."
+)
+
 
 def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | None = None) -> list[str]:
     """Lines for a person: the outcome, each call in order of time, its row or its reject reason, and next steps.
@@ -45,17 +50,11 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     names = {span.span_id: span.call.model for span in spans if span.call is not None}
     lines.append(_summary(episode))
     lines.extend(_call(call, names.get(call.span_id, "")) for call in episode.transitions)
-    reasons = dict.fromkeys(call.reject for call in episode.transitions if call.reject)
-    lines.extend(f"{reason}: {_NEXT_STEP[reason]}" for reason in reasons)
+    reasons = {call.reject for call in episode.transitions}
+    lines.extend(f"{reason}: {step}" for reason, step in _NEXT_STEP.items() if reason in reasons)
     if any(call.detail and not call.reject for call in episode.transitions):
         lines.append(_DRIFT)
     return lines
-
-
-_DRIFT = (
-    "drift: exact ids train, so a prompt that differs from what was sampled starts a row of its own. Common causes: "
-    "a chat template that drops reasoning from earlier turns, tool calls printed anew, text tokenised again."
-)
 
 
 def _outcome(episode: Episode) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agl.schemas import ModelCall, Record, Span
-from agl.train.drift import Branch, describe_drift
+from agl.train.drift import Branch, DriftFinder, end_of
 from agl.train.prefix import NONE, Links, link
 
 Decode = Callable[[Sequence[int]], str]
@@ -92,28 +92,34 @@ class _Grower:
     """Places the calls of one policy after the other, then numbers branches by their first calls."""
 
     def __init__(self, spans: Sequence[Span], calls: Sequence[ModelCall], options: ForestOptions) -> None:
-        self._spans = spans
         self._calls = calls
-        self._options = options
         self._parent = [NONE] * len(calls)
         self._drift: dict[int, str] = {}
         self._branch_of: list[Branch | None] = [None] * len(calls)
         self._branches: list[Branch] = []
+        self._finder = DriftFinder(
+            calls=calls,
+            branch_of=self._branch_of,
+            name_of=lambda i: spans[i].span_id,
+            slack=options.drift_slack,
+            decode=options.decode,
+        )
 
     def grow(self, members: Sequence[int]) -> None:
         prompts = [self._calls[i].prompt_ids for i in members]
         contexts = [self._calls[i].prompt_ids + self._calls[i].response_ids for i in members]
         links = link(prompts, contexts)
-        leaves: dict[int, list[int]] = {}
+        newest, older = [NONE] * len(members), [NONE] * len(members)  # stacks of leaves, by equal conversations
         for k, i in enumerate(members):
-            anchor = links.anchor[k]
-            open_calls = leaves.get(links.same[anchor]) if anchor != NONE else None
-            if open_calls:
-                self._extend(i, open_calls.pop())
+            anchor, same = links.anchor[k], links.same[k]
+            leaf = newest[links.same[anchor]] if anchor != NONE else NONE
+            if leaf != NONE:
+                newest[links.same[anchor]] = older[leaf]
+                self._extend(i, members[leaf])
             else:
                 self._start(i, parent=members[anchor] if anchor != NONE else NONE)
                 self._look_for_drift(i, k, members, links, contexts)
-            leaves.setdefault(links.same[k], []).append(i)
+            older[k], newest[same] = newest[same], k
 
     def forest(self) -> Forest:
         ordered = sorted(self._branches, key=lambda branch: branch.calls[0])
@@ -135,14 +141,12 @@ class _Grower:
         assert branch is not None  # noqa: S101  # parents are placed before their children
         self._parent[i] = parent
         self._branch_of[i] = branch
-        branch.add(i, self._calls[i])
+        branch.calls.append(i)
 
     def _start(self, i: int, *, parent: int) -> None:
-        branch = Branch()
+        branch = Branch(calls=[i])
         if parent != NONE:
-            call = self._calls[parent]
-            branch = Branch(origin=self._branch_of[parent], shared=call.prompt_len + call.response_len)
-        branch.add(i, self._calls[i])
+            branch.origin, branch.shared = self._branch_of[parent], end_of(self._calls[parent])
         self._branches.append(branch)
         self._parent[i] = parent
         self._branch_of[i] = branch
@@ -151,14 +155,6 @@ class _Grower:
         anchor = links.anchor[k]
         floor = len(contexts[anchor]) if anchor != NONE else 0
         neighbours = [(members[j], contexts[j]) for j in (links.before[k], links.after[k]) if j != NONE]
-        text = describe_drift(
-            self._calls[i].prompt_ids,
-            neighbours,
-            floor=floor,
-            branch_of=self._branch_of,
-            name_of=lambda j: self._spans[j].span_id,
-            slack=self._options.drift_slack,
-            decode=self._options.decode,
-        )
+        text = self._finder.describe(self._calls[i].prompt_ids, neighbours, floor=floor)
         if text:
             self._drift[i] = text

@@ -3,7 +3,7 @@
 The call forest asks, for every prompt, for the longest earlier prompt + response that it starts with. Comparing each
 with each is quadratic, walking tokens in Python is slow, and a table by length degenerates when all lengths differ.
 So all strings are sorted once (comparisons run in C), a stack sweep finds what encloses what, and a pass backwards
-in time takes strings away again, with union-find jumping over the gaps. The cost is O(n log n) comparisons, each of
+in time takes strings away again, jumping over the gaps as union-find does. The cost is O(n log n) comparisons, each of
 at most the length of the prefix that two strings share; time is near linear in the number of strings whatever
 their order, depth or fan-out.
 """
@@ -40,11 +40,12 @@ def link(queries: Sequence[bytes], entries: Sequence[bytes]) -> Links:
     """
     sweep = _sweep(queries, entries)
     n = len(queries)
-    up, left, right = (list(range(n)) for _ in range(3))
     anchor, before, after = [NONE] * n, [NONE] * n, [NONE] * n
     for i in range(n - 1, -1, -1):
-        up[i], left[i], right[i] = sweep.enclosing[i], sweep.left[i], sweep.right[i]
-        anchor[i], before[i], after[i] = _find(up, sweep.inside[i]), _find(left, left[i]), _find(right, right[i])
+        inside, left, right = sweep.inside[i], sweep.left[i], sweep.right[i]
+        anchor[i] = inside if inside < i else _earlier(sweep.enclosing, inside, i)
+        before[i] = left if left < i else _earlier(sweep.left, left, i)
+        after[i] = right if right < i else _earlier(sweep.right, right, i)
     return Links(anchor=anchor, before=before, after=after, same=sweep.same)
 
 
@@ -104,12 +105,14 @@ def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
     return _Sweep(enclosing=enclosing, inside=inside, left=left, right=right, same=same)
 
 
-def _find(links: list[int], i: int) -> int:
-    """Follow ``links`` to an index that links to itself or to :data:`NONE`, halving the path on the way."""
-    while i != NONE and links[i] != i:
-        above = links[i]
-        if above == NONE:
-            return NONE
-        links[i] = links[above]
-        i = links[i]
-    return i
+def _earlier(links: list[int], j: int, i: int) -> int:
+    """Follow ``links`` from ``j`` to an index below ``i``, halving the path on the way.
+
+    ``i`` only falls from call to call, so that what is skipped once is never wanted again.
+    """
+    while j >= i:
+        above = links[j]
+        if above >= i:
+            above = links[j] = links[above]
+        j = above
+    return j

@@ -83,6 +83,9 @@ def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
 
     The choices of one exchange share request id and retry count and differ in their index.
     """
+    requests = [span.call.request_id for span in spans if span.call is not None and span.call.request_id]
+    if len(set(requests)) == len(requests):
+        return {}
     exchanges: dict[tuple[str, str], list[int]] = {}
     for index, span in enumerate(spans):
         if span.call is not None and span.call.request_id:
