@@ -114,11 +114,17 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
     return int(state["updates"])
 
 
-def prune(directory: Path, *, keep: int) -> None:
-    """Remove all but the `keep` newest entries of `directory`, by name; hidden ones are left alone."""
-    found = sorted(p for p in directory.glob("*") if p.is_dir() and not p.name.startswith("."))
-    for path in found[: max(0, len(found) - keep)]:
-        shutil.rmtree(path, ignore_errors=True)
+def step_directory(parent: Path, step: int) -> Path:
+    """Return where a step's files are; names sort as steps do."""
+    return parent / f"{step:06d}"
+
+
+def prune(parent: Path, *, step: int, keep: int) -> None:
+    """Remove the directories of steps before the last `keep`, counted back from `step`."""
+    oldest = step_directory(parent, max(0, step - keep + 1)).name
+    for path in parent.glob("[0-9]*"):
+        if path.is_dir() and path.name < oldest:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _read_state(source: Path) -> dict[str, Any]:

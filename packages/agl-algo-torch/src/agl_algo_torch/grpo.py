@@ -37,7 +37,7 @@ from agl.errors import ConfigError
 from agl_algo_torch.advantages import ESTIMATORS, Estimator
 from agl_algo_torch.batch import MicroBatch, Sample, micro_batches, split_updates, weights
 from agl_algo_torch.episodes import prepare
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, version_to_open
+from agl_algo_torch.learner import Learner, LearnerSettings, mean, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
@@ -182,8 +182,8 @@ class GRPO:
         metrics |= await self._train(learner, batch.samples)
         metrics["update_s"] = time.perf_counter() - started
 
-        await asyncio.to_thread(learner.save, context.workdir / "state" / f"{step:06d}", keep=self._keep)
-        resource = await asyncio.to_thread(learner.export, context.workdir / "weights" / f"{step:06d}", keep=self._keep)
+        await asyncio.to_thread(learner.save, context.workdir, step=step, keep=self._keep)
+        resource = await asyncio.to_thread(learner.export, context.workdir, step=step, keep=self._keep)
         version = await context.publish(self._name, resource, step=step)
         self._step = step
         is_finished = step >= self._steps
@@ -198,8 +198,7 @@ class GRPO:
 
     def state(self) -> Mapping[str, Json]:
         """The step count, the newest checkpoint and the version that training started from."""
-        path = self._context.workdir / "state" / f"{self._step:06d}"
-        return {"step": self._step, "checkpoint": str(path) if self._step else "", "opened": self._opened}
+        return {"step": self._step, "checkpoint": saved_path(self._context.workdir, self._step), "opened": self._opened}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the KL reference included."""
@@ -227,7 +226,6 @@ class GRPO:
         version = self._context.current(self._name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._learner is None or is_foreign:
-            version = await version_to_open(self._context, self._name)
             origin = tuned_weights(version.resource, name=self._name)
             self._learner = None  # free the old model before the new one is loaded
             updates = self._step * self._updates_per_step * self._epochs

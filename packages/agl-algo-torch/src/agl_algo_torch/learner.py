@@ -13,7 +13,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training
+from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.typed import seed_everything
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import Resource, ResourceVersion
+    from agl.schemas import Resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,21 +67,30 @@ class Learner:
         self.updates += 1
         return norm
 
-    def save(self, target: Path, *, keep: int) -> None:
-        """Write a training checkpoint and remove all but the `keep` newest beside it, at least two.
+    def save(self, workdir: Path, *, step: int, keep: int) -> None:
+        """Write a training checkpoint and remove those of steps before the last `keep`, which is two at least.
 
         The one before stays because the run's state names it until the new state is saved.
         """
         save_training(
-            target, model=self.loaded.model, optimizer=self.optimizer, updates=self.updates, origin=self.origin
+            step_directory(workdir / "state", step),
+            model=self.loaded.model,
+            optimizer=self.optimizer,
+            updates=self.updates,
+            origin=self.origin,
         )
-        prune(target.parent, keep=max(2, keep))
+        prune(workdir / "state", step=step, keep=max(2, keep))
 
-    def export(self, target: Path, *, keep: int) -> Weights:
+    def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
         """Write the weights to serve and return the resource that names them; prunes like `save`."""
-        weights = save_served(self.loaded, target)
-        prune(target.parent, keep=keep)
+        weights = save_served(self.loaded, step_directory(workdir.absolute() / "weights", step))
+        prune(workdir / "weights", step=step, keep=keep)
         return weights
+
+
+def saved_path(workdir: Path, step: int) -> str:
+    """Return where `Learner.save` put a step, `""` before the first."""
+    return str(step_directory(workdir.absolute() / "state", step)) if step else ""
 
 
 def tuned_name(context: AlgorithmContext, *, algorithm: str) -> str:
@@ -102,18 +111,6 @@ def tuned_weights(resource: Resource, *, name: str) -> Weights:
             f'Serve it in this process: [policy.{name}] use = "torch".'
         )
     return resource
-
-
-async def version_to_open(context: AlgorithmContext, name: str) -> ResourceVersion:
-    """Return the live version of `name`, or, where this algorithm published that one, what it was made from.
-
-    An algorithm opens a version only when it has no state of its own; a version of its own that is live then is
-    the result of a step that a crash cut off before its state was saved, and the step is repeated.
-    """
-    version = context.current(name)
-    while version.algorithm == context.name and version.parent:
-        version = await context.store.resource(name, version.parent)
-    return version
 
 
 def mean(values: Sequence[float]) -> float:

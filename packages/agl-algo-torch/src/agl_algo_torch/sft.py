@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import micro_batches, weights
 from agl_algo_torch.dialogues import read_dialogues, tokenize
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, tuned_name, tuned_weights, version_to_open
+from agl_algo_torch.learner import Learner, LearnerSettings, mean, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
@@ -42,7 +43,7 @@ class SFT:
     """Fine-tunes the weights of one policy on the dialogues in a JSON-lines file.
 
     Args:
-        data: File of `{"messages": [...], "tools": [...]}` lines, as the OpenAI chat API takes them.
+        data: File of `{"messages": [...], "tools": [...]}` lines, relative to the experiment's file.
         updates: Optimizer updates in all; 0 means one pass over the data.
         batch_size: Dialogues per update.
         updates_per_step: Updates between two saved states.
@@ -84,38 +85,43 @@ class SFT:
                 f"sft got {batch_size=}, {updates_per_step=}, {keep=} and {updates=}; "
                 "the first three must be at least 1, updates at least 0."
             )
-        self._dialogues = read_dialogues(Path(data))
+        self._data = data
+        self._dialogues: list[Dialogue] = []
         self._batch_size = batch_size
         self._updates_per_step = updates_per_step
         self._is_shuffled = is_shuffled
         self._aggregation: Aggregation = aggregation
         self._token_budget = token_budget
         self._keep = keep
-        self._batches = -(-len(self._dialogues) // batch_size)  # per epoch; the last one may be smaller
-        self._updates = updates or self._batches
-        self._settings = LearnerSettings(
-            optim=OptimSettings(
-                lr=lr,
-                betas=(betas[0], betas[1]),
-                weight_decay=weight_decay,
-                warmup=warmup,
-                decay=decay,
-                total=self._updates,
-                max_grad_norm=max_grad_norm,
-            ),
-            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
-            device=device,
-            dtype=dtype,
-            threads=threads,
+        self._updates = updates
+        self._optim = OptimSettings(
+            lr=lr,
+            betas=(betas[0], betas[1]),
+            weight_decay=weight_decay,
+            warmup=warmup,
+            max_grad_norm=max_grad_norm,
         )
+        self._decay: Decay = decay
+        self._lora = LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None
+        self._device, self._dtype, self._threads = device, dtype, threads
         self._learner: Learner | None = None
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned."""
+        """Read the dialogues, and check that one policy with reachable weights is tuned."""
         self._context = context
         self._name = tuned_name(context, algorithm="sft")
         tuned_weights(context.current(self._name).resource, name=self._name)
+        self._dialogues = read_dialogues(context.folder / self._data)
+        self._batches = -(-len(self._dialogues) // self._batch_size)  # per epoch; the last one may be smaller
+        self._updates = self._updates or self._batches
+        self._settings = LearnerSettings(
+            optim=replace(self._optim, decay=self._decay, total=self._updates),
+            lora=self._lora,
+            device=self._device,
+            dtype=self._dtype,
+            threads=self._threads,
+        )
 
     async def step(self) -> StepReport:
         """Do the next `updates_per_step` updates, save, and publish after the last one."""
@@ -134,7 +140,7 @@ class SFT:
             context.progress(learner.updates, self._updates, f"loss {loss:.3f}")
 
         is_finished = learner.updates >= self._updates
-        await asyncio.to_thread(learner.save, context.workdir / "state" / f"{step:06d}", keep=self._keep)
+        await asyncio.to_thread(learner.save, context.workdir, step=step, keep=self._keep)
         self._step = step
         metrics = {
             "loss": mean(losses),
@@ -144,9 +150,7 @@ class SFT:
         }
         published: tuple[str, ...] = ()
         if is_finished:
-            resource = await asyncio.to_thread(
-                learner.export, context.workdir / "weights" / f"{step:06d}", keep=self._keep
-            )
+            resource = await asyncio.to_thread(learner.export, context.workdir, step=step, keep=self._keep)
             version = await context.publish(self._name, resource, step=step)
             published = (f"{self._name}@{version.version}",)
         return StepReport(
@@ -159,8 +163,7 @@ class SFT:
 
     def state(self) -> Mapping[str, Json]:
         """The step count and the newest checkpoint."""
-        path = self._context.workdir / "state" / f"{self._step:06d}"
-        return {"step": self._step, "checkpoint": str(path) if self._step else ""}
+        return {"step": self._step, "checkpoint": saved_path(self._context.workdir, self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments included."""
@@ -173,8 +176,7 @@ class SFT:
         self._learner = None
 
     async def _open(self) -> Learner:
-        version = await version_to_open(self._context, self._name)
-        origin = tuned_weights(version.resource, name=self._name)
+        origin = tuned_weights(self._context.current(self._name).resource, name=self._name)
         return await asyncio.to_thread(lambda: Learner(origin=origin, settings=self._settings))
 
     def _update(self, learner: Learner) -> tuple[float, float, int]:
