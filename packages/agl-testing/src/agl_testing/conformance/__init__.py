@@ -1,10 +1,32 @@
 """One class per contract; a plugin's tests subclass it, give it one fixture, and run everything the contract says.
 
-``StoreConformance``, ``TracerConformance``, ``RewardConformance``, ``AlgorithmConformance``, ``RunnerConformance``,
-``CreditConformance`` and ``PluginConformance``. Capability flags have the strictest value as their default; a test
-is weakened only by overriding it with ``pytest.mark.xfail(reason=...)``.
+Capability flags have the strictest value as their default; a test is weakened only by overriding it with
+``pytest.mark.xfail(reason=...)``. Each class says which fixture it wants.
 """
 
+from agl_testing.conformance.algorithm import AlgorithmConformance
+from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
+from agl_testing.conformance.credit import CreditConformance
+from agl_testing.conformance.plugin import PluginConformance
+from agl_testing.conformance.reward import RewardCase, RewardConformance
+from agl_testing.conformance.runner import COMMAND_AGENTS, PYTHON_AGENTS, RunnerConformance
 from agl_testing.conformance.store import StoreConformance, StoreLocation
+from agl_testing.conformance.tracer import TracerConformance, TracerScenario
 
-__all__ = ["StoreConformance", "StoreLocation"]
+__all__ = [
+    "COMMAND_AGENTS",
+    "PYTHON_AGENTS",
+    "AlgorithmBench",
+    "AlgorithmConformance",
+    "AlgorithmScenario",
+    "CreditConformance",
+    "PluginConformance",
+    "RewardCase",
+    "RewardConformance",
+    "RolloutOrder",
+    "RunnerConformance",
+    "StoreConformance",
+    "StoreLocation",
+    "TracerConformance",
+    "TracerScenario",
+]

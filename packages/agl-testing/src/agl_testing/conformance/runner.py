@@ -20,7 +20,7 @@ from agl.run.setup import RunSetup
 from agl.schemas import Claim, NamedResources, Outcome, RetryPolicy, Rollout, Span
 from agl.stores.memory import MemoryStore
 from agl_testing.conformance._base import Conformance, require, run
-from agl_testing.conformance.store.samples import make_rollout
+from agl_testing.stores.samples import make_rollout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator

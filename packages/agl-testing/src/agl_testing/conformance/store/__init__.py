@@ -7,10 +7,10 @@ import pytest
 from agl_testing.conformance._base import Conformance
 from agl_testing.conformance.store.durability import DurabilityTests
 from agl_testing.conformance.store.leases import LeaseTests
-from agl_testing.conformance.store.location import StoreLocation
 from agl_testing.conformance.store.queue import QueueTests
 from agl_testing.conformance.store.resources import ResourceTests
 from agl_testing.conformance.store.spans import FeedTests, SpanTests
+from agl_testing.stores.location import StoreLocation
 
 __all__ = ["StoreConformance", "StoreLocation"]
 

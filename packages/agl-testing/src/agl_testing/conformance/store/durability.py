@@ -15,20 +15,13 @@ import pytest
 
 from agl.contracts import Metric, RolloutQuery, Store
 from agl.errors import NotFoundError, SchemaVersionError, StoreError
-from agl.schemas import PromptTemplate, Record, ResourceVersion
+from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import require, run
-from agl_testing.conformance.store.location import StoreLocation
-from agl_testing.conformance.store.samples import finish_one, make_rollout, make_span, outcome_of, start_one
+from agl_testing.stores.location import Acknowledged, StoreLocation
+from agl_testing.stores.samples import finish_one, make_rollout, make_span, outcome_of, start_one
 
-KILLS = 8
-"""How often the kill test kills; each kill costs about a second."""
-
-
-class Acknowledged(Record, frozen=True, kw_only=True):
-    """One line of a victim's report: a write that the store has acknowledged."""
-
-    kind: str
-    key: str
+KILLS = 12
+"""How often the kill test kills; each kill costs about half a second."""
 
 
 class DurabilityTests:
@@ -208,7 +201,7 @@ async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> li
         try:
             rollout = (await store.rollouts(RolloutQuery(ids=(item.key,))))[0]
             attempts = await store.attempts(item.key)
-            spans = await store.spans(item.key, attempt_id=attempts[0].attempt_id) if attempts else []
+            spans = [s for a in attempts for s in await store.spans(item.key, attempt_id=a.attempt_id)]
         except NotFoundError:
             lost.append(item)
             continue
@@ -236,7 +229,7 @@ def _run_victim(location: StoreLocation, report: Path, *, kill_after_s: float) -
 
 def _start_victim(location: StoreLocation, report: Path, mode: str) -> "subprocess.Popen[bytes]":
     arguments = [location.factory, location.url, str(report), mode]
-    return subprocess.Popen([sys.executable, "-m", "agl_testing.conformance.store.victim", *arguments])
+    return subprocess.Popen([sys.executable, "-m", "agl_testing.stores.victim", *arguments])
 
 
 def _read_report(report: Path) -> list[Acknowledged]:

@@ -12,8 +12,8 @@ import pytest
 from agl.contracts import RolloutQuery, Store
 from agl.errors import FencedError, StoreError
 from agl.schemas import RetryPolicy
-from agl_testing.conformance.store.location import store_test
-from agl_testing.conformance.store.samples import (
+from agl_testing.conformance.store.case import store_test
+from agl_testing.stores.samples import (
     TWO_ATTEMPTS,
     claim_one,
     make_rollout,

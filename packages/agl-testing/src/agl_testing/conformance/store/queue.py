@@ -11,8 +11,8 @@ import pytest
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConflictError, FencedError, NotFoundError
 from agl.schemas import AttemptStatus, Outcome, RetryPolicy, Rollout
-from agl_testing.conformance.store.location import store_test
-from agl_testing.conformance.store.samples import (
+from agl_testing.conformance.store.case import store_test
+from agl_testing.stores.samples import (
     TWO_ATTEMPTS,
     claim_one,
     finish_one,

@@ -8,8 +8,8 @@ import pytest
 from agl.contracts import Metric, RolloutQuery, Store
 from agl.errors import ConflictError, NotFoundError, StoreError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Weights
-from agl_testing.conformance.store.location import store_test
-from agl_testing.conformance.store.samples import finish_one, make_rollout, start_one
+from agl_testing.conformance.store.case import store_test
+from agl_testing.stores.samples import finish_one, make_rollout, start_one
 
 
 def _version(version: str, *, name: str = "prompt", text: str = "") -> ResourceVersion:

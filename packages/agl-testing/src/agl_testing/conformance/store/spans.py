@@ -14,9 +14,9 @@ from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.ids import new_span_id
 from agl.schemas import Claim, Span
+from agl_testing.conformance.store.case import store_test
 from agl_testing.conformance.store.leases import WAKE_UP_S
-from agl_testing.conformance.store.location import store_test
-from agl_testing.conformance.store.samples import (
+from agl_testing.stores.samples import (
     TWO_ATTEMPTS,
     claim_one,
     finish_one,

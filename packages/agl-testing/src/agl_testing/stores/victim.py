@@ -1,6 +1,6 @@
 """A process that works on a store until it is killed, or until the queue is empty.
 
-``python -m agl_testing.conformance.store.victim FACTORY URL REPORT write|drain``: after every write that the store
+``python -m agl_testing.stores.victim FACTORY URL REPORT write|drain``: after every write that the store
 acknowledged it appends a line to REPORT, so that a test can compare what was promised with what is there.
 """
 
@@ -11,9 +11,8 @@ from typing import BinaryIO
 import msgspec
 
 from agl.contracts import Store
-from agl_testing.conformance.store.durability import Acknowledged
-from agl_testing.conformance.store.location import StoreLocation
-from agl_testing.conformance.store.samples import make_call, make_rollout, make_span, outcome_of
+from agl_testing.stores.location import Acknowledged, StoreLocation
+from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, make_span, outcome_of
 
 LEASE_S = 1.0
 
@@ -31,7 +30,7 @@ async def main(location: StoreLocation, report_path: str, mode: str) -> None:
 
 async def _write(store: Store, report: BinaryIO) -> None:
     while True:
-        rollout = (await store.enqueue([make_rollout()]))[0]
+        rollout = (await store.enqueue([make_rollout(retry=TWO_ATTEMPTS)]))[0]
         _acknowledge(report, "enqueued", rollout.rollout_id)
         for claim in await store.claim(worker="victim", lease_s=LEASE_S):
             key = claim.rollout.rollout_id

@@ -1,30 +1,12 @@
-"""Where a store under test lives, and how every test opens it."""
+"""How a test method of the store's classes gets its store."""
 
 import functools
-import importlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agl.contracts import Store
-from agl.schemas import Record
 from agl_testing.conformance._base import run
-
-
-class StoreLocation(Record, frozen=True, kw_only=True):
-    """A factory by import path and the URL it gets; a second process needs no more to open the same store.
-
-    Attributes:
-        factory: ``"module:attribute"``, as in the plugin's record.
-        url: A fresh, empty location for every test.
-    """
-
-    factory: str
-    url: str
-
-    def open(self) -> Store:
-        """A store object on this location."""
-        module, _, attribute = self.factory.partition(":")
-        return getattr(importlib.import_module(module), attribute)(self.url)
+from agl_testing.stores.location import StoreLocation
 
 
 def store_test(test: Callable[[Any, Store], Awaitable[None]]) -> Callable[[Any, StoreLocation], None]:

@@ -1,0 +1,198 @@
+"""The conformance class of algorithms: resumable steps that own what they tune, and train no rollout twice."""
+
+# ruff: noqa: D102  # the names of the tests say what holds
+
+import math
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from agl.contracts import Algorithm, StepReport
+from agl.errors import ConfigError
+from agl.schemas import Json
+from agl_testing.conformance._base import Conformance, require, run
+from agl_testing.conformance.bench import NAME, AlgorithmBench, AlgorithmScenario
+
+LIMIT_S = 300.0
+"""Seconds that one test may take; algorithms load models."""
+
+
+class AlgorithmConformance(Conformance):
+    """Run every test of the algorithm contract.
+
+    .. code-block:: python
+
+        class TestMyAlgorithm(AlgorithmConformance):
+            @pytest.fixture
+            def scenario(self):
+                return AlgorithmScenario(make=lambda: MyAlgorithm(steps=3), play=..., tunes=("prompt",), ...)
+    """
+
+    contract: ClassVar[str] = "algorithm"
+
+    is_deterministic: ClassVar[bool] = True
+    """From equal seeds and rollouts follow equal reports, on one machine."""
+
+    collects: ClassVar[bool] = True
+    """The algorithm asks for rollouts; supervised fine-tuning on files lowers this."""
+
+    @pytest.fixture
+    def scenario(self) -> AlgorithmScenario:
+        """The algorithm and its world; the one fixture to override."""
+        raise NotImplementedError("override the fixture 'scenario' with the algorithm under test")
+
+    def test_steps_are_counted_until_the_algorithm_says_that_it_is_finished(
+        self, scenario: AlgorithmScenario, tmp_path: Path
+    ) -> None:
+        reports = run(_complete(scenario, tmp_path), limit_s=LIMIT_S)
+        assert list(range(1, len(reports) + 1)) == [report.step for report in reports]
+        assert [False] * (len(reports) - 1) + [True] == [report.is_finished for report in reports]
+        assert reports[-1].stop_reason
+
+    def test_no_rollout_is_trained_twice_and_only_collected_ones_are(
+        self, scenario: AlgorithmScenario, tmp_path: Path
+    ) -> None:
+        async def body() -> None:
+            bench = AlgorithmBench(scenario, tmp_path)
+            reports = await _run(bench)
+            trained = [rollout_id for report in reports for rollout_id in report.trained]
+            assert sorted(set(trained)) == sorted(trained)
+            assert set(trained) <= set(bench.collected)
+            modes = {bench.collected[rollout_id].rollout.mode for rollout_id in trained}
+            assert modes <= {"train"}
+            assert bool(bench.collected) == self.collects
+
+        run(body(), limit_s=LIMIT_S)
+
+    def test_reports_name_what_was_published(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
+        async def body() -> None:
+            bench = AlgorithmBench(scenario, tmp_path)
+            reports = await _run(bench)
+            named = [name for report in reports for name in report.published]
+            assert [f"{v.name}@{v.version}" for v in bench.published] == named
+            assert bench.published
+            assert {v.name for v in bench.published} <= set(scenario.tunes)
+            assert all(f"{NAME}-{v.step}" == v.version for v in bench.published)
+
+        run(body(), limit_s=LIMIT_S)
+
+    def test_metrics_are_finite_numbers(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
+        for report in run(_complete(scenario, tmp_path), limit_s=LIMIT_S):
+            assert {} == {name: value for name, value in report.metrics.items() if not math.isfinite(value)}
+
+    def test_state_is_json_after_every_step(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
+        async def body() -> None:
+            async with AlgorithmBench(scenario, tmp_path) as bench, _opened(bench) as algorithm:
+                for _ in range(2):
+                    report = await algorithm.step()
+                    assert _as_saved(algorithm.state()) == dict(algorithm.state())
+                    if report.is_finished:
+                        break
+
+        run(body(), limit_s=LIMIT_S)
+
+    def test_resumed_run_does_what_an_uninterrupted_one_does(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
+        whole = run(_complete(scenario, tmp_path / "whole"), limit_s=LIMIT_S)
+        resumed = run(_run(AlgorithmBench(scenario, tmp_path / "parts"), is_resumed=True), limit_s=LIMIT_S)
+        assert [(r.step, r.is_finished) for r in whole] == [(r.step, r.is_finished) for r in resumed]
+        if self.is_deterministic:
+            assert [(r.trained, r.published) for r in whole] == [(r.trained, r.published) for r in resumed]
+            assert [_stable(r) for r in whole] == [_stable(r) for r in resumed]
+
+    def test_step_that_was_lost_is_repeated_from_the_state_before_it(
+        self, scenario: AlgorithmScenario, tmp_path: Path
+    ) -> None:
+        require(self.is_deterministic, "is_deterministic", "algorithm")
+
+        async def body() -> None:
+            bench = AlgorithmBench(scenario, tmp_path)
+            async with bench, _opened(bench) as first:
+                report = await first.step()
+                if report.is_finished:
+                    pytest.skip("the scenario ends after one step; give it more")
+                saved = _as_saved(first.state())
+                lost = await first.step()
+            played = len(bench.collected)
+            async with bench, _opened(bench, state=saved) as second:
+                repeated = await second.step()
+            assert (lost.step, lost.trained, lost.published) == (repeated.step, repeated.trained, repeated.published)
+            assert _stable(lost) == _stable(repeated)
+            assert played == len(bench.collected)
+
+        run(body(), limit_s=LIMIT_S)
+
+    def test_setup_refuses_to_tune_nothing_before_anything_is_paid(
+        self, scenario: AlgorithmScenario, tmp_path: Path
+    ) -> None:
+        async def body() -> None:
+            async with AlgorithmBench(scenario, tmp_path) as bench:
+                algorithm = scenario.make()
+                with pytest.raises(ConfigError):
+                    await algorithm.setup(bench.context(tunes=()))
+                await algorithm.close()
+                assert (0, []) == (bench.requests, bench.published)
+
+        run(body(), limit_s=LIMIT_S)
+
+    def test_setup_pays_for_nothing(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
+        async def body() -> None:
+            async with AlgorithmBench(scenario, tmp_path) as bench, _opened(bench):
+                assert (0, []) == (bench.requests, bench.published)
+
+        run(body(), limit_s=LIMIT_S)
+
+    def test_close_may_be_repeated(self, scenario: AlgorithmScenario, tmp_path: Path) -> None:
+        async def body() -> None:
+            async with AlgorithmBench(scenario, tmp_path) as bench, _opened(bench) as algorithm:
+                await algorithm.close()
+
+        run(body(), limit_s=LIMIT_S)
+
+
+@asynccontextmanager
+async def _opened(bench: AlgorithmBench, *, state: Mapping[str, Json] | None = None) -> AsyncGenerator[Algorithm]:
+    """A new object, set up as the driver does it, and closed at the end."""
+    algorithm = bench.scenario.make()
+    await algorithm.setup(bench.context())
+    if state is not None:
+        await algorithm.restore(state)
+    try:
+        yield algorithm
+    finally:
+        await algorithm.close()
+
+
+async def _complete(scenario: AlgorithmScenario, workdir: Path) -> list[StepReport]:
+    return await _run(AlgorithmBench(scenario, workdir))
+
+
+async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepReport]:
+    """All steps; ``is_resumed`` makes a new object and new policies from the saved state before each."""
+    reports: list[StepReport] = []
+    saved: Mapping[str, Json] | None = None
+    while not (reports and reports[-1].is_finished):
+        async with bench, _opened(bench, state=saved) as algorithm:
+            while not (reports and reports[-1].is_finished):
+                reports.append(await algorithm.step())
+                assert len(reports) <= bench.scenario.max_steps, "the algorithm does not finish"
+                saved = _as_saved(algorithm.state())
+                if is_resumed:
+                    break
+    return reports
+
+
+def _as_saved(state: Mapping[str, Json]) -> Mapping[str, Json]:
+    return msgspec.json.decode(msgspec.json.encode(dict(state)))
+
+
+def _stable(report: StepReport) -> Mapping[str, float]:
+    """The metrics that do not measure time, rounded to where sums in another order agree."""
+    return {name: round(value, 5) for name, value in report.metrics.items() if not _measures_time(name)}
+
+
+def _measures_time(name: str) -> bool:
+    return name.endswith(("_s", "_seconds")) or "time" in name

@@ -1,0 +1,198 @@
+"""Everything that an algorithm receives, without an experiment around it: collecting, publishing, policies, store.
+
+The bench keeps what outlives a crash (store, published versions, collected rollouts, the work directory) apart
+from what does not (the algorithm object and the policies), so that a test can drop the second and go on.
+"""
+
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from agl.contracts import Algorithm, AlgorithmContext, Collected, Credit, Policy
+from agl.errors import ConfigError
+from agl.schemas import LLM, Episode, Json, Resource, ResourceVersion, Rollout
+from agl.stores.memory import MemoryStore
+from agl.train.credit import EpisodeCredit
+
+NAME = "under-test"
+"""The algorithm's name in the bench's context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOrder:
+    """One rollout that an algorithm asked for.
+
+    Attributes:
+        rollout: As it would be enqueued, with task, group, mode and a repeatable id.
+        resources: What the agent would read, by name.
+        llms: Where each policy serves.
+        seed: Differs between rollouts and is the same when the step is repeated.
+    """
+
+    rollout: Rollout
+    resources: Mapping[str, Resource]
+    llms: Mapping[str, LLM]
+    seed: int
+
+
+def no_policies(workdir: Path) -> Mapping[str, Policy]:
+    """For an algorithm that tunes no weights."""
+    del workdir
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmScenario:
+    """An algorithm and a small world that it can learn in.
+
+    Attributes:
+        make: A new object with the same small parameters every time; it finishes within ``max_steps`` steps.
+        play: Runs one rollout and returns its episode, with reward and rows; may be a coroutine function.
+        resources: First versions of resources by name.
+        policies: New policies by name; started and stopped by the bench, their resource is published first.
+        tunes: Names that the algorithm owns.
+        train: Training tasks; ``val`` validation tasks.
+        files: Text files by name, relative to the work directory, that the parameters refer to.
+    """
+
+    make: Callable[[], Algorithm]
+    play: Callable[[RolloutOrder], Episode | Awaitable[Episode]]
+    tunes: tuple[str, ...]
+    resources: Mapping[str, Resource] = field(default_factory=dict[str, Resource])
+    policies: Callable[[Path], Mapping[str, Policy]] = field(default=no_policies)
+    train: Sequence[Json] = tuple({"question": f"q{number}"} for number in range(8))
+    val: Sequence[Json] = ({"question": "v0"}, {"question": "v1"})
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    max_steps: int = 20
+
+
+class AlgorithmBench:
+    """The world of one scenario; ``async with`` starts its policies, once per simulated process."""
+
+    def __init__(self, scenario: AlgorithmScenario, workdir: Path, *, credit: Credit | None = None) -> None:
+        self.scenario = scenario
+        self.workdir = workdir
+        self.store = MemoryStore("memory://")
+        self.published: list[ResourceVersion] = []
+        self.collected: dict[str, Episode] = {}
+        self.requests = 0
+        self._credit: Credit = credit or EpisodeCredit()
+        self._live: dict[str, ResourceVersion] = {}
+        self._policies: Mapping[str, Policy] = {}
+        self._llms: dict[str, LLM] = {}
+        workdir.mkdir(parents=True, exist_ok=True)
+        for name, text in scenario.files.items():
+            (workdir / name).write_text(text, encoding="utf-8")
+
+    async def __aenter__(self) -> Self:
+        self._policies = self.scenario.policies(self.workdir)
+        self._llms = {name: await policy.start() for name, policy in self._policies.items()}
+        firsts = {**{name: policy.resource() for name, policy in self._policies.items()}, **self.scenario.resources}
+        for name, resource in firsts.items():
+            self._live.setdefault(name, ResourceVersion(name=name, version="v0", resource=resource))
+        for name, policy in self._policies.items():
+            if self._live[name].version != "v0":
+                await policy.load(self._live[name])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for policy in self._policies.values():
+            await policy.stop()
+
+    def context(self, *, tunes: tuple[str, ...] | None = None) -> AlgorithmContext:
+        """The context of a new algorithm object."""
+        return AlgorithmContext(
+            experiment="bench",
+            name=NAME,
+            tunes=self.scenario.tunes if tunes is None else tunes,
+            train=self.scenario.train,
+            val=self.scenario.val,
+            seed=7,
+            workdir=self.workdir,
+            folder=self.workdir,
+            store=self.store,
+            credit=self._credit,
+            collect=self.collect,
+            publish=self.publish,
+            current=self._live.__getitem__,
+            policy=self._policies.__getitem__,
+            progress=lambda done, total, text: None,
+            clock=time.time,
+        )
+
+    async def collect(
+        self,
+        tasks: Sequence[Json],
+        *,
+        step: int,
+        n: int = 1,
+        mode: Literal["train", "val", "test"] = "train",
+        resources: Mapping[str, str] | None = None,
+    ) -> Collected:
+        """Play every task ``n`` times, or find what an earlier process already paid for."""
+        self.requests += 1
+        episodes: list[Episode] = []
+        for position, task in enumerate(task for task in tasks for _ in range(n)):
+            group = f"{NAME}-{step}-{mode}-{position // n}"
+            order = self._order(task, f"{group}-{position % n}", group, mode=mode, pinned=resources or {})
+            if order.rollout.rollout_id not in self.collected:
+                played = self.scenario.play(order)
+                episode = await played if inspect.isawaitable(played) else played
+                self.collected[order.rollout.rollout_id] = episode
+            episodes.append(self.collected[order.rollout.rollout_id])
+        return Collected(episodes=tuple(episodes))
+
+    async def publish(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
+    ) -> ResourceVersion:
+        """Make a version of a tuned resource live; the same step again replaces its own version."""
+        if name not in self.scenario.tunes:
+            raise ConfigError(f"{NAME!r} published {name!r} and tunes only {list(self.scenario.tunes)}")
+        version = ResourceVersion(
+            name=name,
+            version=f"{NAME}-{step}",
+            resource=resource,
+            parent=self._live[name].version,
+            algorithm=NAME,
+            step=step,
+            metadata=dict(metadata or {}),
+        )
+        if name in self._policies:
+            await self._policies[name].load(version)
+        self._live[name] = version
+        self.published = [*(old for old in self.published if (old.name, old.step) != (name, step)), version]
+        return version
+
+    def _order(
+        self,
+        task: Json,
+        rollout_id: str,
+        group: str,
+        *,
+        mode: Literal["train", "val", "test"],
+        pinned: Mapping[str, str],
+    ) -> RolloutOrder:
+        versions = {v.name: v for v in self._live.values()}
+        for name, wanted in pinned.items():
+            versions[name] = next((v for v in self.published if (v.name, v.version) == (name, wanted)), versions[name])
+        rollout = Rollout(
+            rollout_id=rollout_id,
+            task=task,
+            experiment="bench",
+            group_id=group,
+            mode=mode,
+            resources={name: version.version for name, version in versions.items()},
+            status="succeeded",
+            attempts=1,
+            attempt_id=f"{rollout_id}.1",
+        )
+        resources: dict[str, Any] = {name: version.resource for name, version in versions.items()}
+        return RolloutOrder(
+            rollout=rollout, resources=resources, llms=self._llms, seed=len(rollout_id) + sum(rollout_id.encode())
+        )

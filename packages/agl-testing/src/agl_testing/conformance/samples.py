@@ -1,0 +1,148 @@
+"""Finished rollouts, their spans and episodes, for tests of what reads them."""
+
+import random
+from collections.abc import Sequence
+
+from agl import semconv
+from agl.ids import new_rollout_id, new_span_id
+from agl.schemas import (
+    Attempt,
+    Episode,
+    Json,
+    ModelCall,
+    Reward,
+    Rollout,
+    Row,
+    Segment,
+    Span,
+    SpanStatus,
+    Transition,
+    pack_floats,
+    pack_ids,
+)
+from agl_testing.model_server.codec import Turn, encode, logprob, render_prompt
+
+
+def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
+    """A succeeded rollout of ``task``, hidden fields included."""
+    rollout_id = new_rollout_id()
+    return Rollout(
+        rollout_id=rollout_id,
+        task=task,
+        group_id=group_id,
+        hidden=("answer",),
+        status="succeeded",
+        attempts=1,
+        attempt_id=f"{rollout_id}.1",
+    )
+
+
+def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
+    """A recorded model call that answered ``text``, with its tokens."""
+    turn = Turn(role="user", text="what is 6 * 7?")
+    ids = encode(text)
+    call = ModelCall(
+        request_id=new_span_id(),
+        dialect="chat",
+        model="m",
+        request={"model": "m", "messages": [{"role": turn.role, "content": turn.text}]},
+        response={
+            "choices": [
+                {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"},
+            ]
+        },
+        prompt_ids=pack_ids(render_prompt([turn])),
+        response_ids=pack_ids(ids),
+        logprobs=pack_floats(logprob(token, position) for position, token in enumerate(ids)),
+        finish_reason="stop",
+    )
+    attributes = {semconv.OPERATION: semconv.OP_CHAT, **({semconv.AGENT_NAME: agent} if agent else {})}
+    return _span(rollout, "chat m", attributes=attributes, call=call)
+
+
+def tool_span(rollout: Rollout, *, status: SpanStatus = "ok") -> Span:
+    """A recorded tool execution."""
+    attributes: dict[str, Json] = {semconv.OPERATION: semconv.OP_EXECUTE_TOOL, semconv.TOOL_NAME: "calc"}
+    return _span(rollout, "execute_tool calc", attributes=attributes, status=status)
+
+
+def error_span(rollout: Rollout) -> Span:
+    """A recorded exception."""
+    return _span(rollout, "exception ValueError", attributes={semconv.ERROR_TYPE: "ValueError"}, status="error")
+
+
+def make_group(draw: random.Random, *, size: int = 4) -> list[Episode]:
+    """Episodes of one task with random agents, turns, rewards, rejected calls and rows; every one has a reward."""
+    group_id = f"task-{draw.randrange(1_000_000)}"
+    return [make_episode(draw, group_id=group_id) for _ in range(size)]
+
+
+def make_episode(draw: random.Random, *, group_id: str) -> Episode:
+    """One episode with up to six calls of up to three agents; each row holds one call."""
+    rollout = rollout_of({"question": "?"}, group_id=group_id)
+    transitions = [_transition(draw, rollout, turn) for turn in range(draw.randrange(7))]
+    value = round(draw.uniform(-1, 1), 3)
+    return Episode(
+        rollout=rollout,
+        attempt=Attempt(attempt_id=f"{rollout.rollout_id}.1", rollout_id=rollout.rollout_id, number=1, worker="w"),
+        reward=value,
+        rewards=(Reward(value=value), Reward(value=1.0, name="style")),
+        transitions=tuple(transitions),
+        rows=tuple(_row(rollout, call) for call in transitions if not call.reject),
+    )
+
+
+def _transition(draw: random.Random, rollout: Rollout, turn: int) -> Transition:
+    is_rejected = draw.random() < 0.2
+    response = [draw.randrange(99) for _ in range(draw.randrange(1, 5))]
+    return Transition(
+        rollout_id=rollout.rollout_id,
+        attempt_id=f"{rollout.rollout_id}.1",
+        span_id=new_span_id(),
+        agent=draw.choice(["write", "check", ""]),
+        turn=turn,
+        branch=-1 if is_rejected else turn,
+        start=-1 if is_rejected else 3,
+        prompt_ids=pack_ids([1, 2, 3]),
+        response_ids=pack_ids(response),
+        logprobs=pack_floats(-0.5 for _ in response),
+        reward=draw.choice([None, None, 0.5, -0.25]),
+        reject="incomplete" if is_rejected else "",
+    )
+
+
+def _row(rollout: Rollout, call: Transition) -> Row:
+    length = len(call.response_ids) // 4
+    return Row(
+        rollout_id=rollout.rollout_id,
+        attempt_id=call.attempt_id,
+        group_id=rollout.group_id,
+        branch=call.branch,
+        ids=call.prompt_ids + call.response_ids,
+        mask=b"\x00" * 3 + b"\x01" * length,
+        logprobs=pack_floats([0.0] * 3) + call.logprobs,
+        segments=(Segment(start=3, stop=3 + length, span_id=call.span_id, agent=call.agent),),
+    )
+
+
+def _span(
+    rollout: Rollout,
+    name: str,
+    *,
+    attributes: dict[str, Json],
+    status: SpanStatus = "ok",
+    call: ModelCall | None = None,
+    rewards: Sequence[Reward] = (),
+) -> Span:
+    return Span(
+        rollout_id=rollout.rollout_id,
+        attempt_id=rollout.attempt_id or "",
+        span_id=new_span_id(),
+        name=name,
+        start_ns=1,
+        end_ns=2,
+        status=status,
+        attributes=attributes,
+        call=call,
+        reward=rewards[0] if rewards else None,
+    )

@@ -1,0 +1,123 @@
+"""The algorithm class passes a sound algorithm and catches unsound ones."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agl.contracts import AlgorithmContext, StepReport
+from agl.errors import ConfigError
+from agl.schemas import Episode, Json, PromptTemplate
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario, RolloutOrder
+
+CANDIDATES = ("be brief", "be wrong", "be right")
+
+
+class PickPrompt:
+    """Tries one prompt per step and keeps the best: the smallest algorithm that is one."""
+
+    def __init__(self) -> None:
+        self.step_number = 0
+        self.best = ("", -1.0)
+        self.tuned = ""
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        if not context.tunes:
+            raise ConfigError("nothing to tune")
+        self.context, self.tuned = context, context.tunes[0]
+
+    async def step(self) -> StepReport:
+        self.step_number += 1
+        template = CANDIDATES[self.step_number - 1]
+        version = await self.context.publish(self.tuned, PromptTemplate(template=template), step=self.step_number)
+        collected = await self.context.collect(self.context.train[:2], step=self.step_number, n=2)
+        score = sum(episode.reward or 0.0 for episode in collected.episodes) / len(collected.episodes)
+        self.best = max(self.best, (template, score), key=lambda pair: pair[1])
+        is_last = self.step_number == len(CANDIDATES)
+        return StepReport(
+            step=self.step_number,
+            is_finished=is_last,
+            metrics={"reward": score},
+            trained=tuple(episode.rollout.rollout_id for episode in collected.episodes),
+            published=(f"{version.name}@{version.version}",),
+            stop_reason="no prompt is left" if is_last else "",
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        return {"step": self.step_number, "best": list(self.best)}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        self.step_number, self.best = state["step"], tuple(state["best"])
+
+    async def close(self) -> None: ...
+
+
+def play(order: RolloutOrder) -> Episode:
+    prompt = order.resources["prompt"]
+    assert isinstance(prompt, PromptTemplate)
+    reward = float(prompt.template == "be right") + order.seed % 7 / 100
+    return Episode(rollout=order.rollout, attempt=None, reward=reward)
+
+
+def scenario_of(make: Callable[[], Any]) -> AlgorithmScenario:
+    return AlgorithmScenario(
+        make=make, play=play, tunes=("prompt",), resources={"prompt": PromptTemplate(template="be")}
+    )
+
+
+class TestPickPrompt(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self) -> AlgorithmScenario:
+        return scenario_of(PickPrompt)
+
+
+class Forgetful(PickPrompt):
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Start again."""
+
+
+class TrainsTwice(PickPrompt):
+    async def step(self) -> StepReport:
+        report = await super().step()
+        return msgspec.structs.replace(report, trained=report.trained[:1] * 2)
+
+
+class HoldsObjects(PickPrompt):
+    def state(self) -> Mapping[str, Json]:
+        return {**super().state(), "best": self.best}
+
+
+class Endless(PickPrompt):
+    async def step(self) -> StepReport:
+        self.step_number = 0
+        return msgspec.structs.replace(await super().step(), is_finished=False)
+
+
+class HidesPublications(PickPrompt):
+    async def step(self) -> StepReport:
+        return msgspec.structs.replace(await super().step(), published=())
+
+
+class Eager(PickPrompt):
+    async def setup(self, context: AlgorithmContext) -> None:
+        await super().setup(context)
+        await context.collect(context.train, step=0)
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (Forgetful, "test_resumed_run_does_what_an_uninterrupted_one_does"),
+        (Forgetful, "test_step_that_was_lost_is_repeated_from_the_state_before_it"),
+        (TrainsTwice, "test_no_rollout_is_trained_twice_and_only_collected_ones_are"),
+        (HoldsObjects, "test_state_is_json_after_every_step"),
+        (Endless, "test_steps_are_counted_until_the_algorithm_says_that_it_is_finished"),
+        (HidesPublications, "test_reports_name_what_was_published"),
+        (Eager, "test_setup_pays_for_nothing"),
+    ],
+)
+def test_unsound_algorithm_fails_the_test_that_protects_from_it(broken: Any, test: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        getattr(AlgorithmConformance(), test)(scenario_of(broken), tmp_path)
