@@ -8,18 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from agl.errors import ConfigError
-from agl_algo_torch.engine import Engine, EngineSettings
-from agl_algo_torch.sampling import Draw, SamplingParams
-from agl_algo_torch.sequence import (
-    EngineError,
-    EngineStoppedError,
-    Event,
-    Flight,
-    Generation,
-    GenerationRequest,
-    QueueFullError,
-)
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -33,14 +21,25 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from agl.errors import ConfigError
+from agl_algo_torch.engine import Engine, EngineSettings
+from agl_algo_torch.sampling import Draw, SamplingParams
+from agl_algo_torch.sequence import (
+    EngineError,
+    EngineStoppedError,
+    Event,
+    Flight,
+    Generation,
+    GenerationRequest,
+    QueueFullError,
+)
+
 SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
 KINDS: dict[str, Callable[[], Any]] = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL, num_key_value_heads=4)),
     "llama-gqa": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, num_key_value_heads=2)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=61, n_positions=512)),
-    "mistral-window": lambda: MistralForCausalLM(
-        MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=24)
-    ),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=24)),
 }
 
 
@@ -145,7 +144,10 @@ def test_a_greedy_answer_is_the_same_alone_and_in_a_batch(running: Any) -> None:
     run = running(prefix_bytes=0)
     greedy = {"temperature": 0.0}
     alone = run.ask(ask(20, seed=3, max_tokens=12, params=greedy))[0]
-    batch = run.ask(*[ask(4 + 9 * i, seed=i, max_tokens=12, params=greedy) for i in range(3)], ask(20, seed=3, max_tokens=12, params=greedy))
+    batch = run.ask(
+        *[ask(4 + 9 * i, seed=i, max_tokens=12, params=greedy) for i in range(3)],
+        ask(20, seed=3, max_tokens=12, params=greedy),
+    )
     assert alone.token_ids == batch[-1].token_ids
     assert logprobs(alone) == pytest.approx(logprobs(batch[-1]), abs=1e-5)
 
@@ -353,5 +355,5 @@ def test_stopping_answers_everybody(running: Any) -> None:
 
 def test_a_model_without_keys_and_values_is_refused() -> None:
     model = MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=61, state_size=4))
-    with pytest.raises(ConfigError, match="mamba.*vLLM"):
+    with pytest.raises(ConfigError, match=r"mamba.*vLLM"):
         Engine(model)

@@ -2,11 +2,12 @@
 
 import numpy as np
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from agl_algo_torch.codec import cut_at_stop, safe_length
 from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues, PrefixStore
 from agl_algo_torch.toolcalls import Parsed, ToolCall, tool_parser
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 LAYOUT = CacheLayout(
     stores=((3, 2, 4), (1, 2, 6)),

@@ -27,7 +27,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -102,10 +102,8 @@ class _Admission:
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counts since the start, and what is going on now."""
+    """Counts since the start."""
 
-    running: int = 0
-    waiting: int = 0
     generated_tokens: int = 0
     prefilled_tokens: int = 0
     cached_tokens: int = 0
@@ -196,6 +194,11 @@ class Engine:
     def _generator(self, seed: int | None) -> torch.Generator | None:
         return None if seed is None else torch.Generator(self._device).manual_seed(seed)
 
+    def snapshot(self) -> dict[str, int]:
+        """Counts since the start, and how many sequences run and wait now."""
+        waiting = len(self._inbox) + len(self._waiting)
+        return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
+
     def cancel(self, flights: Sequence[Flight]) -> None:
         """Drop sequences at the next token boundary; their listeners hear nothing more. Finished ones are ignored."""
         for flight in flights:
@@ -244,7 +247,6 @@ class Engine:
             self._admit()
         if self._running:
             self._step()
-        self.stats.running, self.stats.waiting = len(self._running), len(self._waiting)
 
     def _drop_cancelled(self) -> None:
         self._evict([row for row, flight in enumerate(self._running) if flight.is_cancelled])

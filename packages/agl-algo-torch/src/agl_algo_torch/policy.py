@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -131,8 +131,9 @@ class TorchPolicy:
         if self._thread is not None:
             raise PolicyError(f"The policy {self.name!r} serves already at {self._base_url}; stop it first.")
         self._engine.start()
-        self._thread = _ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
-        port = await asyncio.to_thread(self._thread.start)
+        thread = _ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
+        port = await asyncio.to_thread(thread.start)
+        self._thread = thread
         self._base_url = f"http://{self._settings.host}:{port}/v1"
         return LLM(endpoint=self._base_url, model=self.model_name)
 
@@ -200,7 +201,7 @@ class TorchPolicy:
 
     def health(self) -> dict[str, Any]:
         """Version and counts, as `/health` says them."""
-        return {"model": self.model_name, "model_version": self.model_version, **asdict(self._engine.stats)}
+        return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
 
 
 class _ServerThread:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -105,7 +105,7 @@ class PolicyServer:
 
     async def _health(self, _request: web.Request) -> web.Response:
         state = {"status": "ok", "model": self._settings.model_name, "model_version": self._engine.version}
-        return _json(state | asdict(self._engine.stats))
+        return _json(state | self._engine.snapshot())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = read_body(await request.read(), ChatBody)

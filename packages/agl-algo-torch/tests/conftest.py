@@ -1,0 +1,101 @@
+"""A tiny model with a byte-level tokenizer and a ChatML template with tools, made on the spot."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from agl_algo_torch.model import LoadedModel
+from agl_algo_torch.policy import TorchPolicy
+
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role not in ['system', 'user', 'assistant', 'tool'] %}{{ raise_exception('strange role') }}{% endif %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n' if message.content or not loop.first }}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models are so small that a second thread only waits for the first."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., Any]:
+    """`make_tokenizer(merges=...)`: byte-level, with merges such as `("a", "b")`."""
+
+    def make(*, merges: tuple[tuple[str, str], ...] = ()) -> Any:
+        vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        for left, right in merges:
+            vocabulary[left + right] = len(vocabulary)
+        bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges)))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.decoder = decoders.ByteLevel()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=bpe,
+            eos_token="<|im_end|>",
+            pad_token="<|endoftext|>",
+            additional_special_tokens=["<|im_start|>"],
+        )
+        tokenizer.chat_template = TEMPLATE
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_loaded(make_tokenizer: Callable[..., Any]) -> Callable[..., LoadedModel]:
+    """`make_loaded(seed=..., merges=...)`: a random Qwen2 of two layers with its tokenizer."""
+
+    def make(*, seed: int = 0, merges: tuple[tuple[str, str], ...] = (), context: int = 1024) -> LoadedModel:
+        tokenizer = make_tokenizer(merges=merges)
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=context,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=True,
+        )
+        return LoadedModel(
+            name="tiny", model=Qwen2ForCausalLM(config).eval(), tokenizer=tokenizer, device=torch.device("cpu")
+        )
+
+    return make
+
+
+@pytest.fixture
+def serve(make_loaded: Callable[..., LoadedModel]) -> Iterator[Callable[..., TorchPolicy]]:
+    """`serve(loaded, **options)`: a started policy named `tiny`, stopped at the end of the test."""
+    policies: list[TorchPolicy] = []
+
+    def start(loaded: LoadedModel | None = None, **options: Any) -> TorchPolicy:
+        policy = TorchPolicy(name="tiny", model=loaded or make_loaded(), **options)
+        policies.append(policy)
+        asyncio.run(policy.start())
+        return policy
+
+    yield start
+    for policy in policies:
+        asyncio.run(policy.stop())

@@ -1,0 +1,200 @@
+"""The policy as the trainer sees it: start, load, publish, stop."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+
+from agl.errors import ConfigError, PolicyError
+from agl.schemas import LLM, PromptTemplate, ResourceVersion, Weights
+from agl_algo_torch.checkpoint import save_served
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora
+from agl_algo_torch.policy import TorchPolicy
+
+Make = Callable[..., LoadedModel]
+
+
+def version_of(resource: Any, version: str = "sft-1") -> ResourceVersion:
+    return ResourceVersion(name="main_llm", version=version, resource=resource)
+
+
+def greedy(policy: TorchPolicy) -> dict[str, Any]:
+    client = openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0)
+    answer = client.chat.completions.create(
+        model=policy.model_name,
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=10,
+        temperature=0,
+        logprobs=True,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    return answer.model_dump()
+
+
+@torch.no_grad()
+def check_served_by(model: Any, answer: dict[str, Any]) -> None:
+    prompt_ids, ids = answer["prompt_token_ids"], answer["choices"][0]["token_ids"]
+    logprobs = model(torch.tensor([prompt_ids + ids])).logits[0].log_softmax(-1)
+    expected = [logprobs[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(ids)]
+    assert expected == pytest.approx([one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]], abs=1e-5)
+
+
+def test_a_policy_starts_from_a_directory_and_says_where_it_serves(make_loaded: Make, tmp_path: Path) -> None:
+    loaded = make_loaded(seed=3)
+    save_served(loaded, tmp_path / "model")
+    policy = TorchPolicy(name="main_llm", model=str(tmp_path / "model"), device="cpu", model_name="pupil")
+
+    async def run() -> None:
+        llm = await policy.start()
+        assert LLM(endpoint=policy.base_url, model="pupil") == llm
+        assert policy.base_url.endswith("/v1")
+        check_served_by(loaded.model, await asyncio.to_thread(greedy, policy))
+        await policy.stop()
+        await policy.stop()
+
+    asyncio.run(run())
+    assert Weights(uri=str(tmp_path / "model")) == policy.resource()
+    assert policy.has_token_ids
+
+
+def test_training_the_model_does_not_change_what_is_served_until_it_is_published(
+    make_loaded: Make, serve: Callable[..., TorchPolicy]
+) -> None:
+    loaded, old = make_loaded(), make_loaded()
+    policy = serve(loaded)
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    check_served_by(old.model, greedy(policy))
+    asyncio.run(policy.publish(loaded.model.state_dict(), "grpo-1"))
+    answer = greedy(policy)
+    check_served_by(loaded.model, answer)
+    assert "grpo-1" == answer["model_version"] == policy.model_version
+
+
+def test_loading_serves_full_weights_from_disk(
+    make_loaded: Make, serve: Callable[..., TorchPolicy], tmp_path: Path
+) -> None:
+    new = make_loaded(seed=5)
+    weights = save_served(new, tmp_path / "served")
+    policy = serve(make_loaded())
+    asyncio.run(policy.load(version_of(weights)))
+    check_served_by(new.model, greedy(policy))
+    assert "sft-1" == policy.model_version
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own call
+def test_loading_merges_an_adapter_into_its_base(
+    make_loaded: Make, serve: Callable[..., TorchPolicy], tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="adapters need the extra lora")
+    base = make_loaded(seed=2)
+    save_served(base, tmp_path / "base")
+    model = add_lora(make_loaded(seed=2).model, LoraSettings(rank=4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    adapted = LoadedModel(
+        name=str(tmp_path / "base"), model=model.eval(), tokenizer=base.tokenizer, device=torch.device("cpu")
+    )
+    weights = save_served(adapted, tmp_path / "adapter")
+    policy = serve(make_loaded())
+    asyncio.run(policy.load(version_of(weights)))
+    check_served_by(model, greedy(policy))
+    from_memory = serve(adapted)
+    check_served_by(model, greedy(from_memory))
+
+
+def test_what_cannot_be_loaded_is_refused_and_the_old_weights_stay(
+    make_loaded: Make, serve: Callable[..., TorchPolicy], tmp_path: Path
+) -> None:
+    policy = serve(make_loaded())
+    with pytest.raises(ConfigError, match="PromptTemplate"):
+        asyncio.run(policy.load(version_of(PromptTemplate(template="x"))))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        asyncio.run(policy.load(version_of(Weights(uri=str(tmp_path)))))
+    state = make_loaded(seed=1).model.state_dict()
+    for change, words in (
+        ({"model.norm.weight": None}, "model.norm.weight .missing"),
+        ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight .shape \(3,\), not \(64,\)"),
+        ({"strange": torch.ones(1)}, "strange .unknown"),
+    ):
+        wrong = {name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(policy.publish(wrong, "2"))
+    check_served_by(make_loaded().model, greedy(policy))
+    assert "0" == policy.model_version
+
+
+def test_a_tied_tensor_may_be_missing(make_loaded: Make, serve: Callable[..., TorchPolicy]) -> None:
+    new = make_loaded(seed=1)
+    state = dict(new.model.state_dict())
+    del state["lm_head.weight"]
+    policy = serve(make_loaded())
+    asyncio.run(policy.publish(state, "1"))
+    check_served_by(new.model, greedy(policy))
+
+
+def test_weights_can_be_published_before_the_start(make_loaded: Make) -> None:
+    new = make_loaded(seed=1)
+    policy = TorchPolicy(name="tiny", model=make_loaded())
+
+    async def run() -> None:
+        await policy.publish(new.model.state_dict(), "1")
+        await policy.start()
+        check_served_by(new.model, await asyncio.to_thread(greedy, policy))
+        await policy.stop()
+
+    asyncio.run(run())
+
+
+def test_a_port_in_use_is_an_error_that_names_it(make_loaded: Make) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        policy = TorchPolicy(name="tiny", model=make_loaded(), port=port)
+        with pytest.raises(PolicyError, match=f"127.0.0.1:{port}"):
+            asyncio.run(policy.start())
+        asyncio.run(policy.stop())
+
+
+def test_settings_are_checked_when_it_is_constructed(make_loaded: Make) -> None:
+    with pytest.raises(ConfigError, match="temprature"):
+        TorchPolicy(name="tiny", model=make_loaded(), temprature=1.0)
+    with pytest.raises(ConfigError, match="hermes, none"):
+        TorchPolicy(name="tiny", model=make_loaded(), tool_parser="pythonic")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        TorchPolicy(name="tiny", model="/no/such/model")
+
+
+def test_stopping_answers_running_requests_with_503(make_loaded: Make) -> None:
+    policy = TorchPolicy(name="tiny", model=make_loaded())
+
+    async def run() -> None:
+        await policy.start()
+        client = openai.AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0)
+        asked = asyncio.create_task(
+            client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hello"}],
+                max_tokens=900,
+                extra_body={"ignore_eos": True},
+            )
+        )
+        while not policy.health()["running"]:
+            await asyncio.sleep(0.01)
+        await policy.stop()
+        with pytest.raises(openai.InternalServerError) as caught:
+            await asked
+        assert 503 == caught.value.status_code
+        with pytest.raises(PolicyError, match="stopped"):
+            await policy.start()
+
+    asyncio.run(run())
