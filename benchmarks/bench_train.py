@@ -4,7 +4,7 @@ Run alone: ``python benchmarks/bench_train.py``.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -18,7 +18,7 @@ ROLLOUT = Rollout(rollout_id="r", task={}, group_id="g")
 ATTEMPT = Attempt(attempt_id="r.1", rollout_id="r", number=1, worker="w")
 
 
-def figures() -> list[Figure]:
+def run() -> list[Figure]:
     """All rows of the table."""
     return [*short_calls(), *long_calls(), *adversarial()]
 
@@ -189,9 +189,5 @@ def naive_of(spans: Sequence[Span]) -> Case:
     return run
 
 
-def main(report: Callable[[str], None] = print) -> None:
-    report(table(figures()))
-
-
 if __name__ == "__main__":
-    main()
+    print(table(run()))

@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl.contracts import Credit
@@ -104,6 +104,7 @@ def test_turn_credit_can_compare_equal_turns() -> None:
     assert ["g/a/0", "g/b/0"] == [one.baseline for one in given]
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.floats(-10, 10))
 def test_turn_credit_without_discount_gives_the_first_turn_everything(rewards: list[float], final: float) -> None:
     one = episode(*(call(i, reward=reward) for i, reward in enumerate(rewards)), reward=final)

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
@@ -293,6 +293,7 @@ def fields_of(span: Span) -> dict[str, object]:
     return {name: getattr(span, name) for name in span.__struct_fields__}
 
 
+@settings(deadline=None)
 @given(st.permutations(range(6)))
 def test_episode_does_not_depend_on_the_order_of_spans(order: list[int]) -> None:
     spans = [

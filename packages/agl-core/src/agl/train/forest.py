@@ -33,35 +33,21 @@ class ForestOptions:
     decode: Decode | None = None
 
 
-class Placement(Record, frozen=True, kw_only=True):
-    """Where a call is in the forest.
-
-    Attributes:
-        branch: Index of its branch, from 0 in order of the branches' first calls.
-        start: Index in the branch's row of the first response token; equals the number of prompt tokens.
-        parent: Index of the call that it extends, -1 for none.
-        drift: How the prompt nearly continues a branch, in words; ``""`` if it does not.
-    """
-
-    branch: int
-    start: int
-    parent: int = NONE
-    drift: str = ""
-
-
 class Forest(Record, frozen=True, kw_only=True):
-    """All branches of an attempt.
+    """All branches of an attempt; calls are indices in the order given.
 
     Attributes:
-        placements: One per call, in the order given.
-        branches: Per branch the indices of its calls, in order. The row of a branch is the last one's prompt and
-            response; what earlier branches sampled in it is there as context only.
-        drifts: How many calls nearly continue a branch.
+        branch: For each call the index of its branch, numbered in order of the branches' first calls.
+        parent: For each call the one that it extends, -1 for none.
+        branches: Per branch its calls, in order. The row of a branch is the last one's prompt and response; what
+            other branches sampled in it is there as context only.
+        drift: How a call's prompt nearly continues a branch, in words, for those that do.
     """
 
-    placements: tuple[Placement, ...] = ()
-    branches: tuple[tuple[int, ...], ...] = ()
-    drifts: int = 0
+    branch: list[int] = []
+    parent: list[int] = []
+    branches: list[list[int]] = []
+    drift: dict[int, str] = {}
 
 
 def build_forest(spans: Sequence[Span], *, options: ForestOptions | None = None) -> Forest:
@@ -122,19 +108,12 @@ class _Grower:
             older[k], newest[same] = newest[same], k
 
     def forest(self) -> Forest:
-        ordered = sorted(self._branches, key=lambda branch: branch.calls[0])
-        numbers = {id(branch): number for number, branch in enumerate(ordered)}
-        placements = tuple(
-            Placement(
-                branch=numbers[id(branch)],
-                start=call.prompt_len,
-                parent=self._parent[i],
-                drift=self._drift.get(i, ""),
-            )
-            for i, (call, branch) in enumerate(zip(self._calls, self._branch_of, strict=True))
-        )
-        branches = tuple(tuple(branch.calls) for branch in ordered)
-        return Forest(placements=placements, branches=branches, drifts=len(self._drift))
+        branches = sorted((branch.calls for branch in self._branches), key=lambda calls: calls[0])
+        number = [NONE] * len(self._calls)
+        for index, calls in enumerate(branches):
+            for call in calls:
+                number[call] = index
+        return Forest(branch=number, parent=self._parent, branches=branches, drift=self._drift)
 
     def _extend(self, i: int, parent: int) -> None:
         branch = self._branch_of[parent]

@@ -5,14 +5,16 @@ Everything is iterative and sorts once, so that an attempt may have a hundred th
 
 from collections.abc import Mapping, Sequence
 
-from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Span, Transition
+from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Span, Transition
 from agl.train.agents import Enclosing, Who
-from agl.train.forest import ForestOptions, Placement, build_forest
+from agl.train.forest import ForestOptions, build_forest
 from agl.train.order import Timeline, chronological
 from agl.train.rejects import Reject, Selection, find_rejects
 from agl.train.rows import make_rows
 from agl.train.scores import ScoreOptions, call_rewards, counts, score
 
+_KEPT = Reject(reason="", detail="")
+_PLAIN = Sampling()
 _NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
 
 
@@ -79,17 +81,21 @@ def to_transitions(
     enclosing = Enclosing(timeline.spans)
     who = {span.span_id: enclosing.who(span) for span in calls}
     rejects = find_rejects(calls, attempt_id=attempt_id, selection=selection, who=who)
-    forest = build_forest([span for i, span in enumerate(calls) if i not in rejects], options=options.forest)
+    kept = [i for i in range(len(calls)) if i not in rejects]
+    forest = build_forest([calls[i] for i in kept], options=options.forest)
+    placed = dict(zip(kept, forest.branch, strict=True))
+    drift = {kept[i]: text for i, text in forest.drift.items()}
     rewards = _rewards_of_calls(timeline, calls, rejects, enclosing, attempt_id, options.score)
     turns = _turns(calls, who)
-    placed = iter(forest.placements)
     return tuple(
         _transition(
             span,
             who=who[span.span_id],
             turn=turns[i],
+            branch=placed.get(i, -1),
             reward=rewards.get(span.span_id),
-            outcome=rejects[i] if i in rejects else next(placed),
+            reject=rejects.get(i, _KEPT),
+            drift=drift.get(i, ""),
         )
         for i, span in enumerate(calls)
     )
@@ -133,11 +139,12 @@ def _turns(calls: Sequence[Span], who: Mapping[str, Who]) -> list[int]:
     return turns
 
 
-def _transition(span: Span, *, who: Who, turn: int, reward: float | None, outcome: Reject | Placement) -> Transition:
+def _transition(
+    span: Span, *, who: Who, turn: int, branch: int, reward: float | None, reject: Reject, drift: str
+) -> Transition:
     call = span.call
     assert call is not None  # noqa: S101  # the caller keeps model calls only
-    is_placed = isinstance(outcome, Placement)
-    temperature = call.sampling.temperature
+    sampling = call.sampling
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -145,16 +152,16 @@ def _transition(span: Span, *, who: Who, turn: int, reward: float | None, outcom
         agent=who.agent,
         path=who.path,
         turn=turn,
-        branch=outcome.branch if is_placed else -1,
-        start=outcome.start if is_placed else -1,
+        branch=branch,
+        start=-1 if reject.reason else len(call.prompt_ids) // 4,
         policy=call.policy,
         model_version=call.model_version,
         prompt_ids=call.prompt_ids,
         response_ids=call.response_ids,
         logprobs=call.logprobs,
         reward=reward,
-        reject="" if is_placed else outcome.reason,
-        detail=outcome.drift if is_placed else outcome.detail,
-        temperature=1.0 if temperature is None else temperature,
-        is_distribution_changed=call.sampling.changes_distribution,
+        reject=reject.reason,
+        detail=reject.detail or drift,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
     )
