@@ -1,12 +1,15 @@
 """The context variable of a rollout: who sees it, where it is carried, and that nothing of it is left behind."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import pytest
 
-from agl.capture import Capture, SpanRecorder, activate, current, current_span_id, span_id_of
+from agl.capture import Capture, SpanRecorder, activate, current, current_span_id, process, span_id_of
 from agl.capture.operation import operation
 
 
@@ -157,6 +160,36 @@ def test_patches_are_counted_and_undone_by_identity():
     first.__exit__(None, None, None)
     assert threading.Thread.start is start
     assert ThreadPoolExecutor.submit is submit
+
+
+def test_an_activation_that_is_never_left_stays():
+    code = """
+import gc
+from agl.capture import Capture, SpanRecorder, activate, current
+attempt = Capture(
+    rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id="1" * 16, record=SpanRecorder().record
+)
+activate(attempt).__enter__()
+gc.collect()
+assert current() is attempt
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_activation_that_cannot_be_entered_leaves_nothing_behind():
+    def broken(capture: Capture) -> AbstractContextManager[None]:
+        raise ZeroDivisionError
+
+    start = threading.Thread.start
+    process.add_scope(broken)
+    try:
+        with pytest.raises(ZeroDivisionError), activate(attempt()):
+            pass
+    finally:
+        process.remove_scope(broken)
+    assert current() is None
+    assert threading.Thread.start is start
 
 
 def test_a_foreign_patch_on_top_of_ours_is_left_in_place(monkeypatch: pytest.MonkeyPatch):

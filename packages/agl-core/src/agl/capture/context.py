@@ -5,8 +5,8 @@ executors carry context variables and HTTP clients are watched; after the last o
 """
 
 import logging
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -72,21 +72,31 @@ def set_scope(scope: Scope | None) -> None:
     _SCOPE.set(scope)
 
 
-@contextmanager
-def activate(capture: Capture) -> Generator[Capture]:
+class activate:  # noqa: N801  # used like a function: with agl.capture.activate(capture)
     """Make ``capture`` current for the body, with everything that must be patched for it.
 
-    Activations nest and overlap freely between tasks and threads. What the body leaves open (streams that nobody
-    read to their end) is recorded as incomplete when it ends.
+    Activations nest and overlap freely between tasks and threads; enter and leave one in the same context. What the
+    body leaves open (streams that nobody read to their end) is recorded as incomplete when it ends. One that is
+    entered and never left stays for the rest of the process.
     """
-    with ExitStack() as stack:
-        stack.enter_context(process.patched())
-        previous, outer = _CURRENT.set(capture), _SCOPE.set(None)
-        stack.callback(_SCOPE.reset, outer)
-        stack.callback(_CURRENT.reset, previous)
-        stack.callback(_close, capture)
-        process.enter_scopes(stack, capture)
-        yield capture
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Capture:
+        with self._stack as stack:
+            process.hold(self)
+            stack.callback(process.release, self)
+            stack.callback(_SCOPE.reset, _SCOPE.set(None))
+            stack.callback(_CURRENT.reset, _CURRENT.set(self._capture))
+            stack.callback(_close, self._capture)
+            process.enter_scopes(stack, self._capture)
+            self._stack = stack.pop_all()
+        return self._capture
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
 
 
 def current_span_id() -> str | None:

@@ -55,8 +55,12 @@ def emit_reward(
             f"emit_reward got scope={scope!r} and span_id={span_id!r}; "
             'use scope="rollout", scope="turn", or scope="span" with the span_id it is about.'
         )
-    dimensions = _dimensions(cast("Mapping[str, Any]", value)) if isinstance(value, Mapping) else {}
-    scalar = _primary(dimensions, primary) if isinstance(value, Mapping) else _finite(value, what="the reward")
+    dimensions: dict[str, float | None] = {}
+    if type(value) is not float and isinstance(value, Mapping):
+        dimensions = _dimensions(cast("Mapping[str, Any]", value))
+        scalar = _primary(dimensions, primary)
+    else:
+        scalar = _finite(value, what="the reward")
     reward = Reward(
         value=scalar,
         name=name,

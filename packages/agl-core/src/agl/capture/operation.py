@@ -28,16 +28,16 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
         attributes: The span's attributes, such as ``**{"gen_ai.agent.name": "writer"}``; JSON values.
     """
 
-    __slots__ = ("_attributes", "_capture", "_outer", "_parent", "_scope", "_start", "name")
+    # On the class, because outside a rollout nothing else than the two attributes below is ever set.
+    _capture: Capture | None = None
+    _scope: Scope | None = None
+    _outer: Scope | None = None
+    _parent: str | None = None
+    _start = 0
 
     def __init__(self, name: str, /, **attributes: Any) -> None:
         self.name = name
         self._attributes = attributes
-        self._capture: Capture | None = None
-        self._scope: Scope | None = None
-        self._outer: Scope | None = None
-        self._parent: str | None = None
-        self._start = 0
 
     @property
     def span_id(self) -> str | None:
@@ -49,8 +49,9 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
         self._attributes = {**self._attributes, **attributes}
 
     def __enter__(self) -> Self:
-        self._capture = capture = current()
+        capture = current()
         if capture is not None:
+            self._capture = capture
             self._outer = current_scope()
             self._parent = innermost(capture)
             self._scope = Scope(new_span_id(), framework_span_id(capture))

@@ -5,8 +5,8 @@ them, the last one restores the originals. This is the one place of the core tha
 the things that it patches are process-wide.
 """
 
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, TypeAlias, cast
@@ -19,28 +19,29 @@ ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 @dataclass
 class _State:
     lock: Lock = field(default_factory=Lock)
-    active: int = 0
+    users: list[object] = field(default_factory=list[object])
     undo: list[Undo] = field(default_factory=list[Undo])
     scopes: list[ScopeMaker] = field(default_factory=list[ScopeMaker])
+    made: dict[tuple[Any, str], tuple[Any, Any]] = field(default_factory=dict[tuple[Any, str], tuple[Any, Any]])
 
 
 _STATE = _State()
 
 
-@contextmanager
-def patched() -> Generator[None]:
-    """Hold the patches for the body; they go away with the last holder."""
+def hold(user: object) -> None:
+    """Patch the process for ``user``, which is kept alive until :func:`release`."""
     with _STATE.lock:
-        _STATE.active += 1
-        if _STATE.active == 1:
+        if not _STATE.users:
             _apply()
-    try:
-        yield
-    finally:
-        with _STATE.lock:
-            _STATE.active -= 1
-            if _STATE.active == 0:
-                _revert()
+        _STATE.users.append(user)
+
+
+def release(user: object) -> None:
+    """The end of :func:`hold`; the last user's restores the originals."""
+    with _STATE.lock:
+        _STATE.users.remove(user)
+        if not _STATE.users:
+            _revert()
 
 
 def add_scope(make: ScopeMaker) -> None:
@@ -69,7 +70,7 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     Where somebody else has patched on top since, theirs stays: ours below it is idle outside rollouts.
     """
     original = cast("Any", vars(owner)[name])
-    ours = make(original)
+    ours = _replacement(owner, name, original, make)
     setattr(owner, name, ours)
 
     def undo() -> None:
@@ -77,6 +78,15 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
             setattr(owner, name, original)
 
     return undo
+
+
+def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:
+    """``make(original)``, the one made the last time where the original is the same."""
+    wrapped, ours = _STATE.made.get((owner, name), (None, None))
+    if wrapped is not original:
+        ours = make(original)
+        _STATE.made[owner, name] = (original, ours)
+    return ours
 
 
 def _apply() -> None:

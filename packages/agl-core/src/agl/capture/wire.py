@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import wraps
-from hashlib import blake2b
 from threading import Lock
 from types import ModuleType
 from typing import Any, ClassVar
@@ -32,6 +31,7 @@ _log = logging.getLogger(__name__)
 _MODULES = ("httpx", "httpx2")
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
 _ROUTE_HEADERS = frozenset({b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id"})
+_DROPPED = _KEY_HEADERS | _ROUTE_HEADERS
 _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol")
 
 
@@ -71,17 +71,21 @@ class WireTracer:
 
 @dataclass
 class _Hook:
-    """The client modules that are patched now; ``tees`` holds each module's stream classes."""
+    """The client modules that are patched now, as what undoes it."""
 
     lock: Lock = field(default_factory=Lock)
     undo: list[Undo] = field(default_factory=list[Undo])
 
     def patch(self, module: ModuleType) -> None:
-        sync_tee = type("SyncTee", (SyncTee, module.SyncByteStream), {})
-        async_tee = type("AsyncTee", (AsyncTee, module.AsyncByteStream), {})
+        def send(original: Any) -> Any:
+            return _send(original, type("SyncTee", (SyncTee, module.SyncByteStream), {}))
+
+        def send_async(original: Any) -> Any:
+            return _send_async(original, type("AsyncTee", (AsyncTee, module.AsyncByteStream), {}))
+
         with self.lock:
-            self.undo.append(replace(module.Client, "send", lambda original: _send(original, sync_tee)))
-            self.undo.append(replace(module.AsyncClient, "send", lambda original: _send_async(original, async_tee)))
+            self.undo.append(replace(module.Client, "send", send))
+            self.undo.append(replace(module.AsyncClient, "send", send_async))
 
     def revert(self) -> None:
         with self.lock:
@@ -199,14 +203,16 @@ def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Depart
     route = route_of(capture, method=request.method, url=str(request.url), body=body)
     if route is None or (route.target == "record" and not _is_recorded(capture)):
         return None
-    parent_id, retries = innermost(capture), _retry_count(request)
-    request_id = _request_id(request, body or b"", retries)
+    headers = [(name.lower(), value) for name, value in request.headers.raw]
+    named = dict(headers)
+    parent_id, retries = innermost(capture), _retry_count(named)
+    request_id = _request_id(named, body or b"", retries)
     call = None
     if route.dialect is not None and body is not None:
         call = OpenCall(capture, route, body=body, parent_id=parent_id, request_id=request_id, retry_count=retries)
     if route.target == "gateway":
-        headers = _gateway_headers(capture, request, parent_id=parent_id, request_id=request_id)
-        sent = _copy(request, route.url, headers=headers, body=body)
+        ours = _gateway_headers(capture, headers, parent_id=parent_id, request_id=request_id)
+        sent = _copy(request, route.url, headers=ours, body=body)
         # The token is the only credential, and a redirect must not carry it elsewhere.
         return _Departure(request, sent, {**options, "auth": None, "follow_redirects": False}, call, is_ours=False)
     return _Departure(request, _recorded_request(request, route, body or b""), options, call, is_ours=True)
@@ -234,12 +240,13 @@ def _recorded_request(request: Any, route: Route, body: bytes) -> Any:
     return _copy(request, route.url, headers=headers, body=changed)
 
 
-def _gateway_headers(capture: Capture, request: Any, *, parent_id: str, request_id: str) -> list[tuple[bytes, bytes]]:
+def _gateway_headers(
+    capture: Capture, given: list[tuple[bytes, bytes]], *, parent_id: str, request_id: str
+) -> list[tuple[bytes, bytes]]:
     """The request's headers with the attempt's identity in place of the client's credentials."""
-    dropped = _ROUTE_HEADERS | _KEY_HEADERS
-    headers = [(name, value) for name, value in request.headers.raw if name.lower() not in dropped]
+    headers = [(name, value) for name, value in given if name not in _DROPPED]
     if capture.token:
-        has_key = "x-api-key" in request.headers
+        has_key = any(name == b"x-api-key" for name, _ in given)
         key = (
             (b"x-api-key", capture.token.encode())
             if has_key
@@ -257,19 +264,19 @@ def _copy(request: Any, url: str, *, headers: list[tuple[bytes, bytes]], body: b
     return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
 
 
-_RETRIED: ContextVar[tuple[bytes, str]] = ContextVar("agl_retried", default=(b"", ""))
+_RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""))
 
 
-def _request_id(request: Any, body: bytes, retries: int) -> str:
+def _request_id(headers: dict[bytes, bytes], body: bytes, retries: int) -> str:
     """The request's id: its own header, the id of the first try when this is a retry, else a new one.
 
     A client retries in the task or thread that made the first try, with the same body.
     """
-    given = request.headers.get("x-agl-request-id")
+    given = headers.get(b"x-agl-request-id")
     if given:
-        return str(given)
+        return given.decode("ascii", "replace")
     digest, previous = _RETRIED.get()
-    found = blake2b(body, digest_size=16).digest()
+    found = hash(body)
     if retries and digest == found:
         return previous
     request_id = f"rq-{new_span_id()}"
@@ -277,6 +284,6 @@ def _request_id(request: Any, body: bytes, retries: int) -> str:
     return request_id
 
 
-def _retry_count(request: Any) -> int:
-    text = request.headers.get("x-stainless-retry-count", "0")
-    return int(text) if text.isdecimal() else 0
+def _retry_count(headers: dict[bytes, bytes]) -> int:
+    text = headers.get(b"x-stainless-retry-count", b"0")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,259 @@
+"""Capture in the agent's process: emitters outside and inside a rollout, activation, and the wire hook per call.
+
+Run it with ``python benchmarks/bench_capture.py``. The wire rows need agl-testing, and openai or httpx.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from _harness import Case, Figure, interleave, table
+from agl.capture import Capture, SpanRecorder, activate
+from agl.capture.emitters import emit_message, emit_reward
+from agl.capture.operation import operation
+from agl.capture.otel import OtelTracer
+from agl.contracts import Upstream
+
+_SPANS = 5_000
+_CALLS = 150
+_CHAT = {"model": "m", "messages": [{"role": "user", "content": "x " * 2000}]}
+
+
+def attempt(recorder: SpanRecorder, **fields: Any) -> Capture:
+    return Capture(
+        rollout_id="ro-1",
+        attempt_id="ro-1.1",
+        trace_id="a" * 32,
+        root_span_id="1" * 16,
+        record=recorder.record,
+        **fields,
+    )
+
+
+def inside(body: Callable[[], None]) -> Case:
+    """Many calls of ``body`` in one rollout."""
+
+    def run() -> int:
+        recorder = SpanRecorder()
+        with activate(attempt(recorder)):
+            for _ in range(_SPANS):
+                body()
+        return _SPANS
+
+    return run
+
+
+def outside(body: Callable[[], None]) -> Case:
+    """Many calls of ``body`` outside any rollout."""
+
+    def run() -> int:
+        for _ in range(20 * _SPANS):
+            body()
+        return 20 * _SPANS
+
+    return run
+
+
+def step() -> None:
+    """The smallest operation."""
+    with operation("step", step=1):
+        pass
+
+
+def emitters() -> list[Figure]:
+    """CPU microseconds per emitter, next to an OpenTelemetry SDK span with a batch processor."""
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter(), schedule_delay_millis=60_000))
+    otel = provider.get_tracer("bench")
+
+    def otel_span() -> int:
+        for _ in range(_SPANS):
+            with otel.start_as_current_span("step", attributes={"step": 1}):
+                pass
+        return _SPANS
+
+    cases = {
+        "an OpenTelemetry SDK span": otel_span,
+        "an empty function": outside(lambda: None),
+        "emit_reward outside a rollout": outside(lambda: emit_reward(1.0)),
+        "operation outside a rollout": outside(step),
+        "emit_reward inside": inside(lambda: emit_reward(1.0)),
+        "emit_message inside": inside(lambda: emit_message("hello")),
+        "operation inside": inside(step),
+    }
+    found = interleave(cases)
+    provider.shutdown()
+    bare, span = (found[name].cpu_s * 1e6 for name in ("an empty function", "an OpenTelemetry SDK span"))
+    figures = [
+        _micro(name, found[name].cpu_s * 1e6, bar=1.0, baseline=bare, baseline_name="an empty function")
+        for name in ("emit_reward outside a rollout", "operation outside a rollout")
+    ]
+    figures += [
+        _micro(name, found[name].cpu_s * 1e6, bar=25.0, baseline=span, baseline_name="an OpenTelemetry SDK span")
+        for name in ("emit_reward inside", "emit_message inside", "operation inside")
+    ]
+    return figures
+
+
+def foreign_spans() -> Figure:
+    """What taking a foreign OpenTelemetry span into the rollout adds to it."""
+    from opentelemetry import trace
+
+    recorder, tracer = SpanRecorder(), OtelTracer()
+    tracer.install()
+    otel = trace.get_tracer("bench")
+
+    def spans() -> int:
+        for _ in range(_SPANS):
+            with otel.start_as_current_span("step", attributes={"step": 1}):
+                pass
+        return _SPANS
+
+    def recorded() -> int:
+        with activate(attempt(recorder, current_span_id=tracer.current_span_id)):
+            spans()
+        return len(recorder.drain())
+
+    found = interleave({"bare": spans, "recorded": recorded})
+    tracer.uninstall()
+    bare = found["bare"].wall_s * 1e6
+    return _micro(
+        "an OpenTelemetry span taken into a rollout",
+        found["recorded"].wall_s * 1e6,
+        baseline=bare,
+        baseline_name="the span outside a rollout",
+    )
+
+
+def activation() -> Figure:
+    """What entering and leaving a rollout costs, patches included."""
+    recorder = SpanRecorder()
+
+    def enter() -> int:
+        for _ in range(_SPANS):
+            with activate(attempt(recorder)):
+                pass
+        return _SPANS
+
+    def thread() -> int:
+        for _ in range(200):
+            one = threading.Thread(target=int)
+            one.start()
+            one.join()
+        return 200
+
+    found = interleave({"activate": enter, "thread": thread})
+    return _micro(
+        "activate a rollout, first in its process",
+        found["activate"].wall_s * 1e6,
+        baseline=found["thread"].wall_s * 1e6,
+        baseline_name="starting and joining a thread",
+    )
+
+
+def calls(name: str, make: Callable[[str], tuple[Callable[[bool], None], Callable[[], None]]]) -> Iterable[Figure]:
+    """CPU microseconds of this process per model call: bare, through the hook, and recorded, plain and streamed."""
+    from agl_testing.model_server import Reply, ScriptedModelServer
+
+    with ScriptedModelServer(default=Reply(text="word " * 200, chunks=200)) as server:
+        call, close = make(server.base_url)
+        recorder = SpanRecorder()
+        policy = Upstream(name="m", base_url=server.base_url)
+        direct = attempt(recorder, upstreams=(policy,))
+        gateway = attempt(recorder, upstreams=(policy,), gateway_url=server.url, token="agl_a.b")
+
+        def case(mine: Capture | None, *, is_streamed: bool) -> Case:
+            def run() -> int:
+                count = _CALLS // 5 if is_streamed else _CALLS
+                if mine is None:
+                    _repeat(call, count, is_streamed=is_streamed)
+                else:
+                    with activate(mine):
+                        _repeat(call, count, is_streamed=is_streamed)
+                recorder.drain()
+                server.clear_calls()
+                return count
+
+            return run
+
+        for is_streamed in (False, True):
+            kind = "streamed" if is_streamed else "plain"
+            found = interleave(
+                {
+                    "bare": case(None, is_streamed=is_streamed),
+                    "redirected": case(gateway, is_streamed=is_streamed),
+                    "recorded": case(direct, is_streamed=is_streamed),
+                },
+                repeats=7,
+            )
+            bare = found["bare"].wall_s * 1e6
+            for row in ("redirected", "recorded"):
+                yield _micro(
+                    f"{name}, a {kind} call {row}",
+                    found[row].wall_s * 1e6,
+                    baseline=bare,
+                    baseline_name="the bare client, same server",
+                )
+        close()
+
+
+def httpx_calls(module: str) -> Callable[[str], tuple[Callable[[bool], None], Callable[[], None]]]:
+    def make(base_url: str) -> tuple[Callable[[bool], None], Callable[[], None]]:
+        client = import_module(module).Client()
+
+        def call(is_streamed: bool) -> None:
+            client.post(f"{base_url}/chat/completions", json={**_CHAT, "stream": is_streamed})
+
+        return call, client.close
+
+    return make
+
+
+def openai_calls(base_url: str) -> tuple[Callable[[bool], None], Callable[[], None]]:
+    client = import_module("openai").OpenAI(base_url=base_url, api_key="none")
+
+    def call(is_streamed: bool) -> None:
+        answer = client.chat.completions.create(**_CHAT, stream=is_streamed)
+        if is_streamed:
+            for _ in answer:
+                pass
+
+    return call, client.close
+
+
+def run() -> list[Figure]:
+    """Every figure that the installed packages allow."""
+    figures = [*emitters(), foreign_spans(), activation()]
+    if find_spec("agl_testing") is None:
+        return figures
+    for module in ("httpx", "httpx2"):
+        if find_spec(module):
+            figures += calls(module, httpx_calls(module))
+    if find_spec("openai"):
+        figures += calls(f"openai {import_module('openai').__version__}", openai_calls)
+    return figures
+
+
+def _repeat(call: Callable[[bool], None], count: int, *, is_streamed: bool) -> None:
+    for _ in range(count):
+        call(is_streamed)
+
+
+def _micro(name: str, value: float, *, bar: float | None = None, baseline: float, baseline_name: str) -> Figure:
+    return Figure(
+        name=name, value=value, unit="us", bar=bar, better="lower", baseline=baseline, baseline_name=baseline_name
+    )
+
+
+if __name__ == "__main__":
+    print(table(run()))
