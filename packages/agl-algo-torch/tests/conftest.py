@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import openai
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -99,3 +100,17 @@ def serve(make_loaded: Callable[..., LoadedModel]) -> Iterator[Callable[..., Tor
     yield start
     for policy in policies:
         asyncio.run(policy.stop())
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[TorchPolicy], openai.OpenAI]]:
+    """`connect(policy)`: a client of a started policy that retries nothing."""
+    clients: list[openai.OpenAI] = []
+
+    def make(policy: TorchPolicy) -> openai.OpenAI:
+        clients.append(openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.close()

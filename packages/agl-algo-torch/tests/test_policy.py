@@ -24,15 +24,15 @@ def version_of(resource: Any, version: str = "sft-1") -> ResourceVersion:
 
 
 def greedy(policy: TorchPolicy) -> dict[str, Any]:
-    client = openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0)
-    answer = client.chat.completions.create(
-        model=policy.model_name,
-        messages=[{"role": "user", "content": "hello"}],
-        max_tokens=10,
-        temperature=0,
-        logprobs=True,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
+    with openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model=policy.model_name,
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=10,
+            temperature=0,
+            logprobs=True,
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
     return answer.model_dump()
 
 
@@ -179,21 +179,21 @@ def test_stopping_answers_running_requests_with_503(make_loaded: Make) -> None:
 
     async def run() -> None:
         await policy.start()
-        client = openai.AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0)
-        asked = asyncio.create_task(
-            client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "hello"}],
-                max_tokens=900,
-                extra_body={"ignore_eos": True},
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
+            asked = asyncio.create_task(
+                client.chat.completions.create(
+                    model="tiny",
+                    messages=[{"role": "user", "content": "hello"}],
+                    max_tokens=900,
+                    extra_body={"ignore_eos": True},
+                )
             )
-        )
-        while not policy.health()["running"]:
-            await asyncio.sleep(0.01)
-        await policy.stop()
-        with pytest.raises(openai.InternalServerError) as caught:
-            await asked
-        assert 503 == caught.value.status_code
+            while not policy.health()["running"]:
+                await asyncio.sleep(0.01)
+            await policy.stop()
+            with pytest.raises(openai.InternalServerError) as caught:
+                await asked
+            assert 503 == caught.value.status_code
         with pytest.raises(PolicyError, match="stopped"):
             await policy.start()
 

@@ -15,13 +15,13 @@ import torch
 from agl_algo_torch.model import LoadedModel
 from agl_algo_torch.policy import TorchPolicy
 
+Serve = Callable[..., TorchPolicy]
+Connect = Callable[[TorchPolicy], Any]
+Make = Callable[..., LoadedModel]
+
 HELLO = [{"role": "user", "content": "hello"}]
 CALC: dict[str, Any] = {"type": "function", "function": {"name": "calc", "parameters": {}}}
 IDS = {"return_token_ids": True}
-
-
-def client_of(policy: TorchPolicy) -> Any:
-    return openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0)
 
 
 def chat(client: Any, messages: Any = None, **fields: Any) -> dict[str, Any]:
@@ -51,11 +51,9 @@ def recompute(model: Any, prompt_ids: list[int], ids: list[int]) -> list[float]:
     return [logprobs[len(prompt_ids) - 1 + i, token].item() for i, token in enumerate(ids)]
 
 
-def test_an_answer_has_text_ids_logprobs_usage_and_version(
-    make_loaded: Callable[..., LoadedModel], serve: Callable[..., TorchPolicy]
-) -> None:
+def test_an_answer_has_text_ids_logprobs_usage_and_version(make_loaded: Make, serve: Serve, connect: Connect) -> None:
     loaded = make_loaded()
-    answer = chat(client_of(serve(loaded)), logprobs=True, top_logprobs=2)
+    answer = chat(connect(serve(loaded)), logprobs=True, top_logprobs=2)
     choice = answer["choices"][0]
     text = loaded.tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
     assert loaded.tokenizer(text)["input_ids"] == answer["prompt_token_ids"]
@@ -70,23 +68,23 @@ def test_an_answer_has_text_ids_logprobs_usage_and_version(
     assert ("raw_logprobs", True) == (answer["logprobs_mode"], answer["logprobs_exact"])
 
 
-def test_ids_and_logprobs_come_only_when_asked_for(serve: Callable[..., TorchPolicy]) -> None:
-    answer = chat(client_of(serve()), extra_body={"return_token_ids": False})
+def test_ids_and_logprobs_come_only_when_asked_for(serve: Serve, connect: Connect) -> None:
+    answer = chat(connect(serve()), extra_body={"return_token_ids": False})
     assert "prompt_token_ids" not in answer
     assert "token_ids" not in answer["choices"][0]
     assert answer["choices"][0]["logprobs"] is None
 
 
-def test_a_cut_distribution_says_that_its_logprobs_are_not_exact(serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_a_cut_distribution_says_that_its_logprobs_are_not_exact(serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     scaled = chat(client, temperature=0.5)
     cut = chat(client, top_p=0.5)
     assert ("temperature_scaled_logprobs", True) == (scaled["logprobs_mode"], scaled["logprobs_exact"])
     assert ("raw_logprobs", False) == (cut["logprobs_mode"], cut["logprobs_exact"])
 
 
-def test_n_choices_are_separate_samples_that_a_seed_repeats(serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_n_choices_are_separate_samples_that_a_seed_repeats(serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     first, second = chat(client, n=4, seed=5), chat(client, n=4, seed=5)
     assert [0, 1, 2, 3] == [choice["index"] for choice in first["choices"]]
     ids = [tuple(choice["token_ids"]) for choice in first["choices"]]
@@ -96,8 +94,8 @@ def test_n_choices_are_separate_samples_that_a_seed_repeats(serve: Callable[...,
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_says_what_the_whole_answer_says(n: int, serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_a_stream_says_what_the_whole_answer_says(n: int, serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     fields: dict[str, Any] = {"seed": 11, "n": n, "logprobs": True, "max_tokens": 40}
     whole = chat(client, **fields)
     chunks = stream(client, **fields, stream_options={"include_usage": True})
@@ -115,9 +113,9 @@ def test_a_stream_says_what_the_whole_answer_says(n: int, serve: Callable[..., T
     assert n == len(final)
 
 
-def test_a_stream_arrives_token_by_token(serve: Callable[..., TorchPolicy]) -> None:
+def test_a_stream_arrives_token_by_token(serve: Serve, connect: Connect) -> None:
     policy = serve()
-    client = client_of(policy)
+    client = connect(policy)
     chunks = client.chat.completions.create(
         model="tiny", messages=HELLO, stream=True, max_tokens=300, extra_body={"ignore_eos": True}
     )
@@ -126,8 +124,8 @@ def test_a_stream_arrives_token_by_token(serve: Callable[..., TorchPolicy]) -> N
     chunks.close()
 
 
-def test_a_stop_string_ends_the_text_before_it_also_across_tokens(serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_a_stop_string_ends_the_text_before_it_also_across_tokens(serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     fields: dict[str, Any] = {"seed": 3, "max_tokens": 60, "extra_body": {"ignore_eos": True}}
     free = chat(client, **fields)
     text = free["choices"][0]["message"]["content"]
@@ -141,10 +139,10 @@ def test_a_stop_string_ends_the_text_before_it_also_across_tokens(serve: Callabl
 
 
 def test_completions_take_text_or_ids_and_put_ids_into_the_choice(
-    make_loaded: Callable[..., LoadedModel], serve: Callable[..., TorchPolicy]
+    make_loaded: Make, serve: Serve, connect: Connect
 ) -> None:
     loaded = make_loaded()
-    client = client_of(serve(loaded))
+    client = connect(serve(loaded))
     ids = loaded.tokenizer("one two")["input_ids"]
     fields: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "seed": 1, "logprobs": 1, "extra_body": IDS}
     by_text = client.completions.create(prompt="one two", **fields).model_dump()
@@ -158,16 +156,16 @@ def test_completions_take_text_or_ids_and_put_ids_into_the_choice(
     assert ids == chunks[0]["choices"][0]["prompt_token_ids"]
 
 
-def test_completions_take_several_prompts(serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_completions_take_several_prompts(serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     answer = client.completions.create(model="tiny", prompt=[[1, 2], [3]], n=2, max_tokens=2, extra_body=IDS)
     prompts = [choice["prompt_token_ids"] for choice in answer.model_dump()["choices"]]
     assert [[1, 2], [1, 2], [3], [3]] == prompts
 
 
-def test_models_and_health_name_the_model(serve: Callable[..., TorchPolicy]) -> None:
+def test_models_and_health_name_the_model(serve: Serve, connect: Connect) -> None:
     policy = serve()
-    assert ["tiny"] == [model.id for model in client_of(policy).models.list()]
+    assert ["tiny"] == [model.id for model in connect(policy).models.list()]
 
     async def health() -> dict[str, Any]:
         async with aiohttp.ClientSession() as session, session.get(policy.base_url.replace("/v1", "/health")) as got:
@@ -198,8 +196,8 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
 ]
 
 
-def test_bad_requests_are_refused_and_name_the_field(serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_bad_requests_are_refused_and_name_the_field(serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     for fields, status, code, param in BAD:
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 4} | fields
         with pytest.raises(openai.APIStatusError) as caught:
@@ -209,9 +207,9 @@ def test_bad_requests_are_refused_and_name_the_field(serve: Callable[..., TorchP
         assert error["message"].endswith((".", ".'")), error
 
 
-def test_what_changes_nothing_is_accepted(serve: Callable[..., TorchPolicy]) -> None:
+def test_what_changes_nothing_is_accepted(serve: Serve, connect: Connect) -> None:
     chat(
-        client_of(serve()),
+        connect(serve()),
         user="me",
         frequency_penalty=0,
         presence_penalty=0.0,
@@ -223,7 +221,7 @@ def test_what_changes_nothing_is_accepted(serve: Callable[..., TorchPolicy]) -> 
     )
 
 
-def test_garbage_is_answered_in_the_same_form(serve: Callable[..., TorchPolicy]) -> None:
+def test_garbage_is_answered_in_the_same_form(serve: Serve) -> None:
     base_url = serve().base_url
 
     async def post(path: str, data: bytes) -> tuple[int, dict[str, Any]]:
@@ -242,18 +240,16 @@ def test_garbage_is_answered_in_the_same_form(serve: Callable[..., TorchPolicy])
         assert (status, "invalid_request_error") == (lambda s, e: (s, e["type"]))(*asyncio.run(post(path, data)))
 
 
-def test_a_template_that_refuses_messages_is_a_400(
-    make_loaded: Callable[..., LoadedModel], serve: Callable[..., TorchPolicy]
-) -> None:
+def test_a_template_that_refuses_messages_is_a_400(make_loaded: Make, serve: Serve, connect: Connect) -> None:
     loaded = make_loaded()
     loaded.tokenizer.chat_template = "{{ raise_exception('no tools here') if tools else messages[0].content }}"
     with pytest.raises(openai.BadRequestError, match="no tools here"):
-        chat(client_of(serve(loaded)), tools=[CALC])
+        chat(connect(serve(loaded)), tools=[CALC])
 
 
-def test_a_full_queue_is_a_429_that_the_client_may_retry(serve: Callable[..., TorchPolicy]) -> None:
+def test_a_full_queue_is_a_429_that_the_client_may_retry(serve: Serve, connect: Connect) -> None:
     policy = serve(max_rows=1, max_waiting=1)
-    client = client_of(policy)
+    client = connect(policy)
     fields: dict[str, Any] = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(chat, client, **fields) for _ in range(8)]
@@ -265,9 +261,9 @@ def test_a_full_queue_is_a_429_that_the_client_may_retry(serve: Callable[..., To
         assert "1" == error.response.headers["retry-after"]
 
 
-def test_a_client_that_leaves_frees_its_rows(serve: Callable[..., TorchPolicy]) -> None:
+def test_a_client_that_leaves_frees_its_rows(serve: Serve, connect: Connect) -> None:
     policy = serve(max_rows=1)
-    client = client_of(policy)
+    client = connect(policy)
     body: dict[str, Any] = {"max_tokens": 1000, "extra_body": {"ignore_eos": True}}
     chunks = client.chat.completions.create(model="tiny", messages=HELLO, stream=True, **body)
     next(iter(chunks))
@@ -284,11 +280,9 @@ def test_a_client_that_leaves_frees_its_rows(serve: Callable[..., TorchPolicy]) 
     assert policy.health()["generated_tokens"] < before + 900
 
 
-def test_many_clients_at_once_get_answers_that_recompute(
-    make_loaded: Callable[..., LoadedModel], serve: Callable[..., TorchPolicy]
-) -> None:
+def test_many_clients_at_once_get_answers_that_recompute(make_loaded: Make, serve: Serve, connect: Connect) -> None:
     loaded = make_loaded()
-    client = client_of(serve(loaded, max_rows=16))
+    client = connect(serve(loaded, max_rows=16))
 
     def one(i: int) -> dict[str, Any]:
         messages = [{"role": "user", "content": f"{i % 5} " * (1 + i % 7)}]
@@ -301,12 +295,10 @@ def test_many_clients_at_once_get_answers_that_recompute(
             assert expected == pytest.approx([c["logprob"] for c in choice["logprobs"]["content"]], abs=1e-5)
 
 
-def test_weights_change_under_load_and_nothing_is_dropped(
-    make_loaded: Callable[..., LoadedModel], serve: Callable[..., TorchPolicy]
-) -> None:
+def test_weights_change_under_load_and_nothing_is_dropped(make_loaded: Make, serve: Serve, connect: Connect) -> None:
     versions = {str(seed): make_loaded(seed=seed).model for seed in range(4)}
     policy = serve(make_loaded(seed=0))
-    client = client_of(policy)
+    client = connect(policy)
 
     def one(i: int) -> dict[str, Any]:
         return chat(client, [{"role": "user", "content": f"task {i}"}], logprobs=True, max_tokens=30)
@@ -328,8 +320,8 @@ def test_weights_change_under_load_and_nothing_is_dropped(
     assert "3" == chat(client)["model_version"]
 
 
-def test_the_version_is_in_the_header(serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve())
+def test_the_version_is_in_the_header(serve: Serve, connect: Connect) -> None:
+    client = connect(serve())
     whole = client.chat.completions.with_raw_response.create(model="tiny", messages=HELLO, max_tokens=2)
     streamed = client.chat.completions.with_raw_response.create(model="tiny", messages=HELLO, max_tokens=2, stream=True)
     assert "0" == whole.headers["x-agl-model-version"] == streamed.headers["x-agl-model-version"]
@@ -367,7 +359,7 @@ DIALOGUE: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def calculator(make_loaded: Callable[..., LoadedModel]) -> LoadedModel:
+def calculator(make_loaded: Make) -> LoadedModel:
     """A model that knows one dialogue with tools by heart."""
     loaded = make_loaded(seed=1)
     text = loaded.tokenizer.apply_chat_template(DIALOGUE, tools=[CALC], tokenize=False)
@@ -377,9 +369,9 @@ def calculator(make_loaded: Callable[..., LoadedModel]) -> LoadedModel:
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_prompts_of_a_tool_conversation_extend_one_another(
-    is_streamed: bool, calculator: LoadedModel, serve: Callable[..., TorchPolicy]
+    is_streamed: bool, calculator: LoadedModel, serve: Serve, connect: Connect
 ) -> None:
-    client = client_of(serve(calculator))
+    client = connect(serve(calculator))
     messages: list[Any] = [DIALOGUE[0]]
     known: list[int] = []
     reasons: list[str] = []
@@ -413,8 +405,8 @@ def test_prompts_of_a_tool_conversation_extend_one_another(
     assert ["tool_calls", "tool_calls", "stop"] == reasons
 
 
-def test_tools_that_may_not_be_used_are_not_shown(calculator: LoadedModel, serve: Callable[..., TorchPolicy]) -> None:
-    client = client_of(serve(calculator))
+def test_tools_that_may_not_be_used_are_not_shown(calculator: LoadedModel, serve: Serve, connect: Connect) -> None:
+    client = connect(serve(calculator))
     shown = chat(client, [DIALOGUE[0]], tools=[CALC])
     hidden = chat(client, [DIALOGUE[0]], tools=[CALC], tool_choice="none")
     plain = chat(client, [DIALOGUE[0]])
@@ -423,7 +415,7 @@ def test_tools_that_may_not_be_used_are_not_shown(calculator: LoadedModel, serve
 
 
 def test_sampled_ids_are_kept_where_tokenising_again_would_differ(
-    make_loaded: Callable[..., LoadedModel], serve: Callable[..., TorchPolicy]
+    make_loaded: Make, serve: Serve, connect: Connect
 ) -> None:
     letters = "abcdefgh"
     merges = tuple((left, right) for left in letters for right in letters)
@@ -436,7 +428,7 @@ def test_sampled_ids_are_kept_where_tokenising_again_would_differ(
         direction = weights[ids].mean(0)
         weights[mask] -= 20 * direction
         weights[ids] += 20 * direction
-    client = client_of(serve(loaded))
+    client = connect(serve(loaded))
     messages: list[Any] = list(HELLO)
     known: list[int] = []
     drifted = 0
