@@ -1,6 +1,5 @@
 """One call on its way through the gateway: what is known of it before, while and after it is relayed."""
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -61,19 +60,18 @@ class RequestIds:
     A client says so itself (``x-agl-request-id``), or sends the same body again with a retry count above zero.
     """
 
-    _recent: OrderedDict[tuple[str, bytes], str] = field(default_factory=OrderedDict[tuple[str, bytes], str])
+    _recent: OrderedDict[tuple[str, int, int], str] = field(default_factory=OrderedDict[tuple[str, int, int], str])
 
     def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
         """The request's id and the client's count of retries."""
         retries = _count(headers.get("x-stainless-retry-count", "0"))
         if given := headers.get("x-agl-request-id", ""):
             return given[:128], retries
-        key = (attempt_id, hashlib.blake2b(body, digest_size=16).digest())
+        key = (attempt_id, len(body), hash(body))
         if retries and (known := self._recent.get(key)) is not None:
             return known, retries
         request_id = new_trace_id()
         self._recent[key] = request_id
-        self._recent.move_to_end(key)
         if len(self._recent) > _RETRY_MEMORY:
             self._recent.popitem(last=False)
         return request_id, retries

@@ -26,7 +26,7 @@ class _Logprobs(msgspec.Struct, gc=False):
         return [token.logprob for token in self.content or ()]
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
@@ -38,37 +38,39 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class Body(msgspec.Struct):
-    """A whole body or one chunk of a stream."""
-
-    id: Any = None
-    object: Any = None
-    created: Any = None
-    model: Any = None
-    system_fingerprint: Any = None
-    service_tier: Any = None
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
     usage: Any = None
     prompt_token_ids: list[int] | None = None
     model_version: Any = None
     model_versions: Any = None
     weight_versions: Any = None
     error: Any = None
-    choices: list[_Choice] = []
 
 
-BODY = msgspec.json.Decoder(Body)
-_BODIES = msgspec.json.Decoder(list[Body])
+class _Body(_Chunk, gc=False):
+    id: Any = None
+    object: Any = None
+    created: Any = None
+    model: Any = None
+    system_fingerprint: Any = None
+    service_tier: Any = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_CHUNKS = msgspec.json.Decoder(list[_Chunk])
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
 def read_body(data: bytes) -> Answer:
     """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
-    body = BODY.decode(data)
+    body = _BODY.decode(data)
     choices = tuple(_plain_choice(body, choice) for choice in body.choices)
     return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
 
 
-def _plain_choice(body: Body, choice: _Choice) -> Choice:
+def _plain_choice(body: _Body, choice: _Choice) -> Choice:
     ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
     reason = choice.finish_reason
     return Choice(
@@ -81,11 +83,11 @@ def _plain_choice(body: Body, choice: _Choice) -> Choice:
     )
 
 
-def _version(body: Body) -> str:
+def _version(body: _Body) -> str:
     return version_of(body.model_version, body.model_versions, body.weight_versions)
 
 
-def _response(body: Body, index: int, message: Json, stop_reason: Json, finish_reason: Json) -> dict[str, Json]:
+def _response(body: _Body, index: int, message: Json, stop_reason: Json, finish_reason: Json) -> dict[str, Json]:
     head = {name: value for name in _HEAD_FIELDS if (value := getattr(body, name)) is not None}
     choice = {"index": index, "message": message, "finish_reason": finish_reason}
     if stop_reason is not None:
@@ -167,7 +169,7 @@ def _extended(values: list[Any], more: list[Any]) -> list[Any]:
 def read_stream(data: bytes) -> Answer:
     """The answer in a stream, as far as it came."""
     found, is_done = payloads(data)
-    chunks = decode_events(found, BODY, _BODIES)
+    chunks = decode_events(found, _CHUNK, _CHUNKS)
     growing: dict[int, _Growing] = {}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -178,28 +180,34 @@ def read_stream(data: bytes) -> Answer:
     error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
     if not growing:
         return Answer(error=error)
-    body = _merged(chunks)
+    body = _merged(_head(found), chunks)
     choices = tuple(_grown_choice(body, index, growing[index], is_done=is_done) for index in sorted(growing))
     return Answer(choices=choices, model_version=_version(body), error=error)
 
 
-def _merged(chunks: list[Body]) -> Body:
-    """What the chunks say beside their choices: the first value of each field, the last of usage and versions."""
-    body = Body()
+def _head(found: list[bytes]) -> _Body:
+    """The first event that can be read as a chunk, which names id and model."""
+    for data in found:
+        try:
+            return _BODY.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return _Body()
+
+
+def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
+    """The first chunk's head with what the others say: the first prompt ids, the last usage and versions."""
     for chunk in chunks:
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
         body.usage = chunk.usage or body.usage
         body.model_version = chunk.model_version or body.model_version
         body.model_versions = chunk.model_versions or body.model_versions
         body.weight_versions = chunk.weight_versions or body.weight_versions
-        if body.id is None:
-            body.id, body.created, body.model = chunk.id, chunk.created, chunk.model
-            body.system_fingerprint, body.service_tier = chunk.system_fingerprint, chunk.service_tier
     body.object = "chat.completion"
     return body
 
 
-def _grown_choice(body: Body, index: int, state: _Growing, *, is_done: bool) -> Choice:
+def _grown_choice(body: _Body, index: int, state: _Growing, *, is_done: bool) -> Choice:
     reason = state.finish_reason
     return Choice(
         index=index,

@@ -14,7 +14,7 @@ class _Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[float | None] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     text: str | None = None
     finish_reason: Any = None
@@ -25,7 +25,7 @@ class _Choice(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
-class _Body(msgspec.Struct):
+class _Body(msgspec.Struct, gc=False):
     id: Any = None
     object: Any = None
     created: Any = None

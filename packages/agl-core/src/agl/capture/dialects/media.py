@@ -20,7 +20,7 @@ _MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 
 def may_hold_media(body: bytes) -> bool:
     """Whether it is worth looking for media in the parsed request; quick, and never wrong when it says no."""
-    return any(marker in body for marker in _MARKERS)
+    return b'"type"' in body and any(marker in body for marker in _MARKERS)
 
 
 def reference_media(request: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -11,6 +11,7 @@ _SECRET_KEYS = ("api_key", "authorization", "authorization_token", "headers")
 _LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 _BODY = msgspec.json.Decoder(dict[str, Any])
+_TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class RequestHead(msgspec.Struct, frozen=True, gc=False):
@@ -47,31 +48,37 @@ def parse_body(body: bytes) -> dict[str, Any] | None:
 def prepare_body(dialect: Dialect, body: bytes, *, want_ids: bool, model: str | None = None) -> bytes:
     """The body to send upstream: with the fields that ask for token ids, and with ``model`` in place of its own.
 
-    Bytes come back untouched when there is nothing to change, and when the body is not a JSON object (the
-    backend's own error is the best answer to that). Fields of the client that ask for more are kept.
+    The values of all other fields keep their exact bytes. Bytes come back untouched when there is nothing to
+    change, and when the body is not a JSON object: the backend's own error is the best answer to that.
     """
     if not want_ids and not model:
         return body
-    request = parse_body(body)
-    if request is None:
+    try:
+        request = _TOP.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return body
     changes = _id_fields(dialect, request) if want_ids else {}
-    if model and request.get("model") != model:
+    if model and _value(request, "model") != model:
         changes["model"] = model
     if not changes:
         return body
     return msgspec.json.encode({**request, **changes})
 
 
-def _id_fields(dialect: Dialect, request: dict[str, Any]) -> dict[str, Any]:
+def _value(request: dict[str, msgspec.Raw], key: str) -> Any:
+    raw = request.get(key)
+    return None if raw is None else msgspec.json.decode(raw)
+
+
+def _id_fields(dialect: Dialect, request: dict[str, msgspec.Raw]) -> dict[str, Any]:
     match dialect:
         case "chat":
             return {"return_token_ids": True, "return_prompt_token_ids": True, "logprobs": True}
         case "completions":
-            asked = request.get("logprobs")
+            asked = _value(request, "logprobs")
             return {"return_token_ids": True, "logprobs": 1 if asked is None else asked}
         case "responses":
-            include = list(as_list(request.get("include")))
+            include = list(as_list(_value(request, "include")))
             if _LOGPROBS_INCLUDE not in include:
                 include.append(_LOGPROBS_INCLUDE)
             return {"enable_response_messages": True, "include": include}

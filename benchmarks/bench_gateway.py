@@ -1,0 +1,246 @@
+"""The gateway: CPU per call, calls per second, added latency, streams, disk, and the store over HTTP.
+
+Every part is a process of its own: a canned backend, the gateway over a durable SQLite store, a bare aiohttp proxy
+that records nothing (the baseline), and the load generator. CPU is what the measured process says of itself, after
+everything is in the store.
+"""
+
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from agl.ids import new_span_id, rollout_id_of
+from agl.schemas import ModelCall, Span, pack_floats, pack_ids
+from agl_gateway.client import HttpStore
+from benchmarks._harness import Figure, table
+
+CONNECTIONS = 16
+CALLS = 2000
+RATE = 200.0
+REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A measured process and its URL."""
+
+    process: "subprocess.Popen[str]"
+    url: str
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it used so far, once it has nothing more to write."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("cpu\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One load against one server."""
+
+    calls: int
+    wall_s: float
+    p50: float
+    p99: float
+    cpu_s: float = 0.0
+
+    @property
+    def cpu_ms(self) -> float:
+        """CPU milliseconds per call."""
+        return self.cpu_s / self.calls * 1e3
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[Server]:
+    """A child process until the end of the block."""
+    command = [sys.executable, "-m", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield Server(process=process, url=process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def load(url: str, tokens: Path, *, calls: int, rate: float = 0.0, is_streamed: bool = False, seed: int = 0) -> Run:
+    """Run the load generator once."""
+    arguments = [url, str(tokens), str(calls), str(CONNECTIONS), str(rate), str(int(is_streamed)), str(seed)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks._load", *arguments], capture_output=True, text=True, check=True
+    )
+    return msgspec.json.decode(done.stdout, type=Run)
+
+
+def measured(server: Server, tokens: Path, **settings: float) -> Run:
+    """A load with the CPU that the server spent on it."""
+    before = server.cpu_s()
+    run = load(f"{server.url}/v1", tokens, **settings)  # type: ignore[arg-type]
+    calls = run.calls + CONNECTIONS
+    cpu_s = (server.cpu_s() - before) * run.calls / calls
+    return Run(calls=run.calls, wall_s=run.wall_s, p50=run.p50, p99=run.p99, cpu_s=cpu_s)
+
+
+def median(values: list[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+class Bench:
+    """The processes and what is measured on them."""
+
+    def __init__(self, stack: ExitStack, folder: Path, *, calls: int, repeats: int) -> None:
+        self.calls = calls
+        self.repeats = repeats
+        self.tokens = folder / "tokens"
+        self.path = folder / "runs.db"
+        backend = ["agl_testing.model_server", "--variants", "64"]
+        self.backend = stack.enter_context(started(*backend)).url
+        served = ["benchmarks._served", "gateway", self.backend, f"sqlite:///{self.path}", str(self.tokens)]
+        self.gateway = stack.enter_context(started(*served, str(CONNECTIONS)))
+        self.proxy = stack.enter_context(started("benchmarks._served", "proxy", self.backend))
+        self._seed = 0
+
+    def pairs(self, **settings: float) -> tuple[list[Run], list[Run]]:
+        """Interleaved runs of the gateway and of the proxy."""
+        through: list[Run] = []
+        bare: list[Run] = []
+        for _ in range(self.repeats):
+            self._seed += 1000
+            through.append(measured(self.gateway, self.tokens, seed=self._seed, **settings))
+            bare.append(measured(self.proxy, self.tokens, seed=self._seed, **settings))
+        return through, bare
+
+    def plain(self) -> list[Figure]:
+        """Plain calls: CPU, rate and disk."""
+        size = disk_bytes(self.path)
+        through, bare = self.pairs(calls=self.calls)
+        stored = (disk_bytes(self.path) - size) / ((self.calls + CONNECTIONS) * self.repeats)
+        cpu, cpu_bare = median([run.cpu_ms for run in through]), median([run.cpu_ms for run in bare])
+        rate = median([run.calls / run.wall_s for run in through])
+        rate_bare = median([run.calls / run.wall_s for run in bare])
+        raw = msgspec.msgpack.encode(sample_spans("ro-0.1", 1)[0])
+        base = "bare aiohttp proxy"
+        return [
+            _figure("gateway CPU per call", cpu, "ms", 0.4, "lower", cpu_bare, base),
+            _figure("gateway calls per second", rate, "/s", 2000, "higher", rate_bare, base),
+            _figure("disk per call", stored / 1000, "KB", 10, "lower", len(raw) / 1000, "ids, logprobs as msgpack"),
+        ]
+
+    def streamed(self) -> list[Figure]:
+        """Streamed calls of 50 events: CPU."""
+        through, bare = self.pairs(calls=self.calls // 2, is_streamed=True)
+        cpu, cpu_bare = median([run.cpu_ms for run in through]), median([run.cpu_ms for run in bare])
+        return [_figure("gateway CPU per streamed call", cpu, "ms", 0.8, "lower", cpu_bare, "bare aiohttp proxy")]
+
+    def latency(self) -> list[Figure]:
+        """Latency added at a fixed rate, over calling the backend itself."""
+        added: list[float] = []
+        added_bare: list[float] = []
+        for _ in range(self.repeats):
+            calls = int(RATE * 5)
+            direct = load(self.backend, self.tokens, calls=calls, rate=RATE)
+            through = load(f"{self.gateway.url}/v1", self.tokens, calls=calls, rate=RATE)
+            bare = load(f"{self.proxy.url}/v1", self.tokens, calls=calls, rate=RATE)
+            added.append((through.p99 - direct.p99) * 1e3)
+            added_bare.append((bare.p99 - direct.p99) * 1e3)
+        name = f"added p99 latency at {RATE:.0f} calls/s"
+        return [_figure(name, median(added), "ms", 5, "lower", median(added_bare), "bare aiohttp proxy")]
+
+    def http_store(self) -> list[Figure]:
+        """Spans with 700 token ids over HTTP into the durable store, in batches of 100."""
+        token = Path(f"{self.tokens}.admin").read_text(encoding="utf-8")
+        attempts = Path(f"{self.tokens}.ids").read_text(encoding="utf-8").split()
+        rates = [asyncio.run(append_over_http(self.gateway.url, token, attempts)) for _ in range(self.repeats)]
+        local = [encode_rate() for _ in range(self.repeats)]
+        base = "msgpack encode + decode alone"
+        return [_figure("spans with ids over HTTP", median(rates), "/s", 12_000, "higher", median(local), base)]
+
+
+def _figure(
+    name: str, value: float, unit: str, bar: float, better: str, baseline: float, baseline_name: str
+) -> Figure:
+    return Figure(
+        name=name,
+        value=value,
+        unit=unit,
+        bar=bar,
+        better=better,  # type: ignore[arg-type]
+        baseline=baseline,
+        baseline_name=baseline_name,
+    )
+
+
+def disk_bytes(path: Path) -> int:
+    """Bytes of the database and its journal."""
+    return sum(file.stat().st_size for file in path.parent.glob(f"{path.name}*"))
+
+
+def sample_spans(attempt_id: str, count: int) -> list[Span]:
+    """Spans of calls with 500 prompt and 200 response ids of their own, and log-probabilities."""
+    spans: list[Span] = []
+    for _ in range(count):
+        ids = os.urandom(700)
+        call = ModelCall(
+            request_id=new_span_id(),
+            dialect="chat",
+            model="canned",
+            prompt_ids=pack_ids(ids[:500]),
+            response_ids=pack_ids(ids[500:]),
+            logprobs=pack_floats(-byte / 256 for byte in ids[500:]),
+        )
+        rollout_id = rollout_id_of(attempt_id)
+        spans.append(
+            Span(rollout_id=rollout_id, attempt_id=attempt_id, span_id=new_span_id(), name="chat canned", call=call)
+        )
+    return spans
+
+
+async def append_over_http(url: str, token: str, attempts: list[str], *, batches: int = 60) -> float:
+    """Spans per second, four batches of 100 in flight."""
+    store = HttpStore(url, token=token)
+    work = [sample_spans(attempts[number % len(attempts)], 100) for number in range(batches)]
+    await store.cursor()
+    started_at = time.perf_counter()
+    left = iter(work)
+
+    async def send() -> None:
+        for spans in left:
+            await store.append_spans(spans)
+
+    await asyncio.gather(*(send() for _ in range(4)))
+    elapsed = time.perf_counter() - started_at
+    await store.close()
+    return batches * 100 / elapsed
+
+
+def encode_rate() -> float:
+    """Spans per second of encoding and decoding alone."""
+    spans = sample_spans("ro-0.1", 500)
+    started_at = time.perf_counter()
+    msgspec.msgpack.decode(msgspec.msgpack.encode(spans), type=list[Span])
+    return len(spans) / (time.perf_counter() - started_at)
+
+
+def main(*, calls: int = CALLS, repeats: int = REPEATS) -> list[Figure]:
+    """Measure everything."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = Bench(stack, folder, calls=calls, repeats=repeats)
+        return [*bench.plain(), *bench.streamed(), *bench.latency(), *bench.http_store()]
+
+
+if __name__ == "__main__":
+    print(table(main()))
