@@ -1,4 +1,4 @@
-"""Turns recorded model calls into ``chat`` spans: the same for the gateway and for calls recorded in the process."""
+"""Turns model calls that were recorded in the process into spans, as the gateway does with those that it relays."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -11,10 +11,6 @@ _OPERATIONS: dict[Dialect, str] = {
     "completions": semconv.OP_TEXT_COMPLETION,
     "embeddings": semconv.OP_EMBEDDINGS,
 }
-_USAGE = (
-    (semconv.INPUT_TOKENS, ("prompt_tokens", "input_tokens")),
-    (semconv.OUTPUT_TOKENS, ("completion_tokens", "output_tokens")),
-)
 
 
 def chat_spans(
@@ -23,7 +19,7 @@ def chat_spans(
     rollout_id: str,
     attempt_id: str,
     trace_id: str,
-    parent_id: str | None,
+    parent_id: str,
     start_ns: int,
     end_ns: int,
 ) -> list[Span]:
@@ -35,21 +31,20 @@ def chat_spans(
             span_id=new_span_id(),
             trace_id=trace_id,
             parent_id=parent_id,
-            name=f"chat {call.model}".strip(),
+            name=f"{_OPERATIONS.get(call.dialect, semconv.OP_CHAT)} {call.model}".rstrip(),
             kind="client",
             start_ns=start_ns,
             end_ns=end_ns,
             status="error" if call.error else "ok",
             status_message=call.error,
-            attributes=call_attributes(call),
+            attributes={**_attributes(call), semconv.FRAMEWORK_SPAN_ID: parent_id},
             call=call,
         )
         for call in calls
     ]
 
 
-def call_attributes(call: ModelCall) -> dict[str, Any]:
-    """What the GenAI conventions name of a call; only what is known."""
+def _attributes(call: ModelCall) -> dict[str, Any]:
     answer = _mapping(call.response)
     found: dict[str, Any] = {
         semconv.OPERATION: _OPERATIONS.get(call.dialect, semconv.OP_CHAT),
@@ -59,7 +54,7 @@ def call_attributes(call: ModelCall) -> dict[str, Any]:
         semconv.FINISH_REASONS: [call.finish_reason] if call.finish_reason else None,
         semconv.MODEL_VERSION: call.model_version,
         semconv.ERROR_TYPE: _error_type(call),
-        **_usage(_mapping(answer.get("usage"))),
+        **_usage(_mapping(answer.get("usage")), call),
     }
     return {name: value for name, value in found.items() if value not in (None, "")}
 
@@ -70,9 +65,12 @@ def _error_type(call: ModelCall) -> str:
     return str(call.status_code) if call.status_code >= 400 else "incomplete" if call.status_code else "no_response"
 
 
-def _usage(counts: dict[str, Any]) -> dict[str, int]:
-    found = {name: next((counts[key] for key in keys if key in counts), None) for name, keys in _USAGE}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
+    """Token counts: of the ids where there are some, else what the backend counted."""
+    prompt = call.prompt_len or counted.get("prompt_tokens", counted.get("input_tokens"))
+    response = call.response_len or counted.get("completion_tokens", counted.get("output_tokens"))
+    pairs = ((semconv.INPUT_TOKENS, prompt), (semconv.OUTPUT_TOKENS, response))
+    return {name: value for name, value in pairs if isinstance(value, int)}
 
 
 def _mapping(value: object) -> dict[str, Any]:

@@ -78,9 +78,9 @@ class RolloutProcessor(SpanProcessor):
 
     def close(self, capture: Capture) -> None:
         """Record what ``capture`` left open, as it is now."""
-        for span_id, opened in tuple(self._open.items()):
-            if opened.capture is capture and self._open.pop(span_id, None) is not None:
-                capture.record(_converted(opened.span, opened))
+        for opened in tuple(self._open.values()):
+            if opened.capture is capture:
+                self.on_end(opened.span)
 
 
 _PROCESSORS: WeakKeyDictionary[TracerProvider, RolloutProcessor] = WeakKeyDictionary()
