@@ -16,9 +16,9 @@ def test_canned_reply_has_the_tokens_that_were_asked_for() -> None:
     replies = [CannedReply.chat(prompt_tokens=100, response_tokens=20, seed=seed) for seed in range(2)]
     with CannedModelServer(replies) as server, openai.OpenAI(base_url=server.base_url, api_key="k") as client:
         answers = [client.chat.completions.create(model="m", messages=USER) for _ in range(3)]
-        assert server.call_count == 3
-    assert [(len(a.prompt_token_ids), len(a.choices[0].token_ids)) for a in answers] == [(100, 20)] * 3
-    assert len(answers[0].choices[0].logprobs.content) == 20
+        assert 3 == server.call_count
+    assert [(100, 20)] * 3 == [(len(a.prompt_token_ids), len(a.choices[0].token_ids)) for a in answers]
+    assert 20 == len(answers[0].choices[0].logprobs.content)
     assert answers[0].prompt_token_ids != answers[1].prompt_token_ids
     assert answers[0].prompt_token_ids == answers[2].prompt_token_ids
 

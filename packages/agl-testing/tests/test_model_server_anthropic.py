@@ -20,11 +20,11 @@ def client(model_server: ScriptedModelServer) -> Iterator[anthropic.Anthropic]:
 def test_messages_plain_gives_text_and_tool_use(model_server: ScriptedModelServer, client: anthropic.Anthropic) -> None:
     model_server.enqueue(Reply(text="so", tool_calls=CALLS), Reply(text="x", finish_reason="length"))
     answer = client.messages.create(model="m", max_tokens=9, messages=USER, system="be brief")
-    assert [block.type for block in answer.content] == ["text", "tool_use", "tool_use"]
-    assert [(b.name, b.input) for b in answer.content[1:]] == [("add", {"a": 1}), ("mul", {"b": 2})]
-    assert answer.stop_reason == "tool_use"
-    assert client.messages.create(model="m", max_tokens=9, messages=USER).stop_reason == "max_tokens"
-    assert model_server.calls[0].headers["authorization"] == "Bearer k"
+    assert ["text", "tool_use", "tool_use"] == [block.type for block in answer.content]
+    assert [("add", {"a": 1}), ("mul", {"b": 2})] == [(b.name, b.input) for b in answer.content[1:]]
+    assert "tool_use" == answer.stop_reason
+    assert "max_tokens" == client.messages.create(model="m", max_tokens=9, messages=USER).stop_reason
+    assert "Bearer k" == model_server.calls[0].headers["authorization"]
 
 
 def test_messages_stream_assembles_to_the_plain_answer(
@@ -36,7 +36,7 @@ def test_messages_stream_assembles_to_the_plain_answer(
     with client.messages.stream(model="m", max_tokens=9, messages=USER) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
-    assert text == "hello there"
+    assert "hello there" == text
     assert [(b.type, getattr(b, "input", None)) for b in plain.content] == [
         (b.type, getattr(b, "input", None)) for b in final.content
     ]
@@ -49,7 +49,7 @@ def test_messages_stream_has_anthropics_events_in_order(
     model_server.enqueue(Reply(text="ab", chunks=2))
     events = client.messages.create(model="m", max_tokens=9, messages=USER, stream=True)
     kinds = [event.type for event in events if event.type != "ping"]
-    assert kinds == [
+    assert [
         "message_start",
         "content_block_start",
         "content_block_delta",
@@ -57,7 +57,7 @@ def test_messages_stream_has_anthropics_events_in_order(
         "content_block_stop",
         "message_delta",
         "message_stop",
-    ]
+    ] == kinds
 
 
 def test_messages_become_turns_with_tool_results(
@@ -74,11 +74,11 @@ def test_messages_become_turns_with_tool_results(
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]}
     history = [*USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
     client.messages.create(model="m", max_tokens=9, messages=history, system="s")
-    assert roles == [["system", "user", "assistant", "tool"]]
+    assert [["system", "user", "assistant", "tool"]] == roles
 
 
 def test_messages_errors_have_anthropics_shape(model_server: ScriptedModelServer, client: anthropic.Anthropic) -> None:
     model_server.enqueue(Status(code=429, retry_after=1))
     with pytest.raises(anthropic.RateLimitError, match="injected") as caught:
         client.messages.create(model="m", max_tokens=9, messages=USER)
-    assert caught.value.response.headers["retry-after"] == "1"
+    assert "1" == caught.value.response.headers["retry-after"]

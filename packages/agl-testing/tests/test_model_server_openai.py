@@ -48,11 +48,11 @@ def test_chat_plain_gives_text_ids_and_logprobs(server: ScriptedModelServer, cli
     server.enqueue(Reply(text="hé"))
     answer = client.chat.completions.create(model="m", messages=USER, logprobs=True, extra_body=IDS)
     choice = answer.choices[0]
-    assert (choice.message.content, choice.finish_reason) == ("hé", "stop")
+    assert ("hé", "stop") == (choice.message.content, choice.finish_reason)
     assert [18, *encode("hi"), 1, 19] == answer.prompt_token_ids
     assert [*encode("hé"), 1] == choice.token_ids
     assert [logprob(t, i) for i, t in enumerate(choice.token_ids)] == [e.logprob for e in choice.logprobs.content]
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 4)
+    assert (5, 4) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
 
 
 def test_chat_stream_carries_what_the_plain_answer_carries(server: ScriptedModelServer, client: openai.OpenAI) -> None:
@@ -84,11 +84,11 @@ def test_chat_stream_helper_assembles_text_and_parallel_tool_calls(
     server.enqueue(Reply(text="so", tool_calls=TWO_CALLS))
     with client.chat.completions.stream(model="m", messages=USER) as stream:
         message = stream.get_final_completion().choices[0].message
-    assert message.content == "so"
-    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+    assert "so" == message.content
+    assert [
         ("add", '{"a":1}'),
         ("mul", '{"b": 2}'),
-    ]
+    ] == [(call.function.name, call.function.arguments) for call in message.tool_calls]
 
 
 def test_chat_conversation_extends_previous_prompt_and_response(
@@ -108,7 +108,7 @@ def test_chat_conversation_extends_previous_prompt_and_response(
 def test_chat_n_gives_the_scripted_reply_of_each_choice(server: ScriptedModelServer, client: openai.OpenAI) -> None:
     server.enqueue((Reply(text="a"), Reply(text="b", finish_reason="length")))
     answer = client.chat.completions.create(model="m", messages=USER, n=2, extra_body=IDS)
-    assert [(c.message.content, c.finish_reason) for c in answer.choices] == [("a", "stop"), ("b", "length")]
+    assert [("a", "stop"), ("b", "length")] == [(c.message.content, c.finish_reason) for c in answer.choices]
     assert [[*encode("a"), 1], encode("b")] == [c.token_ids for c in answer.choices]
 
 
@@ -164,8 +164,8 @@ def test_responses_plain_gives_items_and_raw_messages(server: ScriptedModelServe
         include=["message.output_text.logprobs"],
         extra_body={"enable_response_messages": True},
     )
-    assert answer.output_text == "so"
-    assert [item.type for item in answer.output] == ["message", "function_call", "function_call"]
+    assert "so" == answer.output_text
+    assert ["message", "function_call", "function_call"] == [item.type for item in answer.output]
     assert [logprob(t, i) for i, t in enumerate(encode("so"))] == [
         e.logprob for e in answer.output[0].content[0].logprobs
     ]
@@ -178,12 +178,12 @@ def test_responses_stream_ends_in_the_plain_answer(server: ScriptedModelServer, 
     with client.responses.stream(model="m", input="hi") as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
-    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
-    assert kinds[-1] == "response.completed"
-    assert final.output_text == "hello"
-    assert [item.name for item in final.output if item.type == "function_call"] == ["add", "mul"]
+    assert ["response.created", "response.in_progress", "response.output_item.added"] == kinds[:3]
+    assert "response.completed" == kinds[-1]
+    assert "hello" == final.output_text
+    assert ["add", "mul"] == [item.name for item in final.output if item.type == "function_call"]
     with client.responses.stream(model="m", input="hi") as stream:
-        assert [event.type for event in stream][-1] == "response.incomplete"
+        assert "response.incomplete" == [event.type for event in stream][-1]
 
 
 def test_responses_continue_from_previous_response_id(server: ScriptedModelServer, client: openai.OpenAI) -> None:
@@ -211,15 +211,15 @@ def test_embeddings_and_models_answer(server: ScriptedModelServer, client: opena
     data = client.embeddings.create(model="m", input=["a", "b", "a"]).data
     assert data[0].embedding == data[2].embedding
     assert data[0].embedding != data[1].embedding
-    assert [model.id for model in client.models.list()] == ["scripted"]
+    assert ["scripted"] == [model.id for model in client.models.list()]
 
 
 def test_status_faults_carry_retry_after_and_the_client_retries(server: ScriptedModelServer) -> None:
     server.enqueue(Status(code=429, retry_after=0.01), Status(code=500), Reply(text="third"))
     with _client(server).with_options(max_retries=2) as client:
-        assert client.chat.completions.create(model="m", messages=USER).choices[0].message.content == "third"
-    assert [call.status for call in server.calls] == [429, 500, 200]
-    assert [call.headers["x-stainless-retry-count"] for call in server.calls] == ["0", "1", "2"]
+        assert "third" == client.chat.completions.create(model="m", messages=USER).choices[0].message.content
+    assert [429, 500, 200] == [call.status for call in server.calls]
+    assert ["0", "1", "2"] == [call.headers["x-stainless-retry-count"] for call in server.calls]
 
 
 def test_cut_breaks_streams_and_bodies_in_the_middle(server: ScriptedModelServer, client: openai.OpenAI) -> None:
@@ -228,10 +228,10 @@ def test_cut_breaks_streams_and_bodies_in_the_middle(server: ScriptedModelServer
     stream = client.chat.completions.create(model="m", messages=USER, stream=True)
     with pytest.raises((openai.APIError, httpx2.TransportError)):
         got.extend(chunk.choices[0].delta.content or "" for chunk in stream)
-    assert got == ["", "a"]
+    assert ["", "a"] == got
     with pytest.raises(openai.APIConnectionError):
         client.chat.completions.create(model="m", messages=USER)
-    assert [call.is_complete for call in server.calls] == [False, False]
+    assert [False, False] == [call.is_complete for call in server.calls]
 
 
 def test_stall_holds_the_answer_back_and_is_recorded_as_abandoned(
@@ -259,7 +259,7 @@ def test_garbage_is_sent_as_written(server: ScriptedModelServer, client: openai.
     server.enqueue(Garbage(body=b"{]", content_type="application/json"))
     with pytest.raises(Exception, match=r"."):
         client.chat.completions.create(model="m", messages=USER)
-    assert server.calls[0].sent == b"{]"
+    assert b"{]" == server.calls[0].sent
 
 
 def test_exhausted_script_is_an_error_that_says_so(client: openai.OpenAI) -> None:
@@ -278,13 +278,13 @@ def test_function_sees_turns_of_every_dialect_and_its_errors_surface() -> None:
 
     server = ScriptedModelServer(respond=respond).start()
     with _client(server) as client:
-        assert client.responses.create(model="m", input="x").output_text == "X"
-        assert client.completions.create(model="m", prompt="y").choices[0].text == "Y"
+        assert "X" == client.responses.create(model="m", input="x").output_text
+        assert "Y" == client.completions.create(model="m", prompt="y").choices[0].text
         with pytest.raises(openai.InternalServerError, match="KeyError"):
             client.chat.completions.create(model="m", messages=[{"role": "user", "content": "bad"}])
     with pytest.raises(KeyError, match="bad"):
         server.__exit__(None, None, None)
-    assert seen == [("responses", "x"), ("completions", "y"), ("chat", "bad")]
+    assert [("responses", "x"), ("completions", "y"), ("chat", "bad")] == seen
 
 
 def test_calls_record_headers_bodies_and_the_exact_bytes_sent(
@@ -294,8 +294,8 @@ def test_calls_record_headers_bodies_and_the_exact_bytes_sent(
     raw = client.chat.completions.with_raw_response.create(model="m", messages=USER)
     call = server.wait_for_calls(1)[0]
     assert raw.http_response.content == call.sent
-    assert (call.path, call.method, call.headers["authorization"]) == ("/v1/chat/completions", "POST", "Bearer k")
-    assert call.json["messages"] == USER
+    assert ("/v1/chat/completions", "POST", "Bearer k") == (call.path, call.method, call.headers["authorization"])
+    assert USER == call.json["messages"]
     assert call.is_complete
     with pytest.raises(TimeoutError, match="1 of 2 calls"):
         server.wait_for_calls(2, timeout=0.01)
@@ -310,7 +310,7 @@ def test_api_key_is_checked_when_given() -> None:
                         client.models.list()
                 else:
                     client.models.list()
-        assert [call.status for call in server.calls] == [200, 401]
+        assert [200, 401] == [call.status for call in server.calls]
 
 
 async def _ask(server: ScriptedModelServer) -> str | None:

@@ -31,7 +31,7 @@ class Conformance:
     def test_no_test_is_weakened_without_a_reason(self) -> None:
         """Overridden tests carry ``xfail`` with a reason, and the class as a whole is neither skipped nor excused."""
         faults = [*_faults_of_tests(type(self)), *_faults_of_marks(type(self))]
-        assert faults == []
+        assert [] == faults
 
 
 def require(condition: bool, flag: str, contract: str) -> None:

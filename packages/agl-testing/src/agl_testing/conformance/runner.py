@@ -120,12 +120,12 @@ class RunnerConformance(Conformance):
     def test_agent_that_raises_is_a_failed_outcome_with_its_error(self, make_runner: MakeRunner) -> None:
         async def work(bench: Bench) -> None:
             outcome = await bench.execute({"do": "raise", "text": "broken agent"})
-            assert outcome.status == "failed"
+            assert "failed" == outcome.status
             assert outcome.error is not None
             assert "broken agent" in outcome.error.message
             assert "_raise" in outcome.error.traceback
             if self.is_python:
-                assert outcome.error.type == "ValueError"
+                assert "ValueError" == outcome.error.type
 
         self._run(make_runner, work)
 
@@ -146,7 +146,7 @@ class RunnerConformance(Conformance):
         async def work(bench: Bench) -> None:
             good = asyncio.create_task(bench.execute({"do": "return", "value": 1, "seconds": 0.5}))
             bad = await bench.execute({"do": "hard_exit"})
-            assert bad.status == "failed"
+            assert "failed" == bad.status
             assert bad.error is not None
             assert "7" in bad.error.message
             assert "succeeded" == (await good).status
@@ -159,7 +159,7 @@ class RunnerConformance(Conformance):
             beats = tmp_path / f"beats-{time.monotonic_ns()}"
             started = time.monotonic()
             outcome = await bench.execute({"do": "hang", "beats": str(beats)}, timeout_s=1.5)
-            assert outcome.status == "timeout"
+            assert "timeout" == outcome.status
             assert outcome.error is not None
             assert "1.5" in outcome.error.message
             assert time.monotonic() - started < STOP_S
@@ -198,7 +198,7 @@ class RunnerConformance(Conformance):
 
         async def work(bench: Bench) -> None:
             outcome = await bench.execute({"do": "object"})
-            assert outcome.status == "failed"
+            assert "failed" == outcome.status
             assert outcome.error is not None
             assert "object" in outcome.error.message
 
@@ -209,7 +209,7 @@ class RunnerConformance(Conformance):
             claim = await bench.claim({"do": "keys", "answer": 42}, hidden=["answer"])
             outcome = await bench.runner.execute(claim)
             outputs = [str(s.attributes[semconv.OUTPUT]) for s in outcome.spans if semconv.OUTPUT in s.attributes]
-            assert ["answer" in text for text in outputs] == [False]
+            assert [False] == ["answer" in text for text in outputs]
             assert "do" in outputs[0]
 
         self._run(make_runner, work)

@@ -96,7 +96,7 @@ def outcome_of(claim: Claim, status: AttemptStatus = "succeeded", *, spans: Sequ
 async def claim_one(store: Store, *, lease_s: float = 60.0, wait_s: float = 0.0, claim_id: str = "") -> Claim:
     """Claim exactly one rollout."""
     claims = await store.claim(worker="w", lease_s=lease_s, wait_s=wait_s, claim_id=claim_id)
-    assert len(claims) == 1
+    assert 1 == len(claims)
     return claims[0]
 
 

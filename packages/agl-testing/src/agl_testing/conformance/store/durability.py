@@ -73,7 +73,7 @@ class DurabilityTests:
             _run_victim(location, report, kill_after_s=draw.uniform(0.05, 0.6))
             acknowledged = _read_report(report)
             assert acknowledged
-            assert run(_lost(location, acknowledged)) == []
+            assert [] == run(_lost(location, acknowledged))
 
     def test_attempt_of_a_killed_worker_is_claimed_again(self, location: StoreLocation, tmp_path: Path) -> None:
         require(self.is_durable, "is_durable", "store")
@@ -90,7 +90,7 @@ class DurabilityTests:
                 assert claims
                 await store.finish([outcome_of(claim) for claim in claims])
                 unfinished -= {claim.rollout.rollout_id for claim in claims}
-            assert await store.rollouts(RolloutQuery(status=("queued", "running", "failed"))) == []
+            assert [] == await store.rollouts(RolloutQuery(status=("queued", "running", "failed")))
             await store.close()
 
         run(reclaim())
@@ -108,7 +108,7 @@ class DurabilityTests:
             assert [rollout.rollout_id] == [c.rollout.rollout_id for c in claims]
             assert time.monotonic() - started < 3
             await two.finish([outcome_of(claims[0])])
-            assert (await one.rollouts(RolloutQuery()))[0].status == "succeeded"
+            assert "succeeded" == (await one.rollouts(RolloutQuery()))[0].status
             await one.close()
             await two.close()
 
@@ -126,7 +126,7 @@ class DurabilityTests:
         asked = run(enqueue())
         reports = [tmp_path / f"worker-{number}" for number in range(3)]
         workers = [_start_victim(location, report, "drain") for report in reports]
-        assert [worker.wait(60) for worker in workers] == [0, 0, 0]
+        assert [0, 0, 0] == [worker.wait(60) for worker in workers]
         taken = [line.key for report in reports for line in _read_report(report)]
         assert sorted(asked) == sorted(taken)
 

@@ -38,7 +38,7 @@ class LeaseTests:
         first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS), lease_s=SHORT_S)
         second = await claim_one(store, wait_s=10)
         assert (first.rollout.rollout_id, 2) == (second.rollout.rollout_id, second.attempt.number)
-        assert [a.status for a in await store.attempts(first.rollout.rollout_id)] == ["lost", "running"]
+        assert ["lost", "running"] == [a.status for a in await store.attempts(first.rollout.rollout_id)]
 
     @store_test
     async def test_lapsed_lease_fails_the_rollout_while_somebody_waits_for_changes(self, store: Store) -> None:
@@ -47,13 +47,13 @@ class LeaseTests:
         seen = await store.changes(after=cursor, wait_s=10)
         assert [(claim.rollout.rollout_id, "failed")] == [(c.key, c.status) for c in seen]
         assert time.monotonic() - started < 5
-        assert [a.status for a in await store.attempts(claim.rollout.rollout_id)] == ["lost"]
+        assert ["lost"] == [a.status for a in await store.attempts(claim.rollout.rollout_id)]
 
     @store_test
     async def test_lapsed_lease_is_seen_by_whoever_reads(self, store: Store) -> None:
         claim = await start_one(store, lease_s=SHORT_S)
         await asyncio.sleep(SHORT_S * 2)
-        assert (await store.rollouts(RolloutQuery(ids=(claim.rollout.rollout_id,))))[0].status == "failed"
+        assert "failed" == (await store.rollouts(RolloutQuery(ids=(claim.rollout.rollout_id,))))[0].status
 
     @store_test
     async def test_renewed_lease_holds_and_a_lapsed_one_does_not(self, store: Store) -> None:
@@ -64,7 +64,7 @@ class LeaseTests:
         await asyncio.sleep(SHORT_S * 2)
         both = [kept.attempt.attempt_id, lapsed.attempt.attempt_id]
         assert [kept.attempt.attempt_id] == await store.renew(both, lease_s=60)
-        assert (await store.finish([outcome_of(kept)]))[0].status == "succeeded"
+        assert "succeeded" == (await store.finish([outcome_of(kept)]))[0].status
 
     @store_test
     async def test_late_finish_of_a_lost_attempt_is_fenced(self, store: Store) -> None:
@@ -72,7 +72,7 @@ class LeaseTests:
         second = await claim_one(store, wait_s=10)
         with pytest.raises(FencedError, match=first.attempt.attempt_id):
             await store.finish([outcome_of(first)])
-        assert (await store.rollouts(RolloutQuery()))[0].status == "running"
+        assert "running" == (await store.rollouts(RolloutQuery()))[0].status
         decided = (await store.finish([outcome_of(second)]))[0]
         assert ("succeeded", second.attempt.attempt_id) == (decided.status, decided.attempt_id)
 
@@ -85,9 +85,9 @@ class LeaseTests:
         late = make_span(first, name="late")
         await store.append_spans([late, make_span(second, name="current"), early])
         old = await store.spans(first.rollout.rollout_id, attempt_id=first.attempt.attempt_id)
-        assert [(s.name, s.is_late) for s in old] == [("early", False), ("late", True)]
-        assert [(s.name, s.is_late) for s in await store.spans(first.rollout.rollout_id)] == [("current", False)]
-        assert (await store.rollouts(RolloutQuery()))[0].status == "running"
+        assert [("early", False), ("late", True)] == [(s.name, s.is_late) for s in old]
+        assert [("current", False)] == [(s.name, s.is_late) for s in await store.spans(first.rollout.rollout_id)]
+        assert "running" == (await store.rollouts(RolloutQuery()))[0].status
 
     @store_test
     async def test_attempt_beyond_its_time_limit_is_a_timeout_although_it_renews(self, store: Store) -> None:
@@ -98,8 +98,8 @@ class LeaseTests:
             return (await store.rollouts(RolloutQuery()))[0].is_finished
 
         await until(is_finished, store=store, limit_s=15)
-        assert [a.status for a in await store.attempts(claim.rollout.rollout_id)] == ["timeout"]
-        assert (await store.rollouts(RolloutQuery()))[0].status == "failed"
+        assert ["timeout"] == [a.status for a in await store.attempts(claim.rollout.rollout_id)]
+        assert "failed" == (await store.rollouts(RolloutQuery()))[0].status
 
     @store_test
     async def test_waiting_claim_is_woken_by_an_enqueue(self, store: Store) -> None:
@@ -109,7 +109,7 @@ class LeaseTests:
             await asyncio.sleep(0.02)
             sent = time.monotonic()
             await store.enqueue([make_rollout()])
-            assert len(await waiting) == 1
+            assert 1 == len(await waiting)
             delays.append(time.monotonic() - sent)
         assert statistics.median(delays) < WAKE_UP_S
 
@@ -121,12 +121,12 @@ class LeaseTests:
         done, _ = await asyncio.wait({waiting}, timeout=0.1)
         assert not done
         await store.enqueue([make_rollout(experiment="a")])
-        assert [c.rollout.experiment for c in await waiting] == ["a"]
+        assert ["a"] == [c.rollout.experiment for c in await waiting]
 
     @store_test
     async def test_waiting_claim_ends_empty_after_its_time(self, store: Store) -> None:
         started = time.monotonic()
-        assert await store.claim(worker="w", wait_s=0.2) == []
+        assert [] == await store.claim(worker="w", wait_s=0.2)
         assert 0.15 < time.monotonic() - started < 2
 
     @store_test
@@ -148,7 +148,7 @@ class LeaseTests:
             result = (await asyncio.gather(waiting, return_exceptions=True))[0]
             if isinstance(result, BaseException):
                 assert isinstance(result, asyncio.CancelledError)
-                assert len(await store.claim(worker="next", wait_s=5)) == 1
+                assert 1 == len(await store.claim(worker="next", wait_s=5))
 
     @store_test
     async def test_close_ends_waiting_calls(self, store: Store) -> None:

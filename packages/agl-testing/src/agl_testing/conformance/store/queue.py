@@ -57,9 +57,9 @@ class QueueTests:
         await store.enqueue([asked, asked])
         await claim_one(store)
         again = await store.enqueue([asked])
-        assert [r.status for r in again] == ["running"]
-        assert len(await store.rollouts(RolloutQuery())) == 1
-        assert await store.claim(worker="w") == []
+        assert ["running"] == [r.status for r in again]
+        assert 1 == len(await store.rollouts(RolloutQuery()))
+        assert [] == await store.claim(worker="w")
 
     @store_test
     async def test_enqueue_of_known_id_with_other_content_is_refused(self, store: Store) -> None:
@@ -92,15 +92,15 @@ class QueueTests:
     @store_test
     async def test_claim_of_nothing_returns_at_once(self, store: Store) -> None:
         async with asyncio.timeout(2):
-            assert await store.claim(worker="w", limit=4) == []
+            assert [] == await store.claim(worker="w", limit=4)
 
     @store_test
     async def test_claim_takes_only_its_experiment(self, store: Store) -> None:
         await store.enqueue([make_rollout(experiment="a"), make_rollout(experiment="b")])
         claims = await store.claim(worker="w", limit=9, experiment="b")
-        assert [c.rollout.experiment for c in claims] == ["b"]
-        assert await store.claim(worker="w", limit=9, experiment="c") == []
-        assert [c.rollout.experiment for c in await store.claim(worker="w", limit=9)] == ["a"]
+        assert ["b"] == [c.rollout.experiment for c in claims]
+        assert [] == await store.claim(worker="w", limit=9, experiment="c")
+        assert ["a"] == [c.rollout.experiment for c in await store.claim(worker="w", limit=9)]
 
     @store_test
     async def test_claim_with_the_same_claim_id_returns_the_same_attempts(self, store: Store) -> None:
@@ -143,7 +143,7 @@ class QueueTests:
         outcome = outcome_of(claim, spans=[make_span(claim)])
         first = await store.finish([outcome])
         assert first == await store.finish([outcome])
-        assert len(await store.spans(claim.rollout.rollout_id)) == 1
+        assert 1 == len(await store.spans(claim.rollout.rollout_id))
 
     @store_test
     async def test_finish_again_with_another_outcome_is_fenced(self, store: Store) -> None:
@@ -151,23 +151,23 @@ class QueueTests:
         await store.finish([outcome_of(claim)])
         with pytest.raises(FencedError, match=claim.attempt.attempt_id):
             await store.finish([outcome_of(claim, "failed")])
-        assert (await store.rollouts(RolloutQuery()))[0].status == "succeeded"
+        assert "succeeded" == (await store.rollouts(RolloutQuery()))[0].status
 
     @store_test
     async def test_failed_attempt_is_retried_until_the_policy_is_exhausted(self, store: Store) -> None:
         first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS))
         queued = (await store.finish([outcome_of(first, "failed")]))[0]
-        assert (queued.status, queued.attempts, queued.finished_at) == ("queued", 1, 0.0)
+        assert ("queued", 1, 0.0) == (queued.status, queued.attempts, queued.finished_at)
         second = await claim_one(store)
         assert (2, f"{first.rollout.rollout_id}.2") == (second.attempt.number, second.attempt.attempt_id)
-        assert (await store.finish([outcome_of(second, "failed")]))[0].status == "failed"
-        assert [a.status for a in await store.attempts(first.rollout.rollout_id)] == ["failed", "failed"]
+        assert "failed" == (await store.finish([outcome_of(second, "failed")]))[0].status
+        assert ["failed", "failed"] == [a.status for a in await store.attempts(first.rollout.rollout_id)]
 
     @store_test
     async def test_outcome_that_the_policy_does_not_retry_is_final(self, store: Store) -> None:
         claim = await start_one(store, make_rollout(retry=RetryPolicy(max_attempts=5, retry_on=("lost",))))
-        assert (await store.finish([outcome_of(claim, "failed")]))[0].status == "failed"
-        assert await store.claim(worker="w") == []
+        assert "failed" == (await store.finish([outcome_of(claim, "failed")]))[0].status
+        assert [] == await store.claim(worker="w")
 
     @store_test
     async def test_finish_of_an_older_attempt_does_not_touch_the_newer(self, store: Store) -> None:
@@ -177,7 +177,7 @@ class QueueTests:
         with pytest.raises(FencedError, match=first.attempt.attempt_id):
             await store.finish([outcome_of(first, "succeeded")])
         await store.finish([outcome_of(second, "succeeded")])
-        assert [a.status for a in await store.attempts(first.rollout.rollout_id)] == ["failed", "succeeded"]
+        assert ["failed", "succeeded"] == [a.status for a in await store.attempts(first.rollout.rollout_id)]
 
     @store_test
     async def test_cancel_stops_queued_and_running_and_leaves_finished(self, store: Store) -> None:
@@ -185,13 +185,13 @@ class QueueTests:
         running = await start_one(store)
         queued = (await store.enqueue([make_rollout()]))[0]
         ids = [done.rollout_id, running.rollout.rollout_id, queued.rollout_id]
-        assert [r.status for r in await store.cancel(ids)] == ["succeeded", "cancelled", "cancelled"]
-        assert await store.claim(worker="w") == []
-        assert await store.renew([running.attempt.attempt_id]) == []
-        assert (await store.attempts(running.rollout.rollout_id))[0].status == "cancelled"
+        assert ["succeeded", "cancelled", "cancelled"] == [r.status for r in await store.cancel(ids)]
+        assert [] == await store.claim(worker="w")
+        assert [] == await store.renew([running.attempt.attempt_id])
+        assert "cancelled" == (await store.attempts(running.rollout.rollout_id))[0].status
         with pytest.raises(FencedError, match=running.attempt.attempt_id):
             await store.finish([outcome_of(running)])
-        assert [r.status for r in await store.cancel(ids)] == ["succeeded", "cancelled", "cancelled"]
+        assert ["succeeded", "cancelled", "cancelled"] == [r.status for r in await store.cancel(ids)]
 
     @store_test
     async def test_unknown_ids_are_errors_that_name_them(self, store: Store) -> None:
@@ -249,7 +249,7 @@ class QueueTests:
         claim = await claim_one(store)
         claim.rollout.task["list"].append(4)
         read = (await store.rollouts(RolloutQuery()))[0]
-        assert (read.task, read.metadata) == ({"list": [1], "q": {"deep": 1}}, {"tags": ["x"]})
+        assert ({"list": [1], "q": {"deep": 1}}, {"tags": ["x"]}) == (read.task, read.metadata)
 
     @store_test
     async def test_every_terminal_attempt_status_is_accepted(self, store: Store) -> None:

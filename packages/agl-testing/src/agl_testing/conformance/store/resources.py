@@ -24,9 +24,9 @@ class ResourceTests:
     async def test_newest_version_is_the_default_and_every_version_stays(self, store: Store) -> None:
         await store.publish([_version("v1"), _version("other-1", name="other")])
         await store.publish([_version("v2")])
-        assert (await store.resource("prompt")).version == "v2"
+        assert "v2" == (await store.resource("prompt")).version
         assert _version("v1").resource == (await store.resource("prompt", "v1")).resource
-        assert [v.version for v in await store.resources("prompt")] == ["v1", "v2"]
+        assert ["v1", "v2"] == [v.version for v in await store.resources("prompt")]
         assert {("other", "other-1"), ("prompt", "v2")} == {(v.name, v.version) for v in await store.resources()}
 
     @store_test
@@ -49,7 +49,7 @@ class ResourceTests:
     async def test_publishing_again_is_harmless_and_other_content_is_refused(self, store: Store) -> None:
         await store.publish([_version("v1"), _version("v2")])
         await store.publish([_version("v1")])
-        assert (await store.resource("prompt")).version == "v2"
+        assert "v2" == (await store.resource("prompt")).version
         with pytest.raises(ConflictError, match="v1"):
             await store.publish([_version("v1", text="other")])
         assert _version("v1").resource == (await store.resource("prompt", "v1")).resource
@@ -68,22 +68,22 @@ class ResourceTests:
         with pytest.raises(StoreError, match="api_key") as caught:
             await store.publish([secret])
         assert "secret-key" not in str(caught.value)
-        assert await store.resources() == []
+        assert [] == await store.resources()
 
     @store_test
     async def test_publishing_is_a_change(self, store: Store) -> None:
         await store.publish([_version("v1")])
-        assert [(c.kind, c.key, c.status) for c in await store.changes()] == [("resource", "prompt", "v1")]
+        assert [("resource", "prompt", "v1")] == [(c.kind, c.key, c.status) for c in await store.changes()]
 
     @store_test
     async def test_states_are_replaced_found_by_prefix_and_deleted_when_empty(self, store: Store) -> None:
         await store.save_state({"exp/b": b"2", "exp/a": b"\x00\xff", "exp_a": b"3", "e%": b"4"})
         await store.save_state({"exp/b": b"22", "e%": b""})
         loaded = await store.load_state("exp/")
-        assert list(loaded.items()) == [("exp/a", b"\x00\xff"), ("exp/b", b"22")]
-        assert await store.load_state("e%") == {}
-        assert list(await store.load_state("exp_")) == ["exp_a"]
-        assert list(await store.load_state("")) == ["exp/a", "exp/b", "exp_a"]
+        assert [("exp/a", b"\x00\xff"), ("exp/b", b"22")] == list(loaded.items())
+        assert {} == await store.load_state("e%")
+        assert ["exp_a"] == list(await store.load_state("exp_"))
+        assert ["exp/a", "exp/b", "exp_a"] == list(await store.load_state(""))
 
     @store_test
     async def test_metrics_replace_and_come_in_order(self, store: Store) -> None:
@@ -92,22 +92,22 @@ class ResourceTests:
 
         await store.log_metrics([metric(2, "reward", 0.2), metric(1, "reward", 0.1), metric(1, "loss", 3.0)])
         await store.log_metrics([metric(1, "reward", 0.5), metric(1, "reward", 9.0, "other")])
-        assert [(m.step, m.name, m.value) for m in await store.metrics("e")] == [
+        assert [
             (1, "loss", 3.0),
             (1, "reward", 0.5),
             (2, "reward", 0.2),
-        ]
-        assert [m.value for m in await store.metrics("e", name="loss")] == [3.0]
-        assert await store.metrics("nobody") == []
+        ] == [(m.step, m.name, m.value) for m in await store.metrics("e")]
+        assert [3.0] == [m.value for m in await store.metrics("e", name="loss")]
+        assert [] == await store.metrics("nobody")
 
     @store_test
     async def test_delete_removes_finished_rollouts_with_all_they_have(self, store: Store) -> None:
         first, second = await finish_one(store, spans=2), await finish_one(store, spans=1)
-        assert await store.delete([first.rollout_id]) == 1
+        assert 1 == await store.delete([first.rollout_id])
         assert [second.rollout_id] == [r.rollout_id for r in await store.rollouts(RolloutQuery())]
         with pytest.raises(NotFoundError, match=first.rollout_id):
             await store.spans(first.rollout_id)
-        assert len(await store.spans(second.rollout_id)) == 1
+        assert 1 == len(await store.spans(second.rollout_id))
 
     @store_test
     async def test_delete_refuses_what_a_run_still_needs_and_then_removes_nothing(self, store: Store) -> None:
@@ -117,4 +117,4 @@ class ResourceTests:
         for unfinished in (running.rollout.rollout_id, queued.rollout_id):
             with pytest.raises(ConflictError, match=unfinished):
                 await store.delete([done.rollout_id, unfinished])
-        assert len(await store.rollouts(RolloutQuery())) == 3
+        assert 3 == len(await store.rollouts(RolloutQuery()))

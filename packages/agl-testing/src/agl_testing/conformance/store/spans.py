@@ -42,7 +42,7 @@ class SpanTests:
         ]
         await store.append_spans(asked)
         read = await store.spans(claim.rollout.rollout_id)
-        assert [s.sequence for s in read] == [1, 2, 3]
+        assert [1, 2, 3] == [s.sequence for s in read]
         assert asked == [msgspec.structs.replace(s, sequence=0) for s in read]
 
     @store_test
@@ -51,7 +51,7 @@ class SpanTests:
         span = make_span(claim, name="first")
         await store.append_spans([span, span])
         await store.append_spans([msgspec.structs.replace(span, name="second"), make_span(claim, name="third")])
-        assert [s.name for s in await store.spans(claim.rollout.rollout_id)] == ["first", "third"]
+        assert ["first", "third"] == [s.name for s in await store.spans(claim.rollout.rollout_id)]
 
     @store_test
     async def test_finish_appends_its_spans_after_the_earlier_ones(self, store: Store) -> None:
@@ -60,7 +60,7 @@ class SpanTests:
         await store.append_spans([early])
         await store.finish([outcome_of(claim, spans=[early, last])])
         read = await store.spans(claim.rollout.rollout_id)
-        assert [(s.name, s.is_late) for s in read] == [("early", False), ("last", False)]
+        assert [("early", False), ("last", False)] == [(s.name, s.is_late) for s in read]
 
     @store_test
     async def test_spans_page_by_sequence(self, store: Store) -> None:
@@ -80,11 +80,11 @@ class SpanTests:
         await store.finish([outcome_of(first, "failed", spans=[make_span(first, name="one", span_id=shared)])])
         second = await claim_one(store)
         await store.append_spans([make_span(second, name="two", span_id=shared)])
-        assert [s.name for s in await store.spans(first.rollout.rollout_id)] == ["two"]
+        assert ["two"] == [s.name for s in await store.spans(first.rollout.rollout_id)]
         await store.finish([outcome_of(second)])
-        assert [s.name for s in await store.spans(first.rollout.rollout_id)] == ["two"]
+        assert ["two"] == [s.name for s in await store.spans(first.rollout.rollout_id)]
         of_first = await store.spans(first.rollout.rollout_id, attempt_id=first.attempt.attempt_id)
-        assert [s.name for s in of_first] == ["one"]
+        assert ["one"] == [s.name for s in of_first]
 
     @store_test
     async def test_late_reward_attaches_to_a_finished_rollout(self, store: Store) -> None:
@@ -99,7 +99,7 @@ class SpanTests:
     async def test_reward_without_attempt_belongs_to_the_rollout(self, store: Store) -> None:
         rollout = (await store.enqueue([make_rollout()]))[0]
         await store.append_spans([make_reward_span(rollout.rollout_id, "", 1.0)])
-        assert len(await store.spans(rollout.rollout_id, attempt_id="")) == 1
+        assert 1 == len(await store.spans(rollout.rollout_id, attempt_id=""))
 
     @store_test
     async def test_spans_of_unknown_rollouts_are_refused_by_name(self, store: Store) -> None:
@@ -127,7 +127,7 @@ class SpanTests:
         span.attributes["text"] = "changed"
         (await store.spans(claim.rollout.rollout_id))[0].attributes["list"].append("c")
         read = (await store.spans(claim.rollout.rollout_id))[0]
-        assert (read.attributes["text"], read.attributes["list"]) == ("x", ["a", "b"])
+        assert ("x", ["a", "b"]) == (read.attributes["text"], read.attributes["list"])
 
 
 class FeedTests:
@@ -135,12 +135,12 @@ class FeedTests:
 
     @store_test
     async def test_feed_tells_a_rollouts_life_in_order(self, store: Store) -> None:
-        assert (await store.cursor(), await store.changes()) == (0, [])
+        assert (0, []) == (await store.cursor(), await store.changes())
         claim = await start_one(store, make_rollout(experiment="e"))
         await store.append_spans([make_span(claim)])
         await store.finish([outcome_of(claim)])
         feed = await store.changes()
-        assert [c.status for c in feed if c.kind == "rollout"] == ["queued", "running", "succeeded"]
+        assert ["queued", "running", "succeeded"] == [c.status for c in feed if c.kind == "rollout"]
         assert [claim.attempt.attempt_id] == [c.attempt_id for c in feed if c.kind == "spans"]
         assert {(claim.rollout.rollout_id, "e")} == {(c.key, c.experiment) for c in feed}
         cursors = [c.cursor for c in feed]
@@ -180,7 +180,7 @@ class FeedTests:
     @store_test
     async def test_waiting_for_changes_ends_empty_after_its_time(self, store: Store) -> None:
         started = time.monotonic()
-        assert await store.changes(wait_s=0.2) == []
+        assert [] == await store.changes(wait_s=0.2)
         assert 0.15 < time.monotonic() - started < 2
 
 
