@@ -252,7 +252,7 @@ class Trainer:
             if not chosen:
                 raise ConfigError("there are no tasks; set [experiment] train to a JSON-lines file")
             config = plan.config.algorithm[0] if plan.config.algorithm else None
-            collect = driver.collector(f"dev-{int(time.time())}", config)
+            collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
             collected = await collect(chosen, step=0, mode="test")
             return DevResult(episodes=collected.episodes)
         finally:
@@ -398,7 +398,7 @@ def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSe
 
 
 def _served(llm: LLM) -> Spec:
-    params = {"endpoint": llm.endpoint, "model": llm.model, "api_key_env": llm.api_key_env}
+    params = {"base_url": llm.endpoint, "model": llm.model, "api_key_env": llm.api_key_env}
     return Spec(kind="policy", name="openai", params={**params, "sampling_parameters": llm.sampling_parameters})
 
 

@@ -12,7 +12,7 @@ class OpenAIPolicy:
     Args:
         name: The policy's name.
         model: Model name that the endpoint knows.
-        endpoint: Base URL with its ``/v1``.
+        base_url: Base URL with its ``/v1``.
         api_key_env: Environment variable that holds the key; ``""`` if none is needed.
         has_token_ids: Whether the endpoint gives token ids and log-probabilities when asked (vLLM and SGLang do).
         sampling_parameters: Defaults that agents find in the resource.
@@ -23,17 +23,17 @@ class OpenAIPolicy:
         *,
         name: str,
         model: str,
-        endpoint: str = "https://api.openai.com/v1",
+        base_url: str = "https://api.openai.com/v1",
         api_key_env: str = "OPENAI_API_KEY",
         has_token_ids: bool = False,
         sampling_parameters: dict[str, Json] | None = None,
     ) -> None:
-        if not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(f"policy {name!r}: endpoint {endpoint!r} is no URL; write http://HOST:PORT/v1")
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"policy {name!r}: base_url {base_url!r} is no URL; write http://HOST:PORT/v1")
         self._name = name
         self._has_token_ids = has_token_ids
         self._llm = LLM(
-            endpoint=endpoint.rstrip("/"),
+            endpoint=base_url.rstrip("/"),
             model=model,
             api_key_env=api_key_env,
             sampling_parameters=sampling_parameters or {},

@@ -1,0 +1,191 @@
+"""A toy plugin for whole experiments: a policy that serves an endpoint, and an algorithm that only counts."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from agl_testing.model_server import Reply, ScriptedModelServer
+from agl_testing.plugins import PluginFolder
+
+TOY = '''
+import asyncio
+import agl
+from agl.contracts import StepReport
+from agl.schemas import LLM, Weights
+
+
+class Served:
+    """Serves an endpoint that runs elsewhere, and remembers which version it was told to load."""
+
+    def __init__(self, *, name, base_url, model="scripted"):
+        self._llm = LLM(endpoint=base_url, model=model)
+        self._version = "initial"
+
+    async def start(self):
+        return self._llm
+
+    async def stop(self):
+        pass
+
+    async def load(self, version):
+        self._version = version.version
+
+    def resource(self):
+        return Weights(uri="none")
+
+    has_token_ids = True
+
+    @property
+    def model_version(self):
+        return self._version
+
+
+class Counter:
+    """Trains nothing: adds up the rewards of the rollouts that it consumed, and publishes the sum as its weights."""
+
+    def __init__(self, *, steps: int = 20, tasks_per_step: int = 3, pause_s: float = 0.0):
+        self._steps, self._tasks, self._pause = steps, tasks_per_step, pause_s
+        self._step, self._sum, self._tokens = 0, 0.0, 0
+
+    async def setup(self, context):
+        self._context = context
+
+    async def step(self):
+        step = self._step + 1
+        tasks = [self._context.train[(step * self._tasks + i) % len(self._context.train)] for i in range(self._tasks)]
+        collected = await self._context.collect(tasks, step=step, n=2)
+        await asyncio.sleep(self._pause)
+        self._sum += sum(episode.reward for episode in collected.episodes)
+        self._tokens += sum(sum(row.mask) for episode in collected.episodes for row in episode.rows)
+        await self._context.publish("main", Weights(uri=f"sum-{self._sum:g}"), step=step)
+        self._step = step
+        return StepReport(
+            step=step,
+            is_finished=step >= self._steps,
+            metrics={"sum": self._sum},
+            trained=tuple(episode.rollout.rollout_id for episode in collected.episodes),
+        )
+
+    def state(self):
+        return {"step": self._step, "sum": self._sum, "tokens": self._tokens}
+
+    async def restore(self, state):
+        self._step, self._sum, self._tokens = state["step"], state["sum"], state["tokens"]
+
+    async def close(self):
+        pass
+
+
+@agl.hookimpl
+def agl_algorithms():
+    yield agl.AlgorithmEntry(name="counter", factory=Counter)
+
+
+@agl.hookimpl
+def agl_policies():
+    yield agl.PolicyEntry(name="served", factory=Served, trains=True)
+'''
+
+AGENT = '''
+import openai
+
+
+def solve(task):
+    """An ordinary agent: it knows nothing of who runs it."""
+    with openai.OpenAI() as client:
+        messages = [{"role": "user", "content": task["question"]}]
+        for _ in range(2):
+            answer = client.chat.completions.create(model="scripted", messages=messages)
+            text = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
+    return text
+'''
+
+TASKS = [{"question": f"what is {n}?", "answer": str(n)} for n in range(7)]
+
+
+def answer_of(question: str) -> str:
+    """What the scripted model says."""
+    return question.removeprefix("what is ").removesuffix("?")
+
+
+@pytest.fixture
+def server():
+    """A model that answers every question rightly, over and over."""
+    with ScriptedModelServer(
+        respond=lambda request: Reply(text=answer_of(request.body["messages"][0]["content"]))
+    ) as s:
+        yield s
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, server: ScriptedModelServer, agl_plugins: PluginFolder) -> Callable[..., Path]:
+    """Writes an experiment with the toy plugin and returns its file."""
+    agl_plugins.install(TOY, name="toy")
+
+    def write(
+        *,
+        steps: int = 5,
+        pause_s: float = 0.0,
+        runner: str = "async",
+        agent: str = AGENT,
+        tasks: Sequence[dict] = TASKS,
+    ) -> Path:
+        folder = tmp_path / "experiment"
+        folder.mkdir(exist_ok=True)
+        (folder / "toy_agent.py").write_text(agent)
+        (folder / "train.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+        file = folder / "experiment.toml"
+        file.write_text(f"""
+[experiment]
+name = "toy"
+agent = "toy_agent:solve"
+store = "sqlite:///runs/toy.db"
+train = "train.jsonl"
+hidden = ["answer"]
+
+[runner]
+use = "{runner}"
+concurrency = 3
+
+[policy.main]
+use = "served"
+base_url = "{server.base_url}"
+
+[[algorithm]]
+use = "counter"
+tunes = "main"
+params = {{ steps = {steps}, pause_s = {pause_s} }}
+
+[[reward]]
+use = "exact-match"
+""")
+        return file
+
+    return write
+
+
+@pytest.fixture
+def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the ``agl`` command with the toy plugin; the caller waits for it."""
+
+    def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+        environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
+        environment.pop("OPENAI_BASE_URL", None)
+        environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
+        return subprocess.Popen(
+            [sys.executable, "-c", "from agl.cli.main import main; main()", *words],
+            cwd=cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    os.environ.pop("AGL_STORE", None)
+    return start
