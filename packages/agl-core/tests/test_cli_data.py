@@ -59,7 +59,7 @@ def spans_of(claim: Claim) -> tuple[Span, ...]:
     """An agent with two calls that continue each other, one failed call, and a reward."""
     ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
     first = call("r1", QUESTION, CALLED, [1, 2, 3], [4, 5])
-    second = call("r2", [*QUESTION, CALLED, TOOL], ANSWER, [1, 2, 3, 4, 5, 6], [7, 8])
+    second = call("r2", [*QUESTION, {**CALLED, "content": ""}, TOOL], ANSWER, [1, 2, 3, 4, 5, 6], [7, 8])
     failed = call("r3", QUESTION, {}, [], [], status_code=500, error="overloaded", ids_missing="no answer")
     agent = {semconv.AGENT_NAME: "solver"}
     return (
@@ -278,7 +278,7 @@ def test_export_messages_gives_one_dialogue_per_conversation(store_of):
     store_of(fill, 2)
     lines = exported("--status", "succeeded")
     expected = {
-        "messages": [*QUESTION, CALLED, TOOL, ANSWER],
+        "messages": [*QUESTION, {**CALLED, "content": ""}, TOOL, ANSWER],
         "tools": TOOLS,
         "rollout_id": "ro-calc-000",
         "agent": "solver",

@@ -38,8 +38,13 @@ def chat_tools(call: ModelCall) -> list[Any]:
     return [_function(tool) for tool in given if "name" in tool]
 
 
+def comparable(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as they compare: whether an empty part is there, null or empty depends on the client alone."""
+    return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
+
+
 def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
-    return len(earlier) < len(messages) and earlier == messages[: len(earlier)]
+    return len(earlier) < len(messages) and comparable(earlier) == comparable(messages[: len(earlier)])
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
