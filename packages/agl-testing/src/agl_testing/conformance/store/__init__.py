@@ -27,7 +27,9 @@ class StoreConformance(QueueTests, LeaseTests, SpanTests, FeedTests, ResourceTes
 
             def set_schema_version(self, location, version): ...
 
-    Flags, all true by default: ``is_durable``, ``is_shared``, ``has_schema_version``.
+            def make_older(self, location): ...
+
+    Flags, all true by default: ``is_durable``, ``is_shared``, ``has_schema_version``, ``has_older_schema``.
     """
 
     contract: ClassVar[str] = "store"

@@ -36,34 +36,23 @@ class DurabilityTests:
     has_schema_version: ClassVar[bool] = True
     """The location carries a schema version; then :meth:`set_schema_version` must be written."""
 
+    has_older_schema: ClassVar[bool] = True
+    """An older release wrote another schema; then :meth:`make_older` must be written."""
+
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         """Make the data at ``location`` look as if a release with schema ``version`` had written it."""
         raise NotImplementedError(f"write set_schema_version for {location.factory}, or lower has_schema_version")
 
+    def make_older(self, location: StoreLocation) -> None:
+        """Turn the data at ``location`` into what an older release would have written."""
+        raise NotImplementedError(
+            f"write make_older for {location.factory}, or lower has_older_schema while there was no other schema"
+        )
+
     def test_reopened_store_has_everything(self, location: StoreLocation) -> None:
         require(self.is_durable, "is_durable", "store")
 
-        async def write() -> list[object]:
-            store = location.open()
-            await finish_one(store, spans=2)
-            claim = await start_one(store, make_rollout(experiment="e"))
-            await store.append_spans([make_span(claim)])
-            await store.save_state({"k": b"v"})
-            version = ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="t"))
-            await store.publish([version])
-            await store.log_metrics([Metric(experiment="e", algorithm="a", step=1, name="loss", value=0.5)])
-            seen = await _contents(store)
-            await store.close()
-            return seen
-
-        async def read() -> list[object]:
-            store = location.open()
-            try:
-                return await _contents(store)
-            finally:
-                await store.close()
-
-        assert run(write()) == run(read())
+        assert run(_fill(location)) == run(_read(location))
 
     def test_acknowledged_writes_survive_kill_9(self, location: StoreLocation, tmp_path: Path) -> None:
         require(self.is_durable, "is_durable", "store")
@@ -155,6 +144,20 @@ class DurabilityTests:
         with pytest.raises(SchemaVersionError, match="999"):
             run(use())
 
+    def test_data_of_an_older_schema_is_migrated_with_nothing_lost(self, location: StoreLocation) -> None:
+        require(self.has_schema_version, "has_schema_version", "store")
+        require(self.has_older_schema, "has_older_schema", "store")
+        written = run(_fill(location))
+        self.make_older(location)
+        assert written == run(_read(location))
+
+        async def go_on() -> None:
+            store = location.open()
+            assert "succeeded" == (await finish_one(store, spans=1)).status
+            await store.close()
+
+        run(go_on())
+
     def test_operations_cost_no_more_in_a_large_store(self, location: StoreLocation) -> None:
         async def body() -> None:
             store = location.open()
@@ -167,6 +170,29 @@ class DurabilityTests:
             assert large < 8 * small + 0.02
 
         run(body(), limit_s=90)
+
+
+async def _fill(location: StoreLocation) -> list[object]:
+    """Write a little of everything; returns what is there then."""
+    store = location.open()
+    await finish_one(store, spans=2)
+    claim = await start_one(store, make_rollout(experiment="e"))
+    await store.append_spans([make_span(claim)])
+    await store.save_state({"k": b"v"})
+    version = ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="t"))
+    await store.publish([version])
+    await store.log_metrics([Metric(experiment="e", algorithm="a", step=1, name="loss", value=0.5)])
+    seen = await _contents(store)
+    await store.close()
+    return seen
+
+
+async def _read(location: StoreLocation) -> list[object]:
+    store = location.open()
+    try:
+        return await _contents(store)
+    finally:
+        await store.close()
 
 
 async def _cost(store: Store) -> float:
