@@ -14,8 +14,6 @@ from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
 from agl.stores import _rules
 from agl.stores._packing import Packer, Unpacker, mark_late
 
-PACKER_BYTES = 4_000_000
-
 
 class _Spans:
     """The spans of one attempt, packed, by sequence."""
@@ -48,7 +46,7 @@ class MemoryTables:
     def __init__(self) -> None:
         self.has_queued = False
         self.cursor = 0
-        self._packer = Packer(limit=PACKER_BYTES)
+        self._packer = Packer()
         self._rollouts: dict[str, Rollout] = {}
         self._added = 0
         self._order: dict[str, int] = {}

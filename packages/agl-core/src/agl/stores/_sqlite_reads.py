@@ -25,7 +25,8 @@ def changes(db: sqlite3.Connection, after: int, limit: int) -> list[Change]:
     """See :meth:`agl.contracts.Store.changes`."""
     rows = db.execute(
         "SELECT c.cursor, c.kind, c.status, c.name, c.attempt, r.rollout_id, r.experiment FROM changes c "
-        f"LEFT JOIN rollouts r ON r.seq = c.attempt >> {ATTEMPT_BITS} WHERE cursor > ? ORDER BY cursor LIMIT ?",
+        f"LEFT JOIN rollouts r ON r.seq = c.attempt >> {ATTEMPT_BITS} WHERE cursor > ? AND kind <> 'gone' "
+        "ORDER BY cursor LIMIT ?",
         (after, limit),
     )
     return [_change(row) for row in rows]
@@ -41,9 +42,8 @@ def _change(row: tuple[Any, ...]) -> Change:
 
 
 def cursor(db: sqlite3.Connection) -> int:
-    """The newest change's cursor, also when that change was removed since."""
-    row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
-    return row[0] if row else 0
+    """The newest change's cursor."""
+    return db.execute("SELECT coalesce(max(cursor), 0) FROM changes").fetchone()[0]
 
 
 def rollouts(db: sqlite3.Connection, query: RolloutQuery) -> list[Rollout]:
@@ -182,10 +182,11 @@ def states(db: sqlite3.Connection, prefix: str) -> dict[str, bytes]:
 
 def metrics(db: sqlite3.Connection, experiment: str, name: str | None) -> list[Metric]:
     """See :meth:`agl.contracts.Store.metrics`."""
-    where, values = ("", (experiment,)) if name is None else (" AND name = ?", (experiment, name))
+    where, values = "WHERE experiment = ?", (experiment,)
+    if name is not None:
+        where, values = f"INDEXED BY metrics_by_name {where} AND name = ?", (experiment, name)
     rows = db.execute(
-        "SELECT algorithm, step, name, value, time FROM metrics "
-        f"WHERE experiment = ?{where} ORDER BY algorithm, step, name",
+        f"SELECT algorithm, step, name, value, time FROM metrics {where} ORDER BY algorithm, step, name",
         values,
     )
     return [

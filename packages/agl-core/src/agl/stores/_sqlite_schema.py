@@ -13,8 +13,8 @@ from agl.errors import SchemaVersionError, StoreError
 
 ATTEMPT_BITS = 8
 SEQUENCE_BITS = 24
-PAGE_BYTES = 8192
-"""A call of 1,200 tokens fits one page, and calls of a conversation share one."""
+PAGE_BYTES = 4096
+CHECKPOINT_PAGES = 4000
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -28,7 +28,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE TABLE spans (key INTEGER PRIMARY KEY, span_id TEXT NOT NULL, data BLOB NOT NULL)",
         "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
         """CREATE TABLE changes (
-            cursor INTEGER PRIMARY KEY AUTOINCREMENT, attempt INTEGER, kind TEXT NOT NULL, status TEXT NOT NULL,
+            cursor INTEGER PRIMARY KEY, attempt INTEGER, kind TEXT NOT NULL, status TEXT NOT NULL,
             name TEXT)""",
         """CREATE TABLE versions (
             seq INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, version TEXT NOT NULL, data BLOB NOT NULL,
@@ -70,6 +70,8 @@ def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Co
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
     connection.execute("PRAGMA cache_size = -16000")
     if is_reader:
         connection.execute("PRAGMA query_only = ON")

@@ -23,6 +23,10 @@ MAX_SEQUENCE = (1 << SEQUENCE_BITS) - 1
 NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
 
 _INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
+_KEEP_LAST_CURSOR = (  # so that cursors never go back
+    "UPDATE changes SET attempt = NULL, kind = 'gone' "
+    "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt BETWEEN ? AND ?"
+)
 _UPDATE_ROLLOUT = (
     "UPDATE rollouts SET status = ?, attempts = ?, attempt = ?, started_at = ?, finished_at = ? WHERE seq = ?"
 )
@@ -195,6 +199,7 @@ class SQLiteTables:
             high = low | NUMBER_MASK
             self._db.execute("DELETE FROM spans WHERE key BETWEEN ? AND ?", (span_range(low)[0], span_range(high)[1]))
             self._db.execute("DELETE FROM attempts WHERE id BETWEEN ? AND ?", (low, high))
+            self._db.execute(_KEEP_LAST_CURSOR, (low, high))
             self._db.execute("DELETE FROM changes WHERE attempt BETWEEN ? AND ?", (low, high))
             self._db.execute("DELETE FROM rollouts WHERE seq = ?", (low >> ATTEMPT_BITS,))
 
@@ -242,15 +247,12 @@ class SQLiteTables:
 
     def _rollout_row(self, rollout: Rollout) -> Row:
         seq = self._seqs[rollout.rollout_id]
-        attempt = rollout.attempt_id and seq << ATTEMPT_BITS | number_of(rollout.attempt_id)
+        attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
         return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, seq
 
     def _log(self, rollouts: Sequence[Rollout]) -> None:
         """Put the rollouts on the change feed as they are now."""
-        rows = [
-            (self._key(r.rollout_id, number_of(r.attempt_id) if r.attempt_id else 0), "rollout", r.status)
-            for r in rollouts
-        ]
+        rows = [(self._key(r.rollout_id, r.attempts if r.attempt_id else 0), "rollout", r.status) for r in rollouts]
         self._db.executemany(_INSERT_CHANGES, rows)
         self.has_changed |= bool(rows)
         self.has_queued |= any(rollout.status == "queued" for rollout in rollouts)

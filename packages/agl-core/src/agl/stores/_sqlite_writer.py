@@ -145,38 +145,54 @@ class Writer:
         return self.queue_bell.is_awaited or self.feed_bell.is_awaited
 
     def _commit(self, jobs: Sequence[_Job]) -> None:
-        self._tables.begin()
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            _engine.expire(self._tables, now=self._clock())
+            if next_deadline(self._db) <= self._clock():
+                self._transact(self._expire)
+            if jobs:
+                self._transact(lambda: self._attempt_all(jobs))
+        except Exception as error:  # noqa: BLE001 - the thread outlives every failure, and each caller hears of it
             for job in jobs:
-                self._attempt(job)
-            self._db.execute("COMMIT")
-        except Exception as error:  # the thread must outlive every failure, and each caller must hear of it
-            _logger.debug("a transaction on %s failed", self._path, exc_info=True)
-            self._roll_back(jobs, error)
+                job.error = self._explain(error)
         self._answer(jobs)
+
+    def _transact(self, act: Callable[[], None]) -> None:
+        self._tables.begin()
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            act()
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._packer.clear()
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
         if self._tables.has_queued:
             self.queue_bell.ring()
         if self._tables.has_changed:
             self.feed_bell.ring()
+
+    def _expire(self) -> None:
+        _engine.expire(self._tables, now=self._clock())
+
+    def _attempt_all(self, jobs: Sequence[_Job]) -> None:
+        if len(jobs) == 1:
+            jobs[0].answer = jobs[0].work(self._tables)
+            return
+        for job in jobs:
+            self._attempt(job)
 
     def _attempt(self, job: _Job) -> None:
         self._db.execute("SAVEPOINT job")
         try:
             job.answer = job.work(self._tables)
         except Exception as error:  # noqa: BLE001 - an operation's failure is its own caller's and harms no other
-            job.error = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
+            job.error = self._explain(error)
             self._db.execute("ROLLBACK TO job")
             self._packer.clear()
         self._db.execute("RELEASE job")
 
-    def _roll_back(self, jobs: Sequence[_Job], error: Exception) -> None:
-        self._packer.clear()
-        if self._db.in_transaction:
-            self._db.execute("ROLLBACK")
-        for job in jobs:
-            job.error = explain(error, self._path) if isinstance(error, sqlite3.Error) else error
+    def _explain(self, error: Exception) -> Exception:
+        return explain(error, self._path) if isinstance(error, sqlite3.Error) else error
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)

@@ -1,0 +1,144 @@
+"""Finding the earlier call of an attempt that a new call continues, by digests instead of by keeping its bytes.
+
+A remembered call leaves a :class:`Mark`: digests of its prompt ids, of those with its response ids, and of its text
+without the two characters that close it. A new call that begins with such bytes shares them. Marks are few and small;
+losing one costs only space.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import msgspec
+
+KEY_EVERY = 64
+MIN_SHARED = 64
+MARKS_PER_ATTEMPT = 16
+ATTEMPTS = 1024
+
+
+class Point(msgspec.Struct, frozen=True, gc=False):
+    """The digest of the first ``length`` bytes of something."""
+
+    length: int
+    digest: bytes
+
+
+class Mark(msgspec.Struct, frozen=True, gc=False):
+    """What is remembered of a call.
+
+    Attributes:
+        depth: Links from here to ``key``, the key call at the head of this stretch of the chain of bases.
+        key_ids: Bytes of ids that are shared with ``key``; ``key_text`` of text.
+    """
+
+    sequence: int
+    prompt: Point
+    ids: Point
+    text: Point
+    depth: int = 0
+    key: "Mark | None" = None
+    key_ids: int = 0
+    key_text: int = 0
+
+
+class Share(msgspec.Struct, frozen=True, gc=False):
+    """A base and how many leading bytes of ids and of text are shared with it."""
+
+    base: Mark
+    ids: int
+    text: int
+
+
+class Marks:
+    """The marks of the attempts that were used last."""
+
+    def __init__(self) -> None:
+        self._marks: OrderedDict[object, list[Mark]] = OrderedDict()
+
+    def add(self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes) -> Share | None:
+        """Remember a call and return what it shares with an earlier one of its attempt."""
+        marks = self._marks.setdefault(attempt, [])
+        self._marks.move_to_end(attempt)
+        share = _by_ids(marks, prompt, text) if prompt else _by_text(marks, text)
+        mark, share = _link(Mark(sequence, *_points(prompt, response, text)), share)
+        marks.append(mark)
+        if len(marks) > MARKS_PER_ATTEMPT:
+            del marks[0]
+        if len(self._marks) > ATTEMPTS:
+            self._marks.popitem(last=False)
+        return share
+
+    def forget(self, attempt: object) -> None:
+        """Drop the marks of an attempt."""
+        self._marks.pop(attempt, None)
+
+    def clear(self) -> None:
+        """Drop all marks."""
+        self._marks.clear()
+
+
+def _by_ids(marks: list[Mark], prompt: bytes, text: bytes) -> Share | None:
+    points = [(point, mark) for mark in marks for point in (mark.prompt, mark.ids)]
+    found = _longest(points, prompt)
+    if found is None:
+        return None
+    length, base = found
+    return Share(base, length, base.text.length if _begins(text, base.text) else 0)
+
+
+def _by_text(marks: list[Mark], text: bytes) -> Share | None:
+    found = _longest([(mark.text, mark) for mark in marks], text)
+    return found and Share(found[1], 0, found[0])
+
+
+def _longest(points: list[tuple[Point, Mark]], data: bytes) -> tuple[int, Mark] | None:
+    """The longest point that ``data`` begins with, in one pass over it; the newest of equal ones."""
+    best: tuple[int, Mark] | None = None
+    view, digest, at = memoryview(data), blake2b(digest_size=16), 0
+    for point, mark in sorted(points, key=lambda pair: pair[0].length):
+        if point.length > len(data):
+            break
+        digest.update(view[at : point.length])
+        at = point.length
+        if at >= MIN_SHARED and digest.digest() == point.digest:
+            best = (at, mark)
+    return best
+
+
+def _begins(data: bytes, point: Point) -> bool:
+    return len(data) >= point.length >= MIN_SHARED and _digest([data[: point.length]]) == point.digest
+
+
+def _points(prompt: bytes, response: bytes, text: bytes) -> tuple[Point, Point, Point]:
+    end = max(0, len(text) - 2)
+    return (
+        Point(len(prompt), _digest([prompt])),
+        Point(len(prompt) + len(response), _digest([prompt, response])),
+        Point(end, _digest([memoryview(text)[:end]])),
+    )
+
+
+def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _link(mark: Mark, share: Share | None) -> tuple[Mark, Share | None]:
+    """The mark at its place in the chain of bases, and its base: the one found, or that one's key call.
+
+    A mark becomes a key call, based on the key call before it, where its stretch of the chain would be too long.
+    """
+    if share is None:
+        return mark, None
+    base = share.base
+    if base.key is None:
+        key, key_ids, key_text = base, share.ids, share.text
+    else:
+        key, key_ids, key_text = base.key, min(share.ids, base.key_ids), min(share.text, base.key_text)
+    if base.depth + 1 >= KEY_EVERY:
+        return mark, Share(key, key_ids, key_text)
+    linked = Mark(mark.sequence, mark.prompt, mark.ids, mark.text, base.depth + 1, key, key_ids, key_text)
+    return linked, share
