@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 
 from agl.errors import ConfigError
 from agl_algo_torch.typed import modules
@@ -21,7 +22,7 @@ from agl_algo_torch.typed import modules
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,0 +1,17 @@
+"""The reward of the example: 1 when the calculator was used and the final answer is right, else 0."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+class ToolAndAnswer:
+    """Reads what was recorded of a finished run; `answer` is a field of the task that the agent never sees."""
+
+    def __call__(self, rollout: Any, spans: Sequence[Any]) -> float:
+        """Return the reward of one run."""
+        messages = [span.call.response["choices"][0]["message"] for span in spans if span.call and span.call.response]
+        if not messages or not any(message.get("tool_calls") for message in messages):
+            return 0.0
+        numbers = re.findall(r"-?\d+", messages[-1].get("content") or "")
+        return float(bool(numbers) and numbers[-1] == rollout.task["answer"])
