@@ -65,7 +65,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 def test_help_lists_commands_of_plugins_without_importing_them(toy):
     result = invoke("--help")
-    assert result.exit_code == 0
+    assert 0 == result.exit_code
     assert "say hello" in result.output
     assert "plugins" in result.output
     assert "agl_toy_cli" not in sys.modules
@@ -73,23 +73,23 @@ def test_help_lists_commands_of_plugins_without_importing_them(toy):
 
 def test_command_of_a_plugin_runs(toy):
     assert invoke("hello").output.startswith("hello with ")
-    assert invoke("built").output == "built\n"
+    assert "built\n" == invoke("built").output
 
 
 def test_no_plugins_leaves_them_out(toy):
     assert "say hello" not in invoke("--no-plugins", "--help").output
     result = invoke("--no-plugins", "hello")
-    assert result.exit_code == 2
+    assert 2 == result.exit_code
     assert "no command named 'hello'" in result.output
 
 
 def test_version():
-    assert invoke("--version").output == f"agl, version {agl.__version__}\n"
+    assert f"agl, version {agl.__version__}\n" == invoke("--version").output
 
 
 def test_mistyped_command_gets_the_close_match():
     result = invoke("plugin")
-    assert result.exit_code == 2
+    assert 2 == result.exit_code
     assert "did you mean 'plugins'?" in result.stderr
 
 
@@ -99,10 +99,10 @@ def test_command_of_a_missing_package_gets_the_install_line():
 
 def test_error_is_one_paragraph_and_debug_gives_the_traceback(toy):
     result = invoke("fails")
-    assert result.exit_code == 1
-    assert result.stderr == "Error: the setting 'x' is wrong in a.toml; write 'y'\n"
+    assert 1 == result.exit_code
+    assert "Error: the setting 'x' is wrong in a.toml; write 'y'\n" == result.stderr
     debug = invoke("--debug", "fails")
-    assert debug.exit_code == 1
+    assert 1 == debug.exit_code
     assert "Traceback" in debug.stderr
     assert debug.stderr.endswith(result.stderr)
 
@@ -116,17 +116,17 @@ def test_plugins_list_shows_plugins_and_imports_no_framework(toy):
         "assert not bad, bad\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    assert 0 == done.returncode, done.stderr
     line = next(line for line in done.stdout.splitlines() if line.startswith("toy "))
-    assert line.split()[:4] == ["toy", "agl-toy", "1.0", "loaded"]
+    assert ["toy", "agl-toy", "1.0", "loaded"] == line.split()[:4]
     assert "reward toy" in line
 
 
 def test_plugins_list_as_json(toy):
     found = {status["name"]: status for status in json.loads(invoke("plugins", "list", "--json").output)}
-    assert found["toy"]["distribution"] == "agl-toy"
+    assert "agl-toy" == found["toy"]["distribution"]
     assert "command hello" in found["toy"]["components"]
-    assert found["core"]["state"] == "loaded"
+    assert "loaded" == found["core"]["state"]
 
 
 def test_plugins_show_gives_factories(toy):
@@ -139,13 +139,13 @@ def test_plugins_show_gives_factories(toy):
 
 def test_plugins_show_of_an_unknown_plugin_names_the_installed_ones(toy):
     result = invoke("plugins", "show", "toi")
-    assert result.exit_code == 1
+    assert 1 == result.exit_code
     assert "there are: core" in result.stderr
 
 
 def test_plugins_check_names_what_does_not_import(toy):
     result = invoke("plugins", "check", "toy")
-    assert result.exit_code == 1
+    assert 1 == result.exit_code
     assert "the reward 'toy' cannot be built" in result.output
     assert "framework imported" in result.output
     assert "command 'hello'" not in result.output
@@ -162,7 +162,7 @@ def test_plugins_check_of_sound_plugins_says_so(install_plugin):
 def test_plugins_check_tells_a_disabled_name_that_nobody_has(monkeypatch):
     monkeypatch.setenv("AGL_DISABLED_PLUGINS", "tpyo")
     result = invoke("plugins", "check")
-    assert result.exit_code == 1
+    assert 1 == result.exit_code
     assert "AGL_DISABLED_PLUGINS names 'tpyo'" in result.output
 
 
@@ -176,7 +176,7 @@ def test_help_takes_at_most_half_a_second():
     taken: list[float] = []
     for _ in range(5):
         before = os.times()
-        assert run("--help").returncode == 0
+        assert 0 == run("--help").returncode
         after = os.times()
         taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(taken) <= 0.5

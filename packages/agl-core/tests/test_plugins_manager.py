@@ -273,6 +273,25 @@ def test_observer_takes_the_arguments_it_wants():
     assert seen == ["one grpo"]
 
 
+def test_observers_are_told_in_order_of_registration_unless_they_ask_to_be_first_or_last():
+    seen: list[str] = []
+
+    def observer(name: str, **marks: bool) -> object:
+        @hookimpl(**marks)
+        def agl_rollout_finished(rollout):
+            seen.append(name)
+
+        plugin = type(name, (), {})()
+        plugin.agl_rollout_finished = agl_rollout_finished
+        return plugin
+
+    manager = PluginManager()
+    for name, marks in (("last", {"trylast": True}), ("a", {}), ("b", {}), ("first", {"tryfirst": True})):
+        manager.register(observer(name, **marks), name=name)
+    manager.notify("agl_rollout_finished", rollout=None)
+    assert ["first", "a", "b", "last"] == seen
+
+
 def test_notify_refuses_what_is_no_observer_hook():
     with pytest.raises(PluginError, match="'agl_rewards' is no observer hook"):
         PluginManager().notify("agl_rewards")

@@ -35,7 +35,7 @@ def make_trainer(
             _override(data, setting)
         config = parse_config(data, source=f"{file} with --set")
     disabled = config.plugins.get("disabled", ())
-    plugins = PluginManager.from_environment(disabled=disabled) if disabled else manager
+    plugins = PluginManager.from_environment(disabled, environ=manager.worker_env()) if disabled else manager
     return Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=progress)
 
 

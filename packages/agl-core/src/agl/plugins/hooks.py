@@ -50,7 +50,7 @@ _FACTORY = re.compile(r"[\w.]+:[\w.]+")
 
 
 def hookimpls(hooks: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
-    """Implementations of one hook in order of plugin name, those marked ``tryfirst`` before, ``trylast`` after."""
+    """Implementations of one hook in order of registration, those marked ``tryfirst`` before, ``trylast`` after."""
     caller: pluggy.HookCaller = getattr(hooks.hook, hook)
     return sorted(caller.get_hookimpls(), key=lambda impl: (impl.trylast, not impl.tryfirst))
 
