@@ -39,6 +39,7 @@ class _Call:
     headers: Mapping[str, str] | None = None
     first_byte: float = 0.0
     is_streamed: bool = False
+    is_recorded: bool = False
 
 
 class Relay:
@@ -136,6 +137,10 @@ class Relay:
         return reply
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
+        """Queue the call for the store; only the first time, for a cancelled stream passes here twice."""
+        if call.is_recorded:
+            return
+        call.is_recorded = True
         now = time.perf_counter()
         headers = call.headers or {}
         encoding = headers.get("content-encoding", "")
