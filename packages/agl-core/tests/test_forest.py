@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl.errors import CaptureError
 from agl.schemas import ModelCall, Row, Span, pack_floats, pack_ids, unpack_ids
 from agl.train.forest import ForestOptions, build_forest
-from agl.train.prefix import common_prefix
+from agl.train.prefix import NONE, common_prefix, link
 from agl.train.transitions import build_episode
 
 from .train_cases import ATTEMPT, ROLLOUT, agent_span, call_span
@@ -90,7 +91,7 @@ def test_forest_policies_do_not_share_branches() -> None:
 
 
 def test_forest_refuses_spans_without_a_call() -> None:
-    with pytest.raises(ValueError, match="filter first"):
+    with pytest.raises(CaptureError, match="filter the others out first"):
         build_forest([agent_span("a")])
 
 
@@ -168,6 +169,25 @@ def test_common_prefix_matches_a_byte_by_byte_comparison(shared: bytes, a: bytes
         (i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right))
     )
     assert expected == common_prefix(left, right)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.text("ab", max_size=5), st.text("ab", max_size=3)), max_size=25))
+def test_link_finds_the_longest_earlier_entry_and_the_nearest_one(pairs: list[tuple[str, str]]) -> None:
+    queries = [query.encode() for query, _ in pairs]
+    entries = [(query + rest).encode() for query, rest in pairs]
+    links = link(queries, entries)
+    for i, query in enumerate(queries):
+        inside = [entry for entry in entries[:i] if query.startswith(entry)]
+        anchor = links.anchor[i]
+        assert max(inside, key=len, default=None) == (None if anchor == NONE else entries[anchor])
+        assert anchor < i
+        nearest = max((common_prefix(query, entry) for entry in entries[:i]), default=0)
+        found = [j for j in (links.before[i], links.after[i]) if j != NONE]
+        assert nearest == max((common_prefix(query, entries[j]) for j in found), default=0)
+        assert all(j < i for j in found)
+    by_content = {entry: {links.same[j] for j, other in enumerate(entries) if other == entry} for entry in entries}
+    assert all(len(same) == 1 for same in by_content.values())
 
 
 def trained_tokens(row: Row) -> list[int]:

@@ -311,8 +311,8 @@ def test_explain_says_what_became_of_every_call() -> None:
     spans = [
         agent_span("writer"),
         call_span(1, parent="writer", prompt=(1, 2), response=(3, 4)),
-        call_span(2, parent="writer", prompt=(1, 2, 3, 9), response=(5,)),
-        call_span(3, ids_missing="the backend returned none", prompt_ids=b""),
+        call_span(2, ids_missing="the backend returned none", prompt_ids=b""),
+        call_span(3, parent="writer", prompt=(1, 2, 3, 9), response=(5,)),
         reward_span(4, 1.0, source="agent"),
         reward_span(5, 0.5),
     ]
@@ -322,9 +322,19 @@ def test_explain_says_what_became_of_every_call() -> None:
     assert "1 rewards came with the agent's own token and do not count" in text
     assert "3 calls recorded, 1 rejected; 2 rows, 3 tokens train; 1 prompts drifted" in text
     assert "call c1 (agent 'writer', turn 0, p, 2 + 2 tokens): row 0 at 2" in text
-    assert "call c2 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
-    assert "call c3 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
+    assert "call c3 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
+    assert "call c2 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
     assert "missing_token_ids: Ask the backend for token ids" in text
+
+
+def test_explain_counts_late_rewards_and_trusts_where_told() -> None:
+    spans = [call_span(1), reward_span(2, 1.0, source="agent"), reward_span(3, 0.5, is_late=True)]
+    scores = ScoreOptions(trust_agent=True)
+    episode = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(score=scores))
+    text = "\n".join(explain(episode, spans, scores=scores))
+    assert "reward 1: the agent's reward" in text
+    assert "own token" not in text
+    assert "1 rewards were reported by the attempt after it was decided and do not count" in text
 
 
 def test_explain_of_no_calls_says_what_was_expected_and_what_to_check() -> None:

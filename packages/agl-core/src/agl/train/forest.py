@@ -10,6 +10,7 @@ tokens. Who made a call plays no role; two agents that share a conversation shar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agl.errors import CaptureError
 from agl.schemas import ModelCall, Record, Span
 from agl.train.drift import Branch, DriftFinder, end_of
 from agl.train.prefix import NONE, Links, link
@@ -55,11 +56,14 @@ def build_forest(spans: Sequence[Span], *, options: ForestOptions | None = None)
 
     ``spans`` are one attempt's model calls in order of time, each complete and with token ids. A call extends the
     earlier one with the longest prompt + response that its prompt starts with; of several equal ones the newest
-    that nothing extends yet. A copy of all prompts lives while this runs.
+    that nothing extends yet. A copy of all prompts lives while this runs. Raises :class:`CaptureError` when a span
+    holds no call.
     """
     calls = [span.call for span in spans if span.call is not None]
     if len(calls) != len(spans):
-        raise ValueError(f"build_forest got {len(spans)} spans and only {len(calls)} have a model call; filter first")
+        raise CaptureError(
+            f"build_forest got {len(spans)} spans and only {len(calls)} hold a model call; filter the others out first"
+        )
     grower = _Grower(spans, calls, options or ForestOptions())
     for members in _by_policy(calls):
         grower.grow(members)
