@@ -48,7 +48,7 @@ def make_model(kind: str = "qwen2", *, seed: int = 0) -> Any:
     model = KINDS[kind]().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)  # a freshly initialised model is nearly uniform, whatever it attends to
+            parameter.mul_(3)  # a freshly initialised model is nearly uniform, whatever it attends to
     return model
 
 

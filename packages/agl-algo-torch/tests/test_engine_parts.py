@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_algo_torch.codec import cut_at_stop, safe_length
-from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues, PrefixStore
+from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues
+from agl_algo_torch.prefixes import PrefixStore
 from agl_algo_torch.toolcalls import Parsed, ToolCall, tool_parser
 
 LAYOUT = CacheLayout(

@@ -32,8 +32,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues, PrefixStore, has_sliding_window
+from agl_algo_torch.kvcache import BatchCache, CacheLayout, has_sliding_window
+from agl_algo_torch.prefixes import PrefixStore
 from agl_algo_torch.sampling import draw
+from agl_algo_torch.scheduling import Admission, padded, pick
 from agl_algo_torch.sequence import (
     EngineError,
     EngineStoppedError,
@@ -48,12 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from agl_algo_torch.kvcache import TokenArray
-
 _log = logging.getLogger(__name__)
-
-_WORTH_WAITING = 32
-"""Tokens of prefix for which a request waits one turn until another one has computed them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,20 +81,6 @@ class _Swap:
     version: str
     deadline: float
     done: Future[None]
-
-
-@dataclass(slots=True)
-class _Admission:
-    """One distinct prompt with everything that starts from it."""
-
-    tokens: TokenArray
-    shared: int
-    prefix: KeyValues | None
-    flights: list[Flight]
-
-    @property
-    def new(self) -> int:
-        return len(self.tokens) - self.shared
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +124,6 @@ class Engine:
         self._scratch = BatchCache(self._layout)
         reuses = not has_sliding_window(model)
         self._prefixes = PrefixStore(max_bytes=self.settings.prefix_bytes if reuses else 0)
-        self._shares = reuses and self.settings.prefix_bytes > 0
         self._shared_generator = torch.Generator(self._device).manual_seed(self.settings.seed)
         self._running: list[Flight] = []
         self._waiting: deque[Flight] = deque()
@@ -281,50 +263,22 @@ class Engine:
                 flight.listener(error)
 
     def _admit(self) -> None:
-        admissions = self._pick()
+        admissions = pick(
+            self._waiting,
+            rows=self.settings.max_rows - len(self._running),
+            prefill_tokens=self.settings.prefill_tokens,
+            prefixes=self._prefixes,
+        )
         if admissions:
             self._prefill(admissions)
 
-    def _pick(self) -> list[_Admission]:
-        """Take waiting flights while rows and the prefill budget last; keep back those worth a turn's wait."""
-        picked: dict[bytes, _Admission] = {}
-        kept: list[Flight] = []
-        rows, width = self.settings.max_rows - len(self._running), 0
-        while self._waiting and rows > 0:
-            flight = self._waiting.popleft()
-            tokens = flight.tokens()
-            admission = picked.get(tokens.tobytes()) or self._admission(tokens, picked)
-            if admission is None:
-                kept.append(flight)
-                continue
-            width = max(width, admission.new)
-            if picked and not admission.flights and (len(picked) + 1) * width > self.settings.prefill_tokens:
-                kept.append(flight)
-                break
-            picked[tokens.tobytes()] = admission
-            admission.flights.append(flight)
-            flight.cached_tokens = admission.shared
-            rows -= 1
-        self._waiting.extendleft(reversed(kept))
-        return list(picked.values())
-
-    def _admission(self, tokens: TokenArray, picked: dict[bytes, _Admission]) -> _Admission | None:
-        """The admission of a prompt not seen in this turn; None if another one is about to compute its prefix."""
-        shared, prefix = self._prefixes.find(tokens)
-        if self._shares:
-            probe = shared + _WORTH_WAITING
-            start = tokens[:probe].tobytes()
-            if len(tokens) > probe and any(key.startswith(start) for key in picked):
-                return None
-        return _Admission(tokens, shared, prefix, [])
-
-    def _prefill(self, admissions: list[_Admission]) -> None:
+    def _prefill(self, admissions: list[Admission]) -> None:
         """Compute the prompts in one pass, let their flights join the batch and draw their first tokens."""
         width = max(admission.new for admission in admissions)
         cache = self._scratch
         cache.begin([admission.prefix for admission in admissions], new_tokens=width)
         new = [admission.new for admission in admissions]
-        logits = self._forward(cache, *_padded(admissions, width), new=new)
+        logits = self._forward(cache, *padded(admissions, width), new=new)
         first, source = len(self._running), list[int]()
         for row, admission in enumerate(admissions):
             computed = cache.row(row, tokens=admission.new)
@@ -395,16 +349,6 @@ class Engine:
             last = self._running.pop()
             if row < len(self._running):
                 self._running[row] = last
-
-
-def _padded(admissions: Sequence[_Admission], width: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions (rows, width) of what each prompt adds to its prefix, padded on the left with 0."""
-    ids = torch.zeros((len(admissions), width), dtype=torch.long)
-    positions = torch.zeros_like(ids)
-    for row, admission in enumerate(admissions):
-        ids[row, width - admission.new :] = torch.tensor(admission.tokens[admission.shared :])
-        positions[row, width - admission.new :] = torch.arange(admission.shared, len(admission.tokens))
-    return ids, positions
 
 
 def _forward_options(model: nn.Module) -> frozenset[str]:

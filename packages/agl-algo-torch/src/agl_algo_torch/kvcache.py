@@ -1,4 +1,4 @@
-"""Key/value memory of a batch whose rows come and go, and of prefixes that conversations share.
+"""Key/value memory of a batch whose rows come and go.
 
 `BatchCache` is a transformers `Cache`, so any causal LM with ordinary attention writes into it unchanged.
 All rows end at one common column (they are padded on the left), therefore a decoding step writes one column for
@@ -14,7 +14,6 @@ are refused by `CacheLayout.of`; the attention of a short row reads masked colum
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,7 +23,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from agl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 _HEADROOM = 256
 """Spare columns after a re-allocation, so that it happens about once per 256 decoding steps."""
-
-_BLOCK = 16
-"""Tokens per link of the hash chain that finds shared prefixes."""
 
 KeyValues = list["Tensor"]
 """Keys and values of one row: per store (keys and values of its layers, heads, tokens, head_dim)."""
@@ -260,90 +256,3 @@ class BatchCache(Cache):
         new = torch.tensor(new_tokens, device=device)[:, None]
         is_held = (columns >= self.width - held) & (columns < self.width)
         return is_held | (columns >= self.width + pad_to - new)
-
-
-@dataclass(slots=True)
-class _Prefix:
-    """One remembered sequence: its tokens, its hash chain and its keys and values."""
-
-    tokens: TokenArray
-    chain: list[int]
-    key_values: KeyValues
-    n_bytes: int
-
-
-class PrefixStore:
-    """Keys and values of recent sequences, found by the longest shared prefix; least recently used leave first.
-
-    Args:
-        max_bytes: Memory that may be kept; 0 turns the store off.
-    """
-
-    def __init__(self, *, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._n_bytes = 0
-        self._entries: OrderedDict[int, _Prefix] = OrderedDict()
-        self._owner: dict[int, int] = {}
-        self._next_id = 0
-
-    def find(self, tokens: TokenArray) -> tuple[int, KeyValues | None]:
-        """Longest usable prefix of `tokens`, at most all but the last one, as (tokens, key values)."""
-        for link in reversed(list(_chain(tokens))):
-            entry_id = self._owner.get(link)
-            if entry_id is not None:
-                return self._use(entry_id, tokens)
-        return 0, None
-
-    def _use(self, entry_id: int, tokens: TokenArray) -> tuple[int, KeyValues | None]:
-        self._entries.move_to_end(entry_id)
-        entry = self._entries[entry_id]
-        shared = min(_shared(entry.tokens, tokens), len(tokens) - 1)
-        if shared <= 0:
-            return 0, None
-        return shared, [tensor[:, :, :shared] for tensor in entry.key_values]
-
-    def add(self, tokens: TokenArray, key_values: KeyValues) -> None:
-        """Remember a sequence; the tensors are copied. One already covered by another is not stored again."""
-        chain = list(_chain(tokens))
-        if not chain or self._max_bytes == 0 or self._covers(chain[-1], tokens):
-            return
-        kept = [tensor.clone() for tensor in key_values]
-        n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-        self._entries[self._next_id] = _Prefix(tokens, chain, kept, n_bytes)
-        self._owner.update(dict.fromkeys(chain, self._next_id))
-        self._next_id += 1
-        self._n_bytes += n_bytes
-        while self._n_bytes > self._max_bytes:
-            self._evict()
-
-    def _covers(self, link: int, tokens: TokenArray) -> bool:
-        entry_id = self._owner.get(link)
-        return entry_id is not None and _shared(self._entries[entry_id].tokens, tokens) == len(tokens)
-
-    def _evict(self) -> None:
-        entry_id, entry = self._entries.popitem(last=False)
-        self._n_bytes -= entry.n_bytes
-        for link in entry.chain:
-            if self._owner.get(link) == entry_id:
-                del self._owner[link]
-
-    def clear(self) -> None:
-        """Forget everything; due whenever the weights change."""
-        self._entries.clear()
-        self._owner.clear()
-        self._n_bytes = 0
-
-
-def _chain(tokens: TokenArray) -> Iterator[int]:
-    link = 0
-    for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
-        link = hash((link, tokens[end - _BLOCK : end].tobytes()))
-        yield link
-
-
-def _shared(left: TokenArray, right: TokenArray) -> int:
-    """Length of the common prefix."""
-    size = min(len(left), len(right))
-    differs = left[:size] != right[:size]
-    first = int(differs.argmax()) if size else 0
-    return first if size and differs[first] else size

@@ -10,27 +10,24 @@ Limit: Python threads share one interpreter, so a busy agent in the same process
 from __future__ import annotations
 
 import asyncio
-import copy
-import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from aiohttp import web
 
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
-from agl_algo_torch.model import LoadedModel, load_model, served_state
+from agl_algo_torch.model import LoadedModel, load_model
 from agl_algo_torch.server import PolicyServer, ServerSettings
+from agl_algo_torch.server_thread import ServerThread
 from agl_algo_torch.templates import PromptBuilder
 from agl_algo_torch.toolcalls import tool_parser
-from agl_algo_torch.typed import read_tensors
+from agl_algo_torch.weights import copy_into, misfits, read_weights, serving_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
 
@@ -93,11 +90,11 @@ class TorchPolicy:
         self.name = name
         self._settings = _settings(name, settings)
         self._parser = tool_parser(self._settings.tool_parser)
-        loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else _copied(model)
+        loaded = load_model(model, device=device, dtype=dtype) if isinstance(model, str) else serving_copy(model)
         self._loaded = loaded
         limits = EngineSettings(max_rows=max_rows, max_waiting=max_waiting, prefix_bytes=prefix_mb * 2**20, seed=seed)
         self._engine = Engine(loaded.model, settings=limits)
-        self._thread: _ServerThread | None = None
+        self._thread: ServerThread | None = None
         self._base_url = ""
         if threads:
             torch.set_num_threads(threads)
@@ -131,7 +128,7 @@ class TorchPolicy:
         if self._thread is not None:
             raise PolicyError(f"The policy {self.name!r} serves already at {self._base_url}; stop it first.")
         self._engine.start()
-        thread = _ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
+        thread = ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
         port = await asyncio.to_thread(thread.start)
         self._thread = thread
         self._base_url = f"http://{self._settings.host}:{port}/v1"
@@ -169,18 +166,8 @@ class TorchPolicy:
                 f"The policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
                 f"{type(weights).__name__}. Let an algorithm that trains weights tune it."
             )
-        state = await asyncio.to_thread(self._read, weights)
+        state = await asyncio.to_thread(read_weights, weights, like=self._loaded.model)
         await self.publish(state, version.version)
-
-    def _read(self, weights: Weights) -> dict[str, Tensor]:
-        if weights.format == "lora":
-            return _read_adapter(weights)
-        files = sorted(Path(weights.uri).glob("*.safetensors"))
-        state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
-        if state and not _problems(self._loaded.model, state):
-            return state
-        # Absent, or saved under names that transformers translates: let it read the directory.
-        return dict(load_model(weights.uri, device="cpu").model.state_dict())
 
     async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
         """Serve `state` as `version`; returns once it is live, and reads `state` until then.
@@ -188,7 +175,7 @@ class TorchPolicy:
         Requests in flight finish on the old weights, at most `drain_s` seconds; new ones wait meanwhile.
         Raises ConfigError, with the old weights in place, when names or shapes differ from the model's.
         """
-        problems = _problems(self._loaded.model, state)
+        problems = misfits(self._loaded.model, state)
         if problems:
             raise ConfigError(
                 f"The weights {version!r} do not fit the model {self._loaded.name!r}: {len(problems)} tensors differ, "
@@ -196,67 +183,12 @@ class TorchPolicy:
             )
         drain = self._settings.drain_s if drain_s is None else drain_s
         self._engine.start()
-        done = self._engine.swap(lambda model: _copy_into(model, state), version=version, drain_s=drain)
+        done = self._engine.swap(lambda model: copy_into(model, state), version=version, drain_s=drain)
         await asyncio.wrap_future(done)
 
     def health(self) -> dict[str, Any]:
         """Version and counts, as `/health` says them."""
         return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
-
-
-class _ServerThread:
-    """An aiohttp server on an event loop of its own."""
-
-    def __init__(self, make_app: Callable[[], web.Application], *, host: str, port: int) -> None:
-        self._make_app, self._host, self._port = make_app, host, port
-        self._loop = asyncio.new_event_loop()
-        self._stopped = asyncio.Event()
-        self._ready = threading.Event()
-        self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="agl-policy-server", daemon=True)
-
-    def start(self) -> int:
-        """Listen; returns the port."""
-        self._thread.start()
-        self._ready.wait()
-        if self._error is not None:
-            self._thread.join()
-            raise PolicyError(
-                f"The policy server cannot listen on {self._host}:{self._port}: {self._error}. "
-                "Choose another port, or 0 for a free one."
-            ) from self._error
-        return self._port
-
-    def stop(self) -> None:
-        """Close connections and end the thread."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-            self._ready.set()
-
-    async def _serve(self) -> None:
-        runner = web.AppRunner(self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-        await runner.setup()
-        try:
-            await self._listen(runner)
-            self._ready.set()
-            if self._error is None:
-                await self._stopped.wait()
-        finally:
-            await runner.cleanup()
-
-    async def _listen(self, runner: web.AppRunner) -> None:
-        try:
-            await web.TCPSite(runner, self._host, self._port).start()
-        except OSError as error:
-            self._error = error
-            return
-        self._port = int(runner.addresses[0][1])
 
 
 def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
@@ -270,53 +202,7 @@ def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
     return PolicySettings(**(cast("dict[str, Any]", {"model_name": name}) | values))
 
 
-def _copied(loaded: LoadedModel) -> LoadedModel:
-    """A copy for serving; adapters are merged."""
-    model = cast("Any", loaded.model)
-    base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
-    if hasattr(model, "peft_config"):
-        plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
-        plain.load_state_dict(served_state(loaded.model))
-        base = plain
-    return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
-
-
-def _read_adapter(weights: Weights) -> dict[str, Tensor]:
-    """The base model's weights with the adapter merged in."""
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError(
-            f"The weights {weights.uri} are a LoRA adapter, but peft is not installed. "
-            "Run: pip install 'agl-algo-torch[lora]'."
-        ) from error
-    base = load_model(weights.base_model, device="cpu")
-    adapted = cast("Any", PeftModel).from_pretrained(base.model, weights.uri)
-    return served_state(cast("nn.Module", adapted))
-
-
 def _stop_ids(model: nn.Module) -> list[int]:
     """What the model's own generation config ends a response with."""
     eos = cast("Any", model).generation_config.eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-def _problems(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Names that are missing, unknown or of another shape; a tensor tied to a given one may be missing."""
-    own = cast("dict[str, Tensor]", model.state_dict())
-    given = {own[name].data_ptr() for name in state if name in own}
-    missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
-    unknown = [f"{n} (unknown)" for n in state if n not in own]
-    shapes = [
-        f"{n} (shape {tuple(t.shape)}, not {tuple(own[n].shape)})"
-        for n, t in state.items()
-        if n in own and t.shape != own[n].shape
-    ]
-    return sorted(missing + unknown + shapes)
-
-
-@torch.no_grad()
-def _copy_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    own = cast("dict[str, Tensor]", model.state_dict())
-    for name, tensor in state.items():
-        own[name].copy_(tensor)

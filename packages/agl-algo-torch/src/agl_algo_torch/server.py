@@ -9,33 +9,26 @@ The model version that serves is in the body (`model_version`, see `responses`),
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 from aiohttp import web
 from jinja2 import TemplateError
 
 from agl_algo_torch.codec import stop_checker
-from agl_algo_torch.responses import Answer, new_id, usage, version_fields
-from agl_algo_torch.sampling import Draw
+from agl_algo_torch.exchange import Call, json_response, serve, wire_error
+from agl_algo_torch.responses import Answer, new_id
 from agl_algo_torch.sequence import (
     EngineError,
-    EngineStoppedError,
-    Event,
-    Flight,
-    Generation,
     GenerationRequest,
-    QueueFullError,
 )
 from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messages, read_body
 from agl_algo_torch.writers import ChatWriter, CompletionWriter, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from agl_algo_torch.codec import TextCodec
     from agl_algo_torch.engine import Engine
@@ -44,7 +37,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-VERSION_HEADER = "x-agl-model-version"
 _MAX_BODY = 64 * 2**20
 
 
@@ -61,17 +53,6 @@ class ServerSettings:
     model_name: str
     context_length: int
     default_max_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """A checked request, ready to run: `requests` in the order of the choices."""
-
-    body: ChatBody | CompletionBody
-    answer: Answer
-    writer: Writer
-    requests: list[GenerationRequest]
-    prompt_tokens: int
 
 
 class PolicyServer:
@@ -101,11 +82,11 @@ class PolicyServer:
 
     async def _models(self, _request: web.Request) -> web.Response:
         model = {"id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "agl"}
-        return _json({"object": "list", "data": [model | {"max_model_len": self._settings.context_length}]})
+        return json_response({"object": "list", "data": [model | {"max_model_len": self._settings.context_length}]})
 
     async def _health(self, _request: web.Request) -> web.Response:
         state = {"status": "ok", "model": self._settings.model_name, "model_version": self._engine.version}
-        return _json(state | self._engine.snapshot())
+        return json_response(state | self._engine.snapshot())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = read_body(await request.read(), ChatBody)
@@ -123,7 +104,7 @@ class PolicyServer:
             stop_ids=stop_ids,
         )
         answer = Answer(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
-        return await self._serve(request, self._call(body, answer, writer, [prompt.ids], stop_ids))
+        return await serve(request, self._call(body, answer, writer, [prompt.ids], stop_ids), self._engine)
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
         """The tools to show; raises WireError for a choice that cannot be kept."""
@@ -161,7 +142,7 @@ class PolicyServer:
         stop_ids = self._stop_ids(body)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids)
         answer = Answer(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
-        return await self._serve(request, self._call(body, answer, writer, prompts, stop_ids))
+        return await serve(request, self._call(body, answer, writer, prompts, stop_ids), self._engine)
 
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
@@ -191,7 +172,7 @@ class PolicyServer:
         writer: Writer,
         prompts: Sequence[tuple[int, ...]],
         stop_ids: frozenset[int],
-    ) -> _Call:
+    ) -> Call:
         check = stop_checker(self._codec, body.stops)
         requests = [
             GenerationRequest(
@@ -205,7 +186,7 @@ class PolicyServer:
             for prompt in prompts
             for choice in range(body.n)
         ]
-        return _Call(body=body, answer=answer, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts)))
+        return Call(body=body, answer=answer, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts)))
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None) -> int:
         left = self._settings.context_length - prompt_tokens
@@ -219,117 +200,6 @@ class PolicyServer:
             )
         return wanted
 
-    async def _serve(self, request: web.Request, call: _Call) -> web.StreamResponse:
-        run = _Run(self._engine, call.requests)
-        try:
-            return await (_stream(request, call, run) if call.body.stream else _whole(call, run))
-        finally:
-            run.cancel()
-
-
-class _Run:
-    """The sequences of one request in the engine, and what they say."""
-
-    def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
-        self._flights: list[Flight] = engine.submit(
-            requests, listeners=[self._listener(index) for index in range(len(requests))]
-        )
-
-    def _listener(self, index: int) -> Callable[[Event], None]:
-        return lambda event: cast("None", self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event)))
-
-    async def events(self) -> AsyncIterator[list[tuple[int, Draw | Generation]]]:
-        """Batches of what has arrived, until every sequence has finished; raises the engine's error."""
-        left = len(self._flights)
-        while left:
-            batch = [await self._queue.get()]
-            while not self._queue.empty():
-                batch.append(self._queue.get_nowait())
-            checked: list[tuple[int, Draw | Generation]] = []
-            for index, event in batch:
-                if isinstance(event, EngineError):
-                    raise event
-                checked.append((index, event))
-            left -= sum(isinstance(event, Generation) for _, event in checked)
-            yield checked
-
-    def cancel(self) -> None:
-        """Drop what has not finished."""
-        self._engine.cancel(self._flights)
-
-    @property
-    def first_version(self) -> str:
-        """Version of the weights that drew the first token; known once there is one."""
-        return next(flight.spans[0][0] for flight in self._flights if flight.spans)
-
-
-async def _whole(call: _Call, run: _Run) -> web.Response:
-    done: dict[int, Generation] = {}
-    async for batch in run.events():
-        done.update((index, event) for index, event in batch if isinstance(event, Generation))
-    done = dict(sorted(done.items()))
-    choices = [call.writer.choice(index, generation) for index, generation in done.items()]
-    fields = version_fields(done, call.requests[0].params)
-    counts = usage(call.prompt_tokens, list(done.values()))
-    body = call.answer.head(is_chunk=False) | {"choices": choices, "usage": counts} | call.writer.top() | fields
-    return _json(body, headers={VERSION_HEADER: fields["model_version"]})
-
-
-async def _stream(request: web.Request, call: _Call, run: _Run) -> web.StreamResponse:
-    """Send chunks as tokens arrive; errors before the first token are ordinary errors, later ones are events."""
-    response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
-    done: dict[int, Generation] = {}
-    try:
-        async for batch in run.events():
-            data = b""
-            if not response.prepared:
-                response.headers[VERSION_HEADER] = run.first_version
-                await response.prepare(request)
-                data = _openings(call)
-            done.update((index, event) for index, event in batch if isinstance(event, Generation))
-            data += b"".join(_chunk(call, index, event) for index, event in batch)
-            if data:
-                await response.write(data)
-    except EngineError as error:
-        if not response.prepared:
-            raise
-        await response.write(b"data: " + _wire_error(error).body() + b"\n\n")
-        return response
-    await response.write(_ending(call, list(done.values())))
-    return response
-
-
-def _openings(call: _Call) -> bytes:
-    chunks: list[dict[str, Any]] = []
-    for index in range(len(call.requests)):
-        opening = call.writer.opening(index)
-        if opening is not None:
-            extra = call.writer.top() if not chunks else {}
-            chunks.append({"choices": [opening]} | extra)
-    return b"".join(_event(call, chunk) for chunk in chunks)
-
-
-def _chunk(call: _Call, index: int, event: Draw | Generation) -> bytes:
-    if isinstance(event, Draw):
-        choice = call.writer.token(index, event)
-        return _event(call, {"choices": [choice]}) if choice is not None else b""
-    fields = version_fields({index: event}, call.requests[0].params)
-    return _event(call, {"choices": [call.writer.closing(index, event)]} | fields)
-
-
-def _ending(call: _Call, generations: list[Generation]) -> bytes:
-    data = b""
-    if call.body.stream_options.include_usage:
-        data = _event(call, {"choices": [], "usage": usage(call.prompt_tokens, generations)})
-    return data + b"data: [DONE]\n\n"
-
-
-def _event(call: _Call, fields: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(call.answer.head(is_chunk=True) | fields) + b"\n\n"
-
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """One or several prompts, each text or ids."""
@@ -339,19 +209,6 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         if not (isinstance(item, str) or is_ids):
             raise WireError("The prompt must be text, token ids, or a list of either.", param="prompt")
     return items
-
-
-def _json(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    data = msgspec.json.encode(body)
-    return web.Response(body=data, status=status, headers=headers, content_type="application/json")
-
-
-def _wire_error(error: EngineError) -> WireError:
-    if isinstance(error, QueueFullError):
-        return WireError(str(error), status=429, code="queue_full")
-    if isinstance(error, EngineStoppedError):
-        return WireError(str(error), status=503, code="stopped")
-    return WireError(str(error), status=500, code="generation_failed")
 
 
 @web.middleware
@@ -364,7 +221,7 @@ async def _errors(
     except WireError as error:
         answer = error
     except EngineError as error:
-        answer = _wire_error(error)
+        answer = wire_error(error)
     except web.HTTPException as error:
         answer = WireError(f"{request.method} {request.path}: {error.reason}.", status=error.status)
     except Exception as error:  # noqa: BLE001 - isolation point: one request's failure is that request's answer

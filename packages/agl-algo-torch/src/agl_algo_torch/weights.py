@@ -1,0 +1,79 @@
+"""Weights on their way into a policy: copied from a model, read from disk, checked, and written into place."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl.errors import ConfigError
+from agl_algo_torch.model import LoadedModel, load_model, served_state
+from agl_algo_torch.typed import read_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from agl.schemas import Weights
+
+
+def read_weights(weights: Weights, *, like: nn.Module) -> dict[str, Tensor]:
+    """Tensors to publish into a model such as `like`; raises ConfigError when they cannot be read."""
+    if weights.format == "lora":
+        return _read_adapter(weights)
+    files = sorted(Path(weights.uri).glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
+    if state and not misfits(like, state):
+        return state
+    # Absent, or saved under names that transformers translates: let it read the directory.
+    return dict(load_model(weights.uri, device="cpu").model.state_dict())
+
+
+def serving_copy(loaded: LoadedModel) -> LoadedModel:
+    """A copy for serving; adapters are merged."""
+    model = cast("Any", loaded.model)
+    base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
+    if hasattr(model, "peft_config"):
+        plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
+        plain.load_state_dict(served_state(loaded.model))
+        base = plain
+    return LoadedModel(name=loaded.name, model=base.eval(), tokenizer=loaded.tokenizer, device=loaded.device)
+
+
+def _read_adapter(weights: Weights) -> dict[str, Tensor]:
+    """The base model's weights with the adapter merged in."""
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"The weights {weights.uri} are a LoRA adapter, but peft is not installed. "
+            "Run: pip install 'agl-algo-torch[lora]'."
+        ) from error
+    base = load_model(weights.base_model, device="cpu")
+    adapted = cast("Any", PeftModel).from_pretrained(base.model, weights.uri)
+    return served_state(cast("nn.Module", adapted))
+
+
+def misfits(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
+    """Names that are missing, unknown or of another shape; a tensor tied to a given one may be missing."""
+    own = cast("dict[str, Tensor]", model.state_dict())
+    given = {own[name].data_ptr() for name in state if name in own}
+    missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]
+    unknown = [f"{n} (unknown)" for n in state if n not in own]
+    shapes = [
+        f"{n} (shape {tuple(t.shape)}, not {tuple(own[n].shape)})"
+        for n, t in state.items()
+        if n in own and t.shape != own[n].shape
+    ]
+    return sorted(missing + unknown + shapes)
+
+
+@torch.no_grad()
+def copy_into(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Overwrite the model's tensors in place with those of `state`, which must fit (`misfits`)."""
+    own = cast("dict[str, Tensor]", model.state_dict())
+    for name, tensor in state.items():
+        own[name].copy_(tensor)
