@@ -42,7 +42,9 @@ def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) 
 
 def pytest(session: nox.Session, *paths: str) -> None:
     """Run tests with warnings as errors and broken plugins refused."""
-    session.run("pytest", "-q", *paths, *session.posargs, env={"AGL_PLUGINS_STRICT": "1", "TOKENIZERS_PARALLELISM": "0"})
+    session.run(
+        "pytest", "-q", *paths, *session.posargs, env={"AGL_PLUGINS_STRICT": "1", "TOKENIZERS_PARALLELISM": "0"}
+    )
 
 
 @nox.session(python=False)
@@ -71,7 +73,7 @@ def types(session: nox.Session) -> None:
 @nox.session(python=found(PYTHONS))
 def core(session: nox.Session) -> None:
     """The core's tests, on every supported Python that is here."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "jinja2"))
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.80", "jinja2"))
     pytest(session, "packages/agl-core/tests")
 
 

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 HEAVY = ("rich", "click", "sqlite3", "httpx", "asyncio", "opentelemetry", "pluggy", "packaging", "torch", "openai")
 
@@ -46,3 +49,16 @@ def test_import_agl_costs_at_most_twice_opentelemetry_sdk_trace():
     cases = ("pass", "import agl", "import opentelemetry.sdk.trace")
     bare, ours, theirs = (min(taken) for taken in zip(*([cpu(code) for code in cases] for _ in range(5)), strict=True))
     assert ours - bare <= 2 * (theirs - bare)
+
+
+def test_core_brings_at_most_fourteen_distributions():
+    found: set[str] = set()
+    waiting = ["agl-core"]
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in found:
+            continue
+        found.add(name)
+        wanted = [Requirement(line) for line in distribution(name).requires or ()]
+        waiting += [item.name for item in wanted if not item.marker or item.marker.evaluate({"extra": ""})]
+    assert len(found) <= 14, sorted(found)
