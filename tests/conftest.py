@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -171,14 +171,15 @@ use = "exact-match"
 
 
 @pytest.fixture
-def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Starts the ``agl`` command with the toy plugin; the caller waits for it."""
+def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts the ``agl`` command with the toy plugin; the caller waits for it, and what still runs is killed."""
+    started: list[subprocess.Popen[str]] = []
 
     def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
         environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
         environment.pop("OPENAI_BASE_URL", None)
         environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", "from agl.cli.main import main; main()", *words],
             cwd=cwd,
             env=environment,
@@ -186,6 +187,12 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Callable[..., subprocess.P
             stderr=subprocess.PIPE,
             text=True,
         )
+        started.append(process)
+        return process
 
     os.environ.pop("AGL_STORE", None)
-    return start
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()

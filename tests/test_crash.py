@@ -98,6 +98,9 @@ def test_worker_processes_killed_at_random_points_cost_only_their_attempt(
     process = agl("run", str(file), "--quiet", cwd=file.parent)
     killed = 0
     started = time.monotonic()
+    metrics = file.parent / "runs" / "toy" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
     while process.poll() is None and killed < 15 and time.monotonic() - started < 60:
         time.sleep(rng.uniform(0.1, 0.4))
         children = children_of(process.pid)
@@ -110,7 +113,7 @@ def test_worker_processes_killed_at_random_points_cost_only_their_attempt(
 
 
 def test_interrupt_finishes_cleanly_and_says_how_to_resume(agl: StartAgl, experiment: Callable[..., Path]) -> None:
-    file = experiment(steps=200, pause_s=0.2)
+    file = experiment(steps=50, pause_s=0.2)
     process = agl("run", str(file), cwd=file.parent)
     time.sleep(3.0)
     process.terminate()
@@ -123,7 +126,7 @@ def test_interrupt_finishes_cleanly_and_says_how_to_resume(agl: StartAgl, experi
     again = agl("run", str(file), "--resume", "--set", "algorithm.counter.params.pause_s=0", cwd=file.parent)
     out, err = again.communicate(timeout=120)
     assert 0 == again.returncode, out + err
-    check_end(file, steps=200)
+    check_end(file, steps=50)
 
 
 def test_second_trainer_is_refused_while_the_first_runs(agl: StartAgl, experiment: Callable[..., Path]) -> None:

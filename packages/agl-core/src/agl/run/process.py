@@ -19,6 +19,9 @@ from agl.schemas import Claim, ErrorInfo, Outcome
 START_S = 60.0
 """Seconds that a child may take to start and import its agent."""
 
+START_TRIES = 3
+"""How often a child is started when a signal from outside, such as the memory killer's, ends it before it is ready."""
+
 KILL_GRACE_S = 3.0
 """Seconds beyond the time limit, in which the child itself may stop its agent, before it is killed."""
 
@@ -86,6 +89,14 @@ class ProcessRunner:
             return Outcome(attempt_id=attempt_id, status="failed", error=ErrorInfo(type="ProcessExit", message=text))
 
     async def _new_child(self) -> "_Child":
+        for _ in range(START_TRIES - 1):
+            try:
+                return await self._try_child()
+            except _KilledAtStartError:
+                continue
+        return await self._try_child()
+
+    async def _try_child(self) -> "_Child":
         child = await _Child.spawn(self._setup)
         self._all.add(child)
         try:
@@ -103,6 +114,10 @@ class ProcessRunner:
         """Kill every child."""
         self._idle.clear()
         await asyncio.gather(*(self._discard(child) for child in list(self._all)))
+
+
+class _KilledAtStartError(RunError):
+    """A signal ended a child before it was ready."""
 
 
 class _Child:
@@ -144,7 +159,8 @@ class _Child:
             ) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             code = await self.wait()
-            raise RunError(f"a worker process ended with {_describe_exit(code)} while it imported the agent") from None
+            kind = RunError if code >= 0 else _KilledAtStartError
+            raise kind(f"a worker process ended with {_describe_exit(code)} while it imported the agent") from None
         if isinstance(message, ChildReady) and message.error:
             raise RunError(f"a worker process could not load the agent: {message.error}")
 
