@@ -19,7 +19,7 @@ from agl.stores.memory import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_testing.model_server import Reply, ScriptedModelServer
 
-TEST_LIMIT_S = 60.0
+TEST_LIMIT_S = 240.0
 SECRET = b"a secret of the gateway's own tests"
 
 
@@ -54,7 +54,7 @@ class Stage:
 
     def openai(self, token: str, **settings: object) -> AsyncOpenAI:
         """A client that calls as the attempt of ``token``."""
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, **{"max_retries": 0, **settings})  # type: ignore[arg-type]
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, **{"max_retries": 0, "timeout": 60.0, **settings})  # type: ignore[arg-type]
 
     async def spans(self, attempt_id: str) -> list[Span]:
         """The attempt's spans, once they are all in the store."""

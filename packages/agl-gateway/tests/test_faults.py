@@ -169,15 +169,16 @@ async def test_sixty_four_calls_at_once_are_all_recorded_with_their_own_answers(
         attempts = [await it.open_attempt() for _ in range(8)]
         it.server.respond_with(lambda request: Reply(text=f"echo {request.last_text}"))
 
+        clients = [it.openai(token) for _, token in attempts]
+
         async def one(number: int) -> None:
-            _, token = attempts[number % 8]
-            async with it.openai(token) as client:
-                answer = await client.chat.completions.create(
-                    model="main_llm", messages=[{"role": "user", "content": str(number)}]
-                )
-                assert f"echo {number}" == answer.choices[0].message.content
+            answer = await clients[number % 8].chat.completions.create(
+                model="main_llm", messages=[{"role": "user", "content": str(number)}]
+            )
+            assert f"echo {number}" == answer.choices[0].message.content
 
         await asyncio.gather(*map(one, range(64)))
+        await asyncio.gather(*(client.close() for client in clients))
         for index, (attempt_id, _) in enumerate(attempts):
             calls = await it.calls(attempt_id)
             expected = {str(number) for number in range(64) if number % 8 == index}
