@@ -141,7 +141,8 @@ def timeout_at(claim: Claim) -> float:
 
 def deadline(claim: Claim) -> float:
     """When the running attempt ends by itself."""
-    return min(claim.attempt.lease_until, timeout_at(claim))
+    attempt, timeout_s = claim.attempt, claim.rollout.retry.timeout_s
+    return attempt.lease_until if timeout_s is None else min(attempt.lease_until, attempt.started_at + timeout_s)
 
 
 def lapse(claim: Claim, *, now: float) -> Claim | None:

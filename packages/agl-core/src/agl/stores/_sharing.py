@@ -28,11 +28,13 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
     """What is remembered of a call.
 
     Attributes:
+        head: How its ids begin, or its text if it has none; most other calls are told apart by it.
         depth: Links from here to ``key``, the key call at the head of this stretch of the chain of bases.
         key_ids: Bytes of ids that are shared with ``key``; ``key_text`` of text.
     """
 
     sequence: int
+    head: bytes
     prompt: Point
     ids: Point
     text: Point
@@ -60,8 +62,10 @@ class Marks:
         """Remember a call and return what it shares with an earlier one of its attempt."""
         marks = self._marks.setdefault(attempt, [])
         self._marks.move_to_end(attempt)
-        share = _by_ids(marks, prompt, text) if prompt else _by_text(marks, text)
-        mark, share = _link(Mark(sequence, *_points(prompt, response, text)), share)
+        head = (prompt or text)[:MIN_SHARED]
+        similar = [mark for mark in marks if mark.head == head]
+        share = _by_ids(similar, prompt, text) if prompt else _by_text(similar, text)
+        mark, share = _link(Mark(sequence, head, *_points(prompt, response, text)), share)
         marks.append(mark)
         if len(marks) > MARKS_PER_ATTEMPT:
             del marks[0]
@@ -95,6 +99,8 @@ def _by_text(marks: list[Mark], text: bytes) -> Share | None:
 def _longest(points: list[tuple[Point, Mark]], data: bytes) -> tuple[int, Mark] | None:
     """The longest point that ``data`` begins with, in one pass over it; the newest of equal ones."""
     best: tuple[int, Mark] | None = None
+    if not points:
+        return best
     view, digest, at = memoryview(data), blake2b(digest_size=16), 0
     for point, mark in sorted(points, key=lambda pair: pair[0].length):
         if point.length > len(data):
@@ -140,5 +146,6 @@ def _link(mark: Mark, share: Share | None) -> tuple[Mark, Share | None]:
         key, key_ids, key_text = base.key, min(share.ids, base.key_ids), min(share.text, base.key_text)
     if base.depth + 1 >= KEY_EVERY:
         return mark, Share(key, key_ids, key_text)
-    linked = Mark(mark.sequence, mark.prompt, mark.ids, mark.text, base.depth + 1, key, key_ids, key_text)
+    depth = base.depth + 1
+    linked = Mark(mark.sequence, mark.head, mark.prompt, mark.ids, mark.text, depth, key, key_ids, key_text)
     return linked, share

@@ -3,15 +3,18 @@
 import heapq
 import math
 import sqlite3
+import sys
 from collections.abc import Iterator
 from itertools import islice, product
 from typing import Any, get_args
+
+from msgspec.structs import replace
 
 from agl import codec
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import NotFoundError
 from agl.ids import attempt_id_of, rollout_id_of
-from agl.schemas import Attempt, Mode, ResourceVersion, Rollout, RolloutStatus, Span
+from agl.schemas import TERMINAL_ROLLOUT, Attempt, Mode, ResourceVersion, Rollout, RolloutStatus, Span
 from agl.stores import _engine, _rules
 from agl.stores._packing import Unpacker
 from agl.stores._sqlite_schema import ATTEMPT_BITS
@@ -60,14 +63,28 @@ def rollouts(db: sqlite3.Connection, query: RolloutQuery) -> list[Rollout]:
 
 
 def _ranges(db: sqlite3.Connection, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
-    """One sorted stream for each (experiment, mode, status) that can match, or the whole table in order."""
+    """One sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
     if query.experiment is None and query.mode is None and not query.status:
         yield _rows(db, "1", (), query)
         return
     experiments = _experiments(db) if query.experiment is None else [query.experiment]
     modes = MODES if query.mode is None else (query.mode,)
-    for key in product(experiments, modes, dict.fromkeys(query.status or STATUSES)):
-        yield _rows(db, "experiment = ? AND mode = ? AND status = ?", key, query)
+    wanted = set(query.status or STATUSES)
+    for key in product(experiments, modes, wanted & TERMINAL_ROLLOUT):
+        yield _rows(db, "experiment = ? AND mode = ? AND stage = ?", key, query)
+    if "queued" in wanted:
+        for key in product(experiments, modes):
+            yield _rows(db, "experiment = ? AND mode = ? AND stage = 'open' AND status = 'queued'", key, query)
+    if "running" in wanted:
+        yield iter(_rules.select(_running(db), replace(query, limit=sys.maxsize)))
+
+
+def _running(db: sqlite3.Connection) -> list[Rollout]:
+    """All running rollouts: as many as there are workers."""
+    rows = db.execute(
+        f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} WHERE a.status = 'running'"
+    )
+    return [read_rollout(row) for row in rows]
 
 
 def _rows(db: sqlite3.Connection, where: str, values: tuple[Any, ...], query: RolloutQuery) -> Iterator[Rollout]:

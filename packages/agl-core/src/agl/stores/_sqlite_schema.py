@@ -3,6 +3,8 @@
 Keys are one 63-bit integer: a rollout has a number (``seq``, never used again), its attempts are
 ``seq << 8 | number`` with number 0 for what belongs to no attempt, and its spans ``attempt << 24 | sequence``. What
 belongs together therefore lies together, and removing a rollout removes ranges.
+A rollout's ``stage`` is ``open`` while it is queued or running and its status after that: rollouts are listed by stage,
+so that a claim need not touch that index. Running ones are found through their attempts.
 """
 
 import sqlite3
@@ -20,8 +22,9 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
         """CREATE TABLE rollouts (
             seq INTEGER PRIMARY KEY AUTOINCREMENT, rollout_id TEXT NOT NULL UNIQUE, experiment TEXT NOT NULL,
-            mode TEXT NOT NULL, group_id TEXT NOT NULL, status TEXT NOT NULL, attempts INTEGER NOT NULL,
-            attempt INTEGER, started_at REAL NOT NULL, finished_at REAL NOT NULL, data BLOB NOT NULL)""",
+            mode TEXT NOT NULL, group_id TEXT NOT NULL, status TEXT NOT NULL, stage TEXT NOT NULL,
+            attempts INTEGER NOT NULL, attempt INTEGER, started_at REAL NOT NULL, finished_at REAL NOT NULL,
+            data BLOB NOT NULL)""",
         """CREATE TABLE attempts (
             id INTEGER PRIMARY KEY, status TEXT NOT NULL, claim_id TEXT NOT NULL, deadline REAL NOT NULL,
             data BLOB NOT NULL)""",
@@ -40,7 +43,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "CREATE INDEX rollouts_queue ON rollouts (experiment, seq) WHERE status = 'queued'",
-        "CREATE INDEX rollouts_listed ON rollouts (experiment, mode, status, rollout_id)",
+        "CREATE INDEX rollouts_listed ON rollouts (experiment, mode, stage, rollout_id)",
         "CREATE INDEX rollouts_grouped ON rollouts (group_id, rollout_id) WHERE group_id <> ''",
         "CREATE INDEX attempts_due ON attempts (deadline) WHERE status = 'running'",
         "CREATE INDEX attempts_claimed ON attempts (claim_id) WHERE status = 'running' AND claim_id <> ''",

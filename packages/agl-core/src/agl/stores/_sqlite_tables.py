@@ -28,7 +28,17 @@ _KEEP_LAST_CURSOR = (  # so that cursors never go back
     "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt BETWEEN ? AND ?"
 )
 _UPDATE_ROLLOUT = (
-    "UPDATE rollouts SET status = ?, attempts = ?, attempt = ?, started_at = ?, finished_at = ? WHERE seq = ?"
+    "UPDATE rollouts SET status = ?, attempts = ?, attempt = ?, started_at = ?, finished_at = ?, stage = ? "
+    "WHERE seq = ?"
+)
+_START_ROLLOUTS = (  # leaves the stage alone, and so the index of rollouts by stage
+    f"UPDATE rollouts SET status = 'running', attempts = attempts + 1, attempt = seq << {ATTEMPT_BITS} | attempts + 1, "
+    "started_at = CASE started_at WHEN 0.0 THEN ? ELSE started_at END "
+    "WHERE seq IN (SELECT value FROM json_each(?))"
+)
+_LOG_STARTED = (
+    "INSERT INTO changes (attempt, kind, status) SELECT r.attempt, 'rollout', 'running' "
+    "FROM json_each(?) AS claimed CROSS JOIN rollouts r ON r.seq = claimed.value ORDER BY claimed.key"
 )
 
 
@@ -125,8 +135,8 @@ class SQLiteTables:
         if not rollouts:
             return
         self._db.executemany(
-            "INSERT INTO rollouts (rollout_id, experiment, mode, group_id, status, attempts, started_at, finished_at, "
-            "data) VALUES (?, ?, ?, ?, 'queued', 0, 0.0, 0.0, ?)",
+            "INSERT INTO rollouts (rollout_id, experiment, mode, group_id, status, stage, attempts, started_at, "
+            "finished_at, data) VALUES (?, ?, ?, ?, 'queued', 'open', 0, 0.0, 0.0, ?)",
             [(r.rollout_id, r.experiment, r.mode, r.group_id, codec.encode(r)) for r in rollouts],
         )
         last = self._db.execute("SELECT max(seq) FROM rollouts").fetchone()[0]
@@ -135,8 +145,13 @@ class SQLiteTables:
         self._log(rollouts)
 
     def open(self, claims: Sequence[Claim]) -> None:
-        self._db.executemany("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
-        self.save_rollouts([claim.rollout for claim in claims])
+        if not claims:
+            return
+        self._db.executemany("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", [self._attempt_row(c) for c in claims])
+        seqs = codec.to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
+        self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
+        self._db.execute(_LOG_STARTED, (seqs,))
+        self.has_changed = True
 
     def save(self, claims: Sequence[Claim]) -> None:
         self._db.executemany("REPLACE INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
@@ -248,7 +263,8 @@ class SQLiteTables:
     def _rollout_row(self, rollout: Rollout) -> Row:
         seq = self._seqs[rollout.rollout_id]
         attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
-        return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, seq
+        stage = rollout.status if rollout.is_finished else "open"
+        return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, stage, seq
 
     def _log(self, rollouts: Sequence[Rollout]) -> None:
         """Put the rollouts on the change feed as they are now."""
