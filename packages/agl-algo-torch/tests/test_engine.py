@@ -320,6 +320,17 @@ def test_a_swap_that_fails_tells_its_caller_and_changes_nothing(running: Any) ->
     assert before.token_ids == after.token_ids
 
 
+def test_a_swap_can_be_withdrawn_while_it_waits(running: Any) -> None:
+    run = running()
+    (long,) = run.submit(ask(max_tokens=200, wants_tokens=True))
+    assert long.first.wait(timeout=30)
+    done = run.engine.swap(apply_weights(make_model(seed=1)), version="1")
+    assert done.cancel()
+    long.wait()
+    run.ask(ask(seed=1))
+    assert ("0", 0) == (run.engine.version, run.engine.stats.swaps)
+
+
 def test_weights_that_diverged_fail_the_request_and_not_the_engine(
     running: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

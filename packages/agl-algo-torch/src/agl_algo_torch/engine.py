@@ -191,7 +191,8 @@ class Engine:
 
         Running rows finish on the old weights while new requests wait, at most `drain_s` seconds. Rows that still
         run then continue on the new weights from recomputed keys and values, and say so in their version spans.
-        An exception of `apply` ends the future; the engine then goes on with the version it had.
+        An exception of `apply` ends the future; the engine then goes on with the version it had. Cancelling the
+        future before the swap begins withdraws it.
         """
         swap = _Swap(apply, version, time.monotonic() + drain_s, Future())
         with self._wake:
@@ -212,7 +213,8 @@ class Engine:
         stopped = EngineStoppedError("The policy server was stopped before this request finished.")
         self._fail(stopped, [*self._running, *self._waiting, *self._inbox])
         for swap in self._swaps:
-            swap.done.set_exception(stopped)
+            if swap.done.set_running_or_notify_cancel():
+                swap.done.set_exception(stopped)
 
     def _receive(self) -> bool:
         with self._wake:
@@ -239,6 +241,8 @@ class Engine:
         if not self._swaps or (self._running and time.monotonic() < self._swaps[0].deadline):
             return
         swap = self._swaps.popleft()
+        if not swap.done.set_running_or_notify_cancel():
+            return  # its caller was cancelled and no longer keeps the new weights still
         self._waiting.extendleft(reversed(self._running))
         self._running = []
         self._reset()
