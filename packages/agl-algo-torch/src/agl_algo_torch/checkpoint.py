@@ -18,7 +18,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.model import has_lora, load_trainable_state, trainable_state
+from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
 from agl_algo_torch.typed import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     model = cast("Any", loaded.model)
 
     def fill(directory: Path) -> None:
-        model.save_pretrained(directory)
+        with no_bars():
+            model.save_pretrained(directory)
         loaded.tokenizer.save_pretrained(directory)
 
     write_directory(target, fill)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import DatasetError
 from agl_algo_torch.batch import Sample, from_tokens
+from agl_algo_torch.templates import plain_message
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 Message = dict[str, Any]
 
@@ -68,20 +69,6 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
-def template_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return messages as chat templates expect them: the arguments of tool calls as objects, not as JSON text."""
-    return [_with_parsed_calls(message) if message.get("tool_calls") else dict(message) for message in messages]
-
-
-def _with_parsed_calls(message: Message) -> Message:
-    calls: list[Any] = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append({**call, "function": {**call["function"], "arguments": parsed}})
-    return {**message, "tool_calls": calls}
-
-
 def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Sample]:
     """Return the rows of a dialogue, one where the template only appends.
 
@@ -120,7 +107,7 @@ def _rows(dialogue: Dialogue, tokenizer: Any) -> Iterator[tuple[str, list[tuple[
 
 def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
     """The conversation up to the end of the assistant turn `index`, and where that turn begins."""
-    messages = template_messages(dialogue.messages)
+    messages = [plain_message(message) for message in dialogue.messages]
     prompt = _render(tokenizer, messages[:index], dialogue, is_prompt=True)
     whole = _render(tokenizer, messages[: index + 1], dialogue, is_prompt=False)
     if not whole.startswith(prompt):

@@ -54,6 +54,20 @@ class LoadedModel:
         return int(config.max_position_embeddings)
 
 
+@contextmanager
+def no_bars() -> Generator[None]:
+    """Keep transformers from drawing progress bars over an experiment's own inside the block."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """Return the device that `name` means; "auto" is the first GPU where one is usable, else the CPU."""
     if name != "auto":
@@ -72,8 +86,9 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
     where = pick_device(device)
     try:
-        tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
-        model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=DTYPES[dtype])
+        with no_bars():
+            tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=DTYPES[dtype])
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {path!r} cannot be loaded: {error}. "

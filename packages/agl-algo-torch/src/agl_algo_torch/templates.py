@@ -73,7 +73,7 @@ class PromptBuilder:
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> Prompt:
         """Render and tokenise; raises what the template raises (`jinja2.TemplateError` for what it refuses)."""
-        plain = [_plain(message) for message in messages]
+        plain = [plain_message(message) for message in messages]
         text = self._codec.render(plain, tools=list(tools) if tools else None, **options)
         call_ids = {call["id"] for message in messages for call in message.get("tool_calls") or () if call.get("id")}
         found = self._find(text, call_ids)
@@ -131,7 +131,7 @@ class PromptBuilder:
             del self._tails[tail]
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message as templates expect it: text content, and arguments of tool calls as objects."""
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
@@ -150,6 +150,6 @@ def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    with suppress(ValueError):  # the template shows what is no JSON as the text that it is
+    with suppress(ValueError, TypeError):  # what is no JSON is shown as the text that it is, an object as it is
         function["arguments"] = json.loads(function.get("arguments") or "{}")
     return {**call, "function": function}

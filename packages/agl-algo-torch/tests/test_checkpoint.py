@@ -1,0 +1,182 @@
+"""Checkpoints: whole or absent, exact, never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agl.errors import AglError, ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, write_directory
+from agl_algo_torch.learner import Learner, LearnerSettings
+from agl_algo_torch.model import LoraSettings, load_model
+from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+OPTIM = OptimSettings(lr=1e-2, weight_decay=0.1, warmup=3, decay="cosine", total=10)
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture
+def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
+    made = make_loaded()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def train(learner: Learner, updates: int) -> list[float]:
+    losses: list[float] = []
+    for _ in range(updates):
+        output = learner.loaded.model(input_ids=IDS, labels=IDS)
+        output.loss.backward()
+        learner.apply()
+        losses.append(float(output.loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+def test_a_resumed_run_continues_bit_for_bit(model_dir: Path, tmp_path: Path, lora: LoraSettings | None) -> None:
+    settings = LearnerSettings(optim=OPTIM, lora=lora, device="cpu")
+    whole = Learner(origin=Weights(uri=str(model_dir)), settings=settings)
+    expected = train(whole, 6)
+    first = Learner(origin=Weights(uri=str(model_dir)), settings=settings)
+    start = train(first, 3)
+    first.save(tmp_path, step=1, keep=2)
+    second = Learner.resume(tmp_path / "state" / "000001", settings=settings)
+    assert 3 == second.updates
+    assert expected == start + train(second, 3)
+
+
+def test_a_checkpoint_holds_no_pickle(model_dir: Path, tmp_path: Path) -> None:
+    learner = Learner(origin=Weights(uri=str(model_dir)), settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    train(learner, 1)
+    learner.save(tmp_path, step=1, keep=2)
+    names = sorted(path.name for path in (tmp_path / "state" / "000001").iterdir())
+    assert ["optimizer.safetensors", "state.json", "trainable.safetensors"] == names
+    assert Weights(uri=str(model_dir)) == read_origin(tmp_path / "state" / "000001")
+
+
+def test_exported_weights_load_as_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
+    learner = Learner(origin=Weights(uri=str(model_dir)), settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    train(learner, 2)
+    weights = learner.export(tmp_path, step=1, keep=2)
+    assert "hf" == weights.format
+    served = load_model(weights.uri, device="cpu").model
+    assert torch.equal(learner.loaded.model(input_ids=IDS).logits, served(input_ids=IDS).logits)
+
+
+def test_an_exported_adapter_is_opened_and_trained_further(model_dir: Path, tmp_path: Path) -> None:
+    settings = LearnerSettings(optim=OPTIM, lora=LoraSettings(rank=4), device="cpu")
+    learner = Learner(origin=Weights(uri=str(model_dir)), settings=settings)
+    train(learner, 2)
+    weights = learner.export(tmp_path, step=1, keep=2)
+    assert ("lora", str(model_dir)) == (weights.format, weights.base_model)
+    again = Learner(origin=weights, settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    torch.testing.assert_close(
+        learner.loaded.model(input_ids=IDS).logits, again.loaded.model(input_ids=IDS).logits, atol=1e-6, rtol=1e-5
+    )
+    assert train(again, 1)
+
+
+def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    write_directory(target, lambda d: (d / "f").write_text("old") and None)
+
+    def fail(directory: Path) -> None:
+        (directory / "f").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_directory(target, fail)
+    assert "old" == (target / "f").read_text()
+    write_directory(target, lambda d: (d / "f").write_text("new") and None)
+    assert ("new", ["c"]) == ((target / "f").read_text(), os.listdir(tmp_path))
+
+
+def test_a_killed_write_leaves_a_whole_directory(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from agl_algo_torch.checkpoint import write_directory
+
+        def fill(directory, value):
+            for name in "ab":
+                (directory / name).write_text(value * 1000)
+
+        for number in range(100_000):
+            write_directory(Path(sys.argv[1]), lambda d: fill(d, f"{number},"))
+            print(number, flush=True)
+        """
+    )
+    target = tmp_path / "c"
+    process = subprocess.Popen([sys.executable, "-c", program, str(target)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    acknowledged = -1
+    while acknowledged < 20:
+        acknowledged = int(process.stdout.readline())
+    process.kill()
+    rest = process.stdout.read().split()
+    process.wait()
+    process.stdout.close()
+    acknowledged = max([acknowledged, *map(int, rest)])
+    found = target if target.exists() else tmp_path / ".c.old"
+    texts = {(found / name).read_text() for name in "ab"}
+    assert 1 == len(texts)
+    assert acknowledged - 1 <= int(texts.pop().split(",")[0]) <= acknowledged + 1
+
+
+def test_pruning_keeps_the_newest_and_what_is_ahead(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 9):
+        (tmp_path / f"{step:06d}").mkdir()
+    (tmp_path / "notes").mkdir()
+    prune(tmp_path, step=3, keep=2)
+    assert ["000002", "000003", "000009", "notes"] == sorted(os.listdir(tmp_path))
+
+
+def test_an_absent_or_newer_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    loaded = load_model(str(model_dir), device="cpu")
+    optimizer = build_optimizer(loaded.model, OPTIM)
+    with pytest.raises(ConfigError, match=r"no training checkpoint.*state\.json"):
+        load_training(tmp_path, model=loaded.model, optimizer=optimizer)
+    origin = save_served(loaded, tmp_path / "w")
+    save_training(tmp_path / "c", model=loaded.model, optimizer=optimizer, updates=1, origin=origin)
+    state = json.loads((tmp_path / "c" / "state.json").read_text())
+    (tmp_path / "c" / "state.json").write_text(json.dumps({**state, "format": 99}))
+    with pytest.raises(ConfigError, match=r"format 99.*Upgrade"):
+        load_training(tmp_path / "c", model=loaded.model, optimizer=optimizer)
+
+
+def test_the_rate_warms_up_and_decays_to_zero() -> None:
+    rates = [learning_rate(OPTIM, update) for update in range(11)]
+    assert [1e-2 / 4 * learning_rate(OPTIM, 0) / rates[0], 0.0] == pytest.approx([1e-2 / 4, rates[10]])
+    assert max(rates) == rates[3]
+    assert sorted(rates[3:], reverse=True) == rates[3:]
+    constant = OptimSettings(lr=1.0, warmup=1)
+    assert [0.5, 1.0, 1.0] == [learning_rate(constant, update) for update in range(3)]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(model_dir: Path) -> None:
+    model = load_model(str(model_dir), device="cpu").model
+    optimizer = build_optimizer(model, OPTIM)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    next(model.parameters()).sum().mul(float("nan")).backward()
+    with pytest.raises(AglError, match="gradient norm of update 0 is nan"):
+        apply_gradients(optimizer, OPTIM, update=0)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("broken", [{"lr": 0.0}, {"max_grad_norm": 0.0}, {"decay": "linear"}])
+def test_settings_that_cannot_work_are_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        OptimSettings(**{"lr": 1.0, **broken})

@@ -1,0 +1,226 @@
+"""Dialogues to tokens, and supervised fine-tuning as an algorithm."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agl.errors import ConfigError, DatasetError
+from agl.schemas import LLM, Episode, Weights
+from agl_algo_torch.dialogues import Dialogue, read_dialogues, tokenize
+from agl_algo_torch.sft import SFT
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
+
+CALL = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": '{"x": "1+1"}'}}
+MESSAGES = (
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "2"},
+    {"role": "assistant", "content": "it is 2"},
+)
+FORGETFUL = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role != 'assistant' or loop.last %}{{ message.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def lines(count: int) -> str:
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{i % 4}"}, {"role": "assistant", "content": f"a{i % 4}"}]}
+        for i in range(count)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
+    made = make_loaded()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def scenario_of(model_dir: Path, **params: Any) -> AlgorithmScenario:
+    def make() -> SFT:
+        settings = {"batch_size": 4, "updates_per_step": 2, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
+        return SFT(data="dialogues.jsonl", **settings)
+
+    def play(_: RolloutOrder) -> Episode:
+        raise AssertionError("supervised fine-tuning collects nothing")
+
+    return AlgorithmScenario(
+        make=make,
+        play=play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        files={"dialogues.jsonl": lines(22)},
+    )
+
+
+class TestConformance(AlgorithmConformance):
+    collects = False
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir)
+
+
+def text_of(tokenizer: Any, sample: Any) -> list[str]:
+    """The trained stretches of a row, as text."""
+    stretches, current = [], []
+    for token, is_trained in zip(sample.ids.tolist(), [*sample.mask.tolist()], strict=True):
+        if is_trained:
+            current.append(token)
+        elif current:
+            stretches.append(tokenizer.decode(current))
+            current = []
+    return [*stretches, tokenizer.decode(current)] if current else stretches
+
+
+def test_only_the_assistants_turns_are_trained_up_to_their_end(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    (sample,) = tokenize(Dialogue(where="f:1", messages=MESSAGES), tokenizer=tokenizer, max_tokens=999)
+    assert [
+        '<tool_call>\n{"name": "calc", "arguments": {"x": "1+1"}}\n</tool_call><|im_end|>',
+        "it is 2<|im_end|>",
+    ] == text_of(tokenizer, sample)
+    assert "f:1" == sample.rollout
+
+
+def test_a_template_that_drops_earlier_turns_gives_a_row_per_turn(make_tokenizer: Any) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = FORGETFUL
+    messages = (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    )
+    rows = tokenize(Dialogue(where="f:1", messages=messages), tokenizer=tokenizer, max_tokens=999)
+    assert [["d<|im_end|>"], ["b<|im_end|>"]] == [text_of(tokenizer, row) for row in rows]
+    assert {"f:1"} == {row.rollout for row in rows}
+
+
+def test_a_dialogue_beyond_the_context_is_named(make_tokenizer: Any) -> None:
+    with pytest.raises(DatasetError, match=r"f:7.*tokens.*context is 10"):
+        tokenize(Dialogue(where="f:7", messages=MESSAGES), tokenizer=make_tokenizer(), max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "d.jsonl:2: the line is no JSON"),
+        ("[]", "d.jsonl:2: expected"),
+        ('{"messages": [{"content": "x"}]}', "d.jsonl:2: expected"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "d.jsonl:2: no message has the role assistant"),
+    ],
+)
+def test_an_unreadable_row_is_named_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text(lines(1) + line + "\n")
+    with pytest.raises(DatasetError) as caught:
+        read_dialogues(path)
+    assert message in str(caught.value)
+
+
+def test_absent_and_empty_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="does not exist"):
+        read_dialogues(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DatasetError, match="is empty"):
+        read_dialogues(tmp_path / "empty.jsonl")
+
+
+async def run(bench: AlgorithmBench) -> list[dict[str, float]]:
+    async with bench:
+        algorithm = bench.scenario.make()
+        await algorithm.setup(bench.context())
+        metrics: list[dict[str, float]] = []
+        is_finished = False
+        while not is_finished:
+            report = await algorithm.step()
+            metrics.append(report.metrics)
+            is_finished = report.is_finished
+        await algorithm.close()
+        return metrics
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+def test_the_loss_falls(model_dir: Path, tmp_path: Path, aggregation: str) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, updates=24, aggregation=aggregation, lr=1e-2), tmp_path / "work")
+    losses = [metrics["loss"] for metrics in asyncio.run(run(bench))]
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def test_micro_batches_add_up_to_the_same_update(model_dir: Path, tmp_path: Path) -> None:
+    at_once = asyncio.run(run(AlgorithmBench(scenario_of(model_dir, updates=2), tmp_path / "a")))
+    one_by_one = asyncio.run(run(AlgorithmBench(scenario_of(model_dir, updates=2, token_budget=1), tmp_path / "b")))
+    assert at_once[0]["loss"] == pytest.approx(one_by_one[0]["loss"], rel=1e-5)
+    assert at_once[0]["grad_norm"] == pytest.approx(one_by_one[0]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+def test_lora_publishes_an_adapter_of_the_model(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, updates=2, lora_rank=4), tmp_path / "work")
+    asyncio.run(run(bench))
+    weights = bench.published[-1].resource
+    assert isinstance(weights, Weights)
+    assert ("lora", str(model_dir)) == (weights.format, weights.base_model)
+
+
+def test_an_endpoint_cannot_be_tuned(model_dir: Path, tmp_path: Path) -> None:
+    scenario = scenario_of(model_dir)
+    bench = AlgorithmBench(
+        AlgorithmScenario(
+            make=scenario.make,
+            play=scenario.play,
+            tunes=("llm",),
+            resources={"llm": LLM(endpoint="http://x/v1", model="m")},
+            files=scenario.files,
+        ),
+        tmp_path / "work",
+    )
+
+    async def body() -> None:
+        async with bench:
+            await scenario.make().setup(bench.context())
+
+    with pytest.raises(ConfigError, match=r"'llm' is a LLM.*use = \"torch\""):
+        asyncio.run(body())
+
+
+def test_resuming_after_the_checkpoint_is_gone_says_so(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir), tmp_path / "work")
+
+    async def body() -> None:
+        async with bench:
+            first = bench.scenario.make()
+            await first.setup(bench.context())
+            await first.step()
+            shutil.rmtree(tmp_path / "work" / "state")
+            second = bench.scenario.make()
+            await second.setup(bench.context())
+            await second.restore(first.state())
+
+    with pytest.raises(ConfigError, match="no training checkpoint"):
+        asyncio.run(body())
+
+
+@pytest.mark.parametrize("broken", [{"batch_size": 0}, {"updates": -1}, {"keep": 0}, {"updates_per_step": 0}])
+def test_counts_below_their_least_are_refused(broken: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(broken))):
+        SFT(data="x", **broken)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_it_trains_on_a_gpu(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, updates=24, lr=1e-2, device="cuda"), tmp_path / "work")
+    losses = [metrics["loss"] for metrics in asyncio.run(run(bench))]
+    assert losses[-1] < losses[0]
