@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from agl.capture import Capture, SpanRecorder, activate, current, current_span_id, process, span_id_of
+from agl.capture import Capture, SpanRecorder, activate, current, current_span_id, process
 from agl.capture.operation import operation
 
 
@@ -234,18 +234,6 @@ def test_the_innermost_of_framework_span_and_operation_is_current():
             assert current_span_id() == inner.span_id
         framework[0] = None
         assert current_span_id() == mine.root_span_id
-
-
-def test_span_id_of_asks_tracers_in_order():
-    class Fixed:
-        def __init__(self, answer: str | None) -> None:
-            self.answer = answer
-
-        def current_span_id(self) -> str | None:
-            return self.answer
-
-    assert span_id_of([Fixed(None), Fixed("b" * 16), Fixed("c" * 16)])() == "b" * 16  # type: ignore[list-item]
-    assert span_id_of([])() is None
 
 
 def test_the_token_is_not_in_the_representation():

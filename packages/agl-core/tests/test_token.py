@@ -32,7 +32,7 @@ def test_token_is_shaped_like_an_api_key():
 
 
 def test_token_of_an_admin_names_no_attempt():
-    admin = TOKENS.verify(TOKENS.issue_admin(expires_at=5.0), now=1.0)
+    admin = TOKENS.verify(TOKENS.issue("", "", expires_at=5.0, scope="admin"), now=1.0)
     assert ("admin", "") == (admin.scope, admin.attempt_id)
 
 

@@ -3,7 +3,7 @@
 Emitters are in :mod:`agl.capture.emitters`, attempt tokens in :mod:`agl.capture.token`.
 """
 
-from agl.capture.context import Capture, activate, current, current_span_id, span_id_of
+from agl.capture.context import Capture, activate, current, current_span_id
 from agl.capture.recorder import SpanRecorder
 
-__all__ = ["Capture", "SpanRecorder", "activate", "current", "current_span_id", "span_id_of"]
+__all__ = ["Capture", "SpanRecorder", "activate", "current", "current_span_id"]

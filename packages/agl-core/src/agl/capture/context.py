@@ -5,13 +5,13 @@ executors carry context variables and HTTP clients are watched; after the last o
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from agl.capture import process
-from agl.contracts import Tracer, Upstream
+from agl.contracts import Upstream
 from agl.schemas import Span
 
 _log = logging.getLogger(__name__)
@@ -120,19 +120,6 @@ def framework_span_id(capture: Capture) -> str | None:
     except Exception:  # noqa: BLE001  # isolation point
         _log.exception("A tracer failed to name its current span; the call is attached to the enclosing operation.")
         return None
-
-
-def span_id_of(tracers: Iterable[Tracer]) -> Callable[[], str | None]:
-    """One ``current_span_id`` out of several tracers': the first that knows one answers.
-
-    Order matters where frameworks nest: put the tracers of frameworks before the general ``otel`` one.
-    """
-    asked = tuple(tracer.current_span_id for tracer in tracers)
-
-    def ask() -> str | None:
-        return next((found for one in asked if (found := one()) is not None), None)
-
-    return ask
 
 
 def _close(capture: Capture) -> None:

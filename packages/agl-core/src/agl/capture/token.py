@@ -50,14 +50,10 @@ class AttemptTokens:
         self._secret = check_secret(secret, source="the secret given to AttemptTokens")
 
     def issue(self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt") -> str:
-        """A token for one attempt, valid until ``expires_at`` (Unix seconds)."""
+        """A token valid until ``expires_at`` (Unix seconds); one of scope ``admin`` names no attempt (``""``)."""
         claim = AttemptToken(rollout_id=rollout_id, attempt_id=attempt_id, expires_at=expires_at, scope=scope)
         payload = _encode(msgspec.json.encode(claim))
         return f"{PREFIX}{payload}.{self._sign(payload)}"
-
-    def issue_admin(self, *, expires_at: float) -> str:
-        """A token for the store API, valid until ``expires_at`` (Unix seconds)."""
-        return self.issue("", "", expires_at=expires_at, scope="admin")
 
     def verify(self, token: str, *, now: float) -> AttemptToken:
         """What ``token`` says, once its signature and time are checked against ``now`` (Unix seconds).

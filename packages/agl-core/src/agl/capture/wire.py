@@ -18,20 +18,23 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from agl.capture.context import Capture, current, innermost
-from agl.capture.dialects import prepare_body
 from agl.capture.exchanges import OpenCall
 from agl.capture.late_import import ImportWatch
+from agl.capture.outgoing import (
+    body_of,
+    copy_request,
+    gateway_headers,
+    recorded_request,
+    request_id_of,
+    retry_count_of,
+)
 from agl.capture.process import Undo, replace
-from agl.capture.routing import Route, route_of
+from agl.capture.routing import route_of
 from agl.capture.tee import AsyncTee, SyncTee, describe
-from agl.ids import new_span_id
 
 _log = logging.getLogger(__name__)
 
 _MODULES = ("httpx", "httpx2")
-_KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
-_ROUTE_HEADERS = frozenset({b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id"})
-_DROPPED = _KEY_HEADERS | _ROUTE_HEADERS
 _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol")
 
 
@@ -199,91 +202,24 @@ def _depart(request: Any, options: dict[str, Any]) -> _Departure | None:
 
 
 def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Departure | None:
-    body = _body_of(request)
+    body = body_of(request)
     route = route_of(capture, method=request.method, url=str(request.url), body=body)
     if route is None or (route.target == "record" and not _is_recorded(capture)):
         return None
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     named = dict(headers)
-    parent_id, retries = innermost(capture), _retry_count(named)
-    request_id = _request_id(named, body or b"", retries)
+    parent_id, retries = innermost(capture), retry_count_of(named)
+    request_id = request_id_of(named, body or b"", retries)
     call = None
     if route.dialect is not None and body is not None:
         call = OpenCall(capture, route, body=body, parent_id=parent_id, request_id=request_id, retry_count=retries)
     if route.target == "gateway":
-        ours = _gateway_headers(capture, headers, parent_id=parent_id, request_id=request_id)
-        sent = _copy(request, route.url, headers=ours, body=body)
+        ours = gateway_headers(capture, headers, parent_id=parent_id, request_id=request_id)
+        sent = copy_request(request, route.url, headers=ours, body=body)
         # The token is the only credential, and a redirect must not carry it elsewhere.
         return _Departure(request, sent, {**options, "auth": None, "follow_redirects": False}, call, is_ours=False)
-    return _Departure(request, _recorded_request(request, route, body or b""), options, call, is_ours=True)
+    return _Departure(request, recorded_request(request, route, body or b""), options, call, is_ours=True)
 
 
 def _is_recorded(capture: Capture) -> bool:
     return not capture.gateway_url or WireTracer.is_on()
-
-
-def _body_of(request: Any) -> bytes | None:
-    """The content where it is in memory; ``None`` for a body that is generated while it is sent."""
-    try:
-        return request.content
-    except Exception as error:  # the class belongs to whichever client module this is
-        if type(error).__name__ != "RequestNotRead":
-            raise
-        return None
-
-
-def _recorded_request(request: Any, route: Route, body: bytes) -> Any:
-    changed = prepare_body(route.dialect, body, want_ids=route.wants_ids) if route.dialect else body
-    if changed is body:
-        return request
-    headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
-    return _copy(request, route.url, headers=headers, body=changed)
-
-
-def _gateway_headers(
-    capture: Capture, given: list[tuple[bytes, bytes]], *, parent_id: str, request_id: str
-) -> list[tuple[bytes, bytes]]:
-    """The request's headers with the attempt's identity in place of the client's credentials."""
-    headers = [(name, value) for name, value in given if name not in _DROPPED]
-    if capture.token:
-        has_key = any(name == b"x-api-key" for name, _ in given)
-        key = (
-            (b"x-api-key", capture.token.encode())
-            if has_key
-            else (b"authorization", b"Bearer " + capture.token.encode())
-        )
-        headers.append(key)
-    headers.append((b"traceparent", f"00-{capture.trace_id}-{parent_id}-01".encode()))
-    headers.append((b"x-agl-span-id", parent_id.encode()))
-    headers.append((b"x-agl-request-id", request_id.encode()))
-    return headers
-
-
-def _copy(request: Any, url: str, *, headers: list[tuple[bytes, bytes]], body: bytes | None) -> Any:
-    content = {"stream": request.stream} if body is None else {"content": body}
-    return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
-
-
-_RETRIED: ContextVar[tuple[int, str]] = ContextVar("agl_retried", default=(0, ""))
-
-
-def _request_id(headers: dict[bytes, bytes], body: bytes, retries: int) -> str:
-    """The request's id: its own header, the id of the first try when this is a retry, else a new one.
-
-    A client retries in the task or thread that made the first try, with the same body.
-    """
-    given = headers.get(b"x-agl-request-id")
-    if given:
-        return given.decode("ascii", "replace")
-    digest, previous = _RETRIED.get()
-    found = hash(body)
-    if retries and digest == found:
-        return previous
-    request_id = f"rq-{new_span_id()}"
-    _RETRIED.set((found, request_id))
-    return request_id
-
-
-def _retry_count(headers: dict[bytes, bytes]) -> int:
-    text = headers.get(b"x-stainless-retry-count", b"0")
-    return int(text) if text.isdigit() else 0
