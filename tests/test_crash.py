@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from agl.codec import to_json
 from agl.contracts import RolloutQuery
 from agl.experiment.state import load_algorithm, load_experiment, trained_rollouts
 from agl.stores.sqlite import SQLiteStore
 
 StartAgl = Callable[..., "subprocess.Popen[str]"]
 
+USER_KEY = "sk-the-users-own-key-0123456789"
 STEPS = 40
 ROLLOUTS_PER_STEP = 6
 
@@ -40,6 +42,9 @@ def check_end(file: Path, *, steps: int) -> None:
         tokens = 0
         for rollout in rollouts:
             spans = await store.spans(rollout.rollout_id)
+            text = to_json(spans)
+            assert USER_KEY.encode() not in text
+            assert b"agl_Wy" not in text, "an attempt token, which starts like this, reached the store"
             calls = [span.call for span in spans if span.call is not None and span.call.response_ids]
             assert 2 == len(calls), rollout.rollout_id
             tokens += sum(call.response_len for call in calls)
