@@ -31,7 +31,7 @@ async def gateway(backend: str, store_url: str, tokens_file: str, attempts: int)
     until = time.time() + 3600
     issued = [tokens.issue(c.attempt.rollout_id, c.attempt.attempt_id, expires_at=until) for c in claims]
     Path(tokens_file).write_text("\n".join(issued), encoding="utf-8")
-    Path(f"{tokens_file}.admin").write_text(tokens.issue_admin(expires_at=until), encoding="utf-8")
+    Path(f"{tokens_file}.admin").write_text(tokens.issue("", "", scope="admin", expires_at=until), encoding="utf-8")
     Path(f"{tokens_file}.ids").write_text("\n".join(c.attempt.attempt_id for c in claims), encoding="utf-8")
     one = Upstream(name="canned", base_url=backend, is_trained=True)
     service = GatewayService(store=store, upstreams=[one], tokens=tokens, settings=Settings())

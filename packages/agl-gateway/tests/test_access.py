@@ -76,7 +76,7 @@ async def test_token_of_an_ended_attempt_makes_no_more_calls(stage):
 
 
 async def test_admin_token_makes_no_model_calls(stage):
-    async with stage() as it, it.openai(it.tokens.issue_admin(expires_at=time.time() + 60)) as client:
+    async with stage() as it, it.openai(it.tokens.issue("", "", scope="admin", expires_at=time.time() + 60)) as client:
         with pytest.raises(openai.AuthenticationError, match="admin token"):
             await ask(client)
 
@@ -178,7 +178,7 @@ async def test_attempt_token_may_append_to_its_own_attempt_and_nothing_else(stag
 
 async def test_store_api_takes_json_and_names_unknown_ids(stage):
     async with stage() as it:
-        admin = it.tokens.issue_admin(expires_at=time.time() + 60)
+        admin = it.tokens.issue("", "", scope="admin", expires_at=time.time() + 60)
         headers = {"authorization": f"Bearer {admin}"}
         async with aiohttp.ClientSession(headers=headers) as session:
             async with session.post(f"{it.url}/store/attempts", json={"rollout_id": "ro-x"}) as reply:

@@ -23,7 +23,7 @@ class TestHttpStore(StoreConformance):
         store = SQLiteStore(f"sqlite:///{tmp_path}/served.db")
         gateway = EmbeddedGateway()
         url = asyncio.run(gateway.start(store=store, upstreams=[], secret=SECRET))
-        token = AttemptTokens(SECRET).issue_admin(expires_at=time.time() + 600)
+        token = AttemptTokens(SECRET).issue("", "", scope="admin", expires_at=time.time() + 600)
         yield StoreLocation(factory="agl_gateway.client:HttpStore", url=url.replace("://", f"://:{token}@"))
         asyncio.run(gateway.stop())
         asyncio.run(store.close())

@@ -8,6 +8,16 @@ def is_list(value: object) -> bool:
     return isinstance(value, list)
 
 
+def as_text(value: object) -> str:
+    """``value`` if it is text, else ``""``."""
+    return value if isinstance(value, str) else ""
+
+
+def as_index(value: object) -> int:
+    """``value`` if it is a number of an item, else 0."""
+    return value if isinstance(value, int) else 0
+
+
 def as_dict(value: object) -> dict[str, Any]:
     """``value`` if it is an object, else an empty one."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from agl.capture.dialects._foreign import as_dict, dicts_in, is_list
+from agl.capture.dialects._foreign import as_dict, as_text, dicts_in, is_list
 from agl.schemas import Json, ModelCall
 
 Message = dict[str, Json]
@@ -103,9 +103,9 @@ def _content(content: Any) -> Json:
 def _chat_part(part: dict[str, Any]) -> dict[str, Any] | None:
     match part.get("type"):
         case "text" | "input_text" | "output_text":
-            return {"type": "text", "text": part.get("text", "")}
+            return {"type": "text", "text": as_text(part.get("text"))}
         case "refusal":
-            return {"type": "text", "text": part.get("refusal", "")}
+            return {"type": "text", "text": as_text(part.get("refusal"))}
         case "input_image":
             return {"type": "image_url", "image_url": {"url": part.get("image_url") or part.get("file_id")}}
         case "image":

@@ -7,8 +7,9 @@ image say the same and a store does not keep it a hundred times.
 import base64
 import binascii
 import hashlib
-from typing import Any, cast
+from typing import Any
 
+from agl.capture.dialects._foreign import as_dict, as_list, as_text, is_list
 from agl.schemas import Json
 
 _KINDS = frozenset(
@@ -37,26 +38,25 @@ def reference_media(request: dict[str, Any]) -> tuple[dict[str, Any], tuple[str,
 
 
 def _walk(value: Json, found: list[str]) -> Json:
-    if isinstance(value, list):
-        return [_walk(item, found) for item in cast("list[Json]", value)]
-    if not isinstance(value, dict):
+    if is_list(value):
+        return [_walk(item, found) for item in as_list(value)]
+    entry = as_dict(value)
+    if not entry:
         return value
-    entry = cast("dict[str, Json]", value)
-    if entry.get("type") in _KINDS and not _is_text_document(entry):
+    if as_text(entry.get("type")) in _KINDS and not _is_text_document(entry):
         return _replace(entry, found)
     return {key: _walk(item, found) if isinstance(item, list | dict) else item for key, item in entry.items()}
 
 
 def _is_text_document(entry: dict[str, Json]) -> bool:
-    source = entry.get("source")
-    return isinstance(source, dict) and cast("dict[str, Json]", source).get("type") in ("text", "content")
+    return as_dict(entry.get("source")).get("type") in ("text", "content")
 
 
 def _replace(entry: dict[str, Json], found: list[str]) -> dict[str, Json]:
     replaced: dict[str, Json] = {}
     for key, item in entry.items():
-        if isinstance(item, dict):
-            replaced[key] = _replace(cast("dict[str, Json]", item), found)
+        if inner := as_dict(item):
+            replaced[key] = _replace(inner, found)
         elif isinstance(item, str) and key in _PAYLOADS:
             replaced[key] = _reference(key, item)
             found.append(replaced[key])

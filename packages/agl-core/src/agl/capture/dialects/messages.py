@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from agl.capture.dialects._foreign import as_dict, as_list, is_list
+from agl.capture.dialects._foreign import as_dict, as_index, as_list, as_text, is_list
 from agl.capture.dialects._versions import version_of
 from agl.capture.dialects.chat import error_text
 from agl.capture.dialects.exchange import Answer, Choice
@@ -57,9 +57,9 @@ def read_stream(data: bytes) -> Answer:
             case "message_start" if isinstance(event.get("message"), dict):
                 message = dict(event["message"])
             case "content_block_start" if isinstance(event.get("content_block"), dict):
-                blocks[event.get("index", 0)] = dict(event["content_block"])
+                blocks[as_index(event.get("index"))] = dict(event["content_block"])
             case "content_block_delta" if isinstance(event.get("delta"), dict):
-                index = event.get("index", 0)
+                index = as_index(event.get("index"))
                 _grow(blocks.setdefault(index, {"type": "text", "text": ""}), event["delta"], inputs, index)
             case "message_delta":
                 _finish(message, event)
@@ -81,11 +81,11 @@ def read_stream(data: bytes) -> Answer:
 def _grow(block: dict[str, Any], delta: dict[str, Any], inputs: dict[int, list[str]], index: int) -> None:
     match delta.get("type"):
         case "text_delta":
-            block["text"] = block.get("text", "") + str(delta.get("text", ""))
+            block["text"] = as_text(block.get("text")) + as_text(delta.get("text"))
         case "input_json_delta":
-            inputs.setdefault(index, []).append(str(delta.get("partial_json", "")))
+            inputs.setdefault(index, []).append(as_text(delta.get("partial_json")))
         case "thinking_delta":
-            block["thinking"] = block.get("thinking", "") + str(delta.get("thinking", ""))
+            block["thinking"] = as_text(block.get("thinking")) + as_text(delta.get("thinking"))
         case "signature_delta":
             block["signature"] = delta.get("signature")
         case _:

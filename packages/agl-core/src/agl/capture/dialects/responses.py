@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from agl.capture.dialects._foreign import as_dict, as_list, dicts_in, is_list
+from agl.capture.dialects._foreign import as_dict, as_list, as_text, dicts_in, is_list
 from agl.capture.dialects._versions import version_of
 from agl.capture.dialects.chat import error_text
 from agl.capture.dialects.exchange import Answer, Choice
@@ -109,8 +109,8 @@ def _items(events: list[dict[str, Any]]) -> list[Any]:
 
 def _grow(item: dict[str, Any], kind: str, delta: str) -> None:
     if kind == "response.function_call_arguments.delta":
-        item["arguments"] = (item.get("arguments") or "") + delta
+        item["arguments"] = as_text(item.get("arguments")) + delta
     elif kind == "response.output_text.delta":
         content = dicts_in(item.get("content")) or [{"type": "output_text", "text": ""}]
-        content[-1]["text"] = content[-1].get("text", "") + delta
+        content[-1]["text"] = as_text(content[-1].get("text")) + delta
         item["content"] = content
