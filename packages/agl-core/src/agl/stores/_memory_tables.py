@@ -237,14 +237,18 @@ class MemoryTables:
             rollout_id = rollout.rollout_id
             for attempt in self.attempts(rollout_id):
                 del self._attempts[attempt.attempt_id]
-                self._spans.pop((rollout_id, attempt.attempt_id), None)
-            self._spans.pop((rollout_id, ""), None)
+                self._drop_spans(rollout_id, attempt.attempt_id)
+            self._drop_spans(rollout_id, "")
             self._unlist(rollout)
             for cursor in self._changes_of.pop(rollout_id):
                 del self._changes[cursor]
             del self._rollouts[rollout_id], self._order[rollout_id]
         if len(self._cursors) > 2 * len(self._changes) + 1000:
             self._cursors = list(self._changes)
+
+    def _drop_spans(self, rollout_id: str, attempt_id: str) -> None:
+        self._spans.pop((rollout_id, attempt_id), None)
+        self._packer.forget((rollout_id, attempt_id))
 
     def version(self, name: str, version: str) -> ResourceVersion | None:
         data = self._versions.get(name, {}).get(version)

@@ -167,7 +167,9 @@ class SQLiteTables:
         self._log(rollouts)
 
     def drop(self, attempt: Attempt, rollout: Rollout) -> None:
-        self._db.execute("DELETE FROM attempts WHERE id = ?", (self._key(attempt.rollout_id, attempt.number),))
+        key = self._key(attempt.rollout_id, attempt.number)
+        self._db.execute("DELETE FROM attempts WHERE id = ?", (key,))
+        self._packer.forget(key)
         self.save_rollouts([rollout])
 
     def insert_spans(self, spans: Sequence[Span]) -> None:

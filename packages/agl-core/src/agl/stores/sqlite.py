@@ -67,7 +67,11 @@ class SQLiteStore:
         experiment: str | None = None,
         claim_id: str = "",
     ) -> list[Claim]:
-        """See the contract. A caller that is cancelled meanwhile leaves the rollouts queued."""
+        """See the contract.
+
+        A caller that is cancelled meanwhile leaves the rollouts queued. With a ``claim_id`` the attempts stay open for
+        whoever repeats the request, until their leases lapse.
+        """
 
         def work(tables: SQLiteTables) -> list[Claim]:
             return _engine.claim(
@@ -87,7 +91,7 @@ class SQLiteStore:
         end = time.monotonic() + wait_s
         while True:
             seen = bell.count
-            claims: list[Claim] = await self._writer.run(work, undo=undo)
+            claims: list[Claim] = await self._writer.run(work, undo=None if claim_id else undo)
             left_s = end - time.monotonic()
             if claims or left_s <= 0:
                 return claims
