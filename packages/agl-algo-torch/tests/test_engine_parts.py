@@ -115,6 +115,7 @@ def test_prefix_store_finds_the_longest_and_forgets_the_oldest() -> None:
 texts = st.text(alphabet="abX\n", max_size=30)
 
 
+@settings(deadline=None)
 @given(texts, st.lists(st.text(alphabet="abX", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5)))
 def test_text_sent_early_is_always_a_prefix_of_the_final_text(text: str, stops: list[str], sizes: list[int]) -> None:
     final = cut_at_stop(text, stops)
