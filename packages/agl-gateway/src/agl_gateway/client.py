@@ -51,6 +51,7 @@ class HttpStore:
             )
         self._thread = LoopThread("agl-http-store")
         self._session: aiohttp.ClientSession | None = None
+        self._abandoned: dict[tuple[str | None, int], list[str]] = {}
         self._is_closed = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoders = {name: msgspec.msgpack.Decoder(method.result) for name, method in METHODS.items()}
@@ -72,16 +73,27 @@ class HttpStore:
         experiment: str | None = None,
         claim_id: str = "",
     ) -> list[Claim]:
-        """Open attempts; an answer that was lost on the way is asked for again under the same claim id."""
-        return await self._call(
-            "claim",
-            worker=worker,
-            limit=limit,
-            lease_s=lease_s,
-            wait_s=wait_s,
-            experiment=experiment,
-            claim_id=claim_id or new_trace_id(),
-        )
+        """Open attempts; an answer that was lost on the way is asked for again under the same claim id.
+
+        What a cancelled claim may have taken goes to the next one, which asks under the same id.
+        """
+        kind = (experiment, limit)
+        abandoned = self._abandoned.setdefault(kind, [])
+        own_id = claim_id or (abandoned.pop() if abandoned else new_trace_id())
+        try:
+            return await self._call(
+                "claim",
+                worker=worker,
+                limit=limit,
+                lease_s=lease_s,
+                wait_s=wait_s,
+                experiment=experiment,
+                claim_id=own_id,
+            )
+        except asyncio.CancelledError:
+            if not claim_id:
+                abandoned.append(own_id)
+            raise
 
     async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
         """Extend leases."""
