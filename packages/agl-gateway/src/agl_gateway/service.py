@@ -105,7 +105,13 @@ class GatewayService:
 
     def _routes(self) -> dict[str, Handle]:
         store, rate, identities = self.store, self._rate, self.identities
-        store_api = StoreApi(store=store, identities=identities, rate=rate, max_body=self._settings.max_body)
+        store_api = StoreApi(
+            store=store,
+            identities=identities,
+            rate=rate,
+            settle=self.recorder.settle,
+            max_body=self._settings.max_body,
+        )
         traces = TracesApi(store=store, identities=identities, rate=rate)
         status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
         return {

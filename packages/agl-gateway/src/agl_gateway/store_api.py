@@ -5,7 +5,7 @@ among them are marked as the agent's own word, and model calls lose the name of 
 make up training data.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -36,10 +36,24 @@ class _Codec:
 
 
 class StoreApi:
-    """Serves a store; used in the gateway's event loop."""
+    """Serves a store; used in the gateway's event loop.
 
-    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate, max_body: int) -> None:
+    Args:
+        settle: Waits until the answered calls of an attempt are in the store; asked before the attempt is decided
+            or its spans are read, because the worker that does so cannot ask the gateway itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        identities: Identities,
+        rate: SpanRate,
+        settle: Callable[[str], Awaitable[None]],
+        max_body: int,
+    ) -> None:
         self._store = store
+        self._settle = settle
         self._identities = identities
         self._rate = rate
         self._max_body = max_body
@@ -74,6 +88,8 @@ class StoreApi:
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
         spans = len(params["spans"]) if name == "append_spans" else 0
+        for attempt_id in _settled_first(name, params):
+            await self._settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
         result = await getattr(self._store, name)(*positional, **params)
         self._rate.add(spans)
@@ -89,6 +105,13 @@ class StoreApi:
         if method.is_waiting:
             params["wait_s"] = min(params["wait_s"], MAX_WAIT_S)
         return params
+
+
+def _settled_first(name: str, params: dict[str, Any]) -> list[str]:
+    if name == "finish":
+        return [outcome.attempt_id for outcome in params["outcomes"]]
+    attempt_id = params.get("attempt_id") if name == "spans" else None
+    return [attempt_id] if attempt_id else []
 
 
 def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
