@@ -94,7 +94,8 @@ def testing(session: nox.Session) -> None:
 @nox.session
 def gateway(session: nox.Session) -> None:
     """The gateway."""
-    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.70"))
+    clients = ("openai>=3,<4", "anthropic>=0.80", "opentelemetry-exporter-otlp-proto-http>=1.38,<2")
+    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, *clients))
     pytest(session, "packages/agl-gateway/tests")
 
 

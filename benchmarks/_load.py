@@ -101,7 +101,9 @@ async def open_loop(connections: list[Connection], requests: list[list[bytes]], 
     return latencies
 
 
-async def main(url: str, tokens_file: str, calls: int, connections: int, rate: float, is_streamed: bool, seed: int) -> None:
+async def main(
+    url: str, tokens_file: str, calls: int, connections: int, rate: float, is_streamed: bool, seed: int
+) -> None:
     tokens = Path(tokens_file).read_text(encoding="utf-8").split()
     opened = [Connection(url) for _ in range(connections)]
     for connection in opened:
@@ -118,12 +120,15 @@ async def main(url: str, tokens_file: str, calls: int, connections: int, rate: f
     for connection in opened:
         connection.close()
     ordered = sorted(latencies)
-    result = {"calls": len(ordered), "wall_s": wall, "p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100]}
+    result = {
+        "calls": len(ordered),
+        "wall_s": wall,
+        "p50": ordered[len(ordered) // 2],
+        "p99": ordered[len(ordered) * 99 // 100],
+    }
     print(msgspec.json.encode(result).decode(), flush=True)
 
 
 if __name__ == "__main__":
     url_, tokens_, calls_, connections_, rate_, streamed_, seed_ = sys.argv[1:]
-    asyncio.run(
-        main(url_, tokens_, int(calls_), int(connections_), float(rate_), streamed_ == "1", int(seed_))
-    )
+    asyncio.run(main(url_, tokens_, int(calls_), int(connections_), float(rate_), streamed_ == "1", int(seed_)))
