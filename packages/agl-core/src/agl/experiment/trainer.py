@@ -89,6 +89,7 @@ class Trainer:
         runner: ``async``, ``process`` or a :func:`agl.Runner`.
         credit: Name or :func:`agl.Credit`.
         rewards: Names or specifications of reward emitters.
+        tracers: Names of tracers, such as ``("langchain",)``: who made each call, in the words of a framework.
         schedule: ``sequential``, ``alternate`` or ``concurrent``; ``every`` steps in a turn of ``alternate``.
         progress: What the person sees; bars or lines by default.
         plugins: The plugin manager; by default one with the installed plugins.
@@ -112,6 +113,7 @@ class Trainer:
         runner: str | Spec = "async",
         credit: str | Spec = "episode",
         rewards: Sequence[str | Spec] = (),
+        tracers: Sequence[str] = (),
         schedule: str | ScheduleConfig = "sequential",
         gateway: str = "auto",
         progress: Progress | None = None,
@@ -132,6 +134,7 @@ class Trainer:
             schedule=schedule if isinstance(schedule, ScheduleConfig) else _schedule(schedule),
             credit=_component(credit),
             reward=tuple(_component(item) for item in rewards),
+            tracers=tuple(tracers),
             gateway=GatewayConfig(use=gateway),
         )
         self._resources = {key: value for key, value in (initial_resources or {}).items() if key not in llms}
