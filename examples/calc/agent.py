@@ -18,6 +18,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolPara
 
 MODEL = os.environ.get("CALC_MODEL", "calc-lm")
 MAX_TURNS = 3
+TEMPERATURE = 0.7
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 TOOL: ChatCompletionToolParam = {
     "type": "function",
@@ -77,7 +78,7 @@ async def solve(task: dict[str, str]) -> str:
     ]
     for _ in range(MAX_TURNS):
         answer = await client().chat.completions.create(
-            model=MODEL, messages=messages, tools=[TOOL], max_completion_tokens=40
+            model=MODEL, messages=messages, tools=[TOOL], temperature=TEMPERATURE, max_completion_tokens=40
         )
         message = answer.choices[0].message
         messages.append(message.to_dict())  # type: ignore[arg-type]

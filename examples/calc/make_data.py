@@ -68,7 +68,7 @@ def dialogue(expression: str, *, uses_tool: bool) -> dict[str, object]:
 def dialogues(pool: list[str], *, seed: int) -> list[dict[str, object]]:
     """Return the teacher's dialogues, diligent ones first."""
     rng = random.Random(seed)
-    rates = [0.8] * DILIGENT + [0.2] * CARELESS
+    rates = [0.8] * DILIGENT + [0.18] * CARELESS
     return [dialogue(e, uses_tool=rng.random() < rate) for e, rate in zip(pool, rates, strict=True)]
 
 
