@@ -17,12 +17,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from _harness import Case, Figure, interleave, table
 from agl.capture import Capture, SpanRecorder, activate
 from agl.capture.emitters import emit_message, emit_reward
 from agl.capture.operation import operation
 from agl.capture.otel import OtelTracer
 from agl.contracts import Upstream
+from benchmarks._harness import Case, Figure, interleave, table
 
 _SPANS = 5_000
 _CALLS = 60
@@ -70,7 +70,7 @@ def step() -> None:
         pass
 
 
-def emitters() -> list[Figure]:
+def emitters(*, repeats: int) -> list[Figure]:
     """CPU microseconds per emitter, next to an OpenTelemetry SDK span with a batch processor."""
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(InMemorySpanExporter(), schedule_delay_millis=60_000))
@@ -91,7 +91,7 @@ def emitters() -> list[Figure]:
         "emit_message inside": inside(lambda: emit_message("hello")),
         "operation inside": inside(step),
     }
-    found = interleave(cases)
+    found = interleave(cases, repeats=repeats)
     provider.shutdown()
     bare, span = (found[name].cpu_s * 1e6 for name in ("an empty function", "an OpenTelemetry SDK span"))
     figures = [
@@ -105,7 +105,7 @@ def emitters() -> list[Figure]:
     return figures
 
 
-def foreign_spans() -> Figure:
+def foreign_spans(*, repeats: int) -> Figure:
     """What taking a foreign OpenTelemetry span into the rollout adds to it."""
     from opentelemetry import trace
 
@@ -124,7 +124,7 @@ def foreign_spans() -> Figure:
             spans()
         return len(recorder.drain())
 
-    found = interleave({"bare": spans, "recorded": recorded})
+    found = interleave({"bare": spans, "recorded": recorded}, repeats=repeats)
     tracer.uninstall()
     bare = found["bare"].wall_s * 1e6
     return _micro(
@@ -135,7 +135,7 @@ def foreign_spans() -> Figure:
     )
 
 
-def activation() -> Figure:
+def activation(*, repeats: int) -> Figure:
     """What entering and leaving a rollout costs, patches included."""
     recorder = SpanRecorder()
 
@@ -152,7 +152,7 @@ def activation() -> Figure:
             one.join()
         return 200
 
-    found = interleave({"activate": enter, "thread": thread})
+    found = interleave({"activate": enter, "thread": thread}, repeats=repeats)
     return _micro(
         "activate a rollout, first in its process",
         found["activate"].wall_s * 1e6,
@@ -161,7 +161,9 @@ def activation() -> Figure:
     )
 
 
-def calls(name: str, make: Callable[[str], tuple[Callable[[bool], None], Callable[[], None]]]) -> Iterable[Figure]:
+def calls(
+    name: str, make: Callable[[str], tuple[Callable[[bool], None], Callable[[], None]]], *, repeats: int
+) -> Iterable[Figure]:
     """CPU microseconds of this process per model call, the server's included: bare, redirected, and recorded."""
     from agl_testing.model_server import Reply, ScriptedModelServer
 
@@ -194,7 +196,7 @@ def calls(name: str, make: Callable[[str], tuple[Callable[[bool], None], Callabl
                     "redirected": case(gateway, is_streamed=is_streamed),
                     "recorded": case(direct, is_streamed=is_streamed),
                 },
-                repeats=5,
+                repeats=repeats,
             )
             bare = found["bare"].cpu_s * 1e6
             for row in ("redirected", "recorded"):
@@ -231,16 +233,17 @@ def openai_calls(base_url: str) -> tuple[Callable[[bool], None], Callable[[], No
     return call, client.close
 
 
-def run() -> list[Figure]:
+def run(*, quick: bool) -> list[Figure]:
     """Every figure that the installed packages allow."""
-    figures = [*emitters(), foreign_spans(), activation()]
+    repeats = 1 if quick else 5
+    figures = [*emitters(repeats=repeats), foreign_spans(repeats=repeats), activation(repeats=repeats)]
     if find_spec("agl_testing") is None:
         return figures
     for module in ("httpx", "httpx2"):
         if find_spec(module):
-            figures += calls(module, httpx_calls(module))
+            figures += calls(module, httpx_calls(module), repeats=repeats)
     if find_spec("openai"):
-        figures += calls(f"openai {import_module('openai').__version__}", openai_calls)
+        figures += calls(f"openai {import_module('openai').__version__}", openai_calls, repeats=repeats)
     return figures
 
 
@@ -256,4 +259,4 @@ def _micro(name: str, value: float, *, bar: float | None = None, baseline: float
 
 
 if __name__ == "__main__":
-    print(table(run()))
+    print(table(run(quick=False)))

@@ -1,6 +1,6 @@
 """How fast and how small the core's stores are, next to raw SQLite with the same bytes and to the memory store.
 
-Run it with ``python benchmarks/bench_store.py [--spans 1000000] [--repeats 5]``. All SQLite figures are durable: every
+Run it with ``python -m benchmarks.bench_store [--spans 1000000] [--repeats 5]``. All SQLite figures are durable: every
 acknowledged operation was committed with ``synchronous = FULL``.
 """
 
@@ -15,12 +15,12 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from _harness import Case, Figure, Prepared, interleave, rate_figure, table
 from agl import codec
 from agl.contracts import Store
 from agl.schemas import ModelCall, Rollout, Span, pack_floats, pack_ids
 from agl.stores.memory import MemoryStore
 from agl.stores.sqlite import SQLiteStore
+from benchmarks._harness import Case, Figure, Prepared, interleave, rate_figure, table
 
 BATCH = 100
 IN_FLIGHT = 4
@@ -394,6 +394,11 @@ def figures(*, spans: int = 1_000_000, repeats: int = 5) -> list[Figure]:
         read = read_figure(bench, spans=spans, repeats=repeats)
         bench.close()
     return [*small, *llm, *claims, read, *sizes]
+
+
+def run(*, quick: bool) -> list[Figure]:
+    """Every figure; quickly from a smaller store."""
+    return figures(spans=100_000 if quick else 1_000_000, repeats=1 if quick else 5)
 
 
 def main() -> None:

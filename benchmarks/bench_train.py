@@ -1,6 +1,6 @@
 """Spans to training rows: calls per second, growth, and what decoding or a quadratic matcher costs beside it.
 
-Run alone: ``python benchmarks/bench_train.py``.
+Run alone: ``python -m benchmarks.bench_train``.
 """
 
 import random
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from _harness import Case, Figure, interleave, rate_figure, table
 from agl.schemas import Attempt, ModelCall, Rollout, Span, pack_floats, pack_ids
 from agl.train.transitions import build_episode
+from benchmarks._harness import Case, Figure, interleave, rate_figure, table
 
 AGENTS = 8
 TURNS = 8
@@ -18,12 +18,13 @@ ROLLOUT = Rollout(rollout_id="r", task={}, group_id="g")
 ATTEMPT = Attempt(attempt_id="r.1", rollout_id="r", number=1, worker="w")
 
 
-def run() -> list[Figure]:
+def run(*, quick: bool) -> list[Figure]:
     """All rows of the table."""
-    return [*short_calls(), *long_calls(), *adversarial()]
+    repeats = 1 if quick else 5
+    return [*short_calls(repeats=repeats), *long_calls(repeats=repeats), *adversarial(repeats=min(repeats, 3))]
 
 
-def short_calls() -> list[Figure]:
+def short_calls(*, repeats: int) -> list[Figure]:
     small, large = conversations(2_000, response=10), conversations(20_000, response=10)
     data = msgspec.msgpack.encode(large)
     samples = interleave(
@@ -32,7 +33,8 @@ def short_calls() -> list[Figure]:
             "large": episode_of(large),
             "decode": decode_of(data, len(large)),
             "naive small": naive_of(small),
-        }
+        },
+        repeats=repeats,
     )
     growth = samples["large"].cpu_s * len(large) / (samples["small"].cpu_s * len(small))
     return [
@@ -62,10 +64,10 @@ def short_calls() -> list[Figure]:
     ]
 
 
-def long_calls() -> list[Figure]:
+def long_calls(*, repeats: int) -> list[Figure]:
     spans = conversations(2_000, prompt=1_000, response=200)
     data = msgspec.msgpack.encode(spans)
-    samples = interleave({"rows": episode_of(spans), "decode": decode_of(data, len(spans))})
+    samples = interleave({"rows": episode_of(spans), "decode": decode_of(data, len(spans))}, repeats=repeats)
     return [
         rate_figure(
             "calls of 1,000 to 2,500 prompt tokens to rows",
@@ -77,7 +79,7 @@ def long_calls() -> list[Figure]:
     ]
 
 
-def adversarial() -> list[Figure]:
+def adversarial(*, repeats: int) -> list[Figure]:
     """Bytes of prompts per second where the structure is at its worst."""
     shapes = {
         "20,000 siblings of one prompt": [span(i, pack_ids(range(20)), pack_ids([i % 3, i, 1])) for i in range(20_000)],
@@ -92,7 +94,7 @@ def adversarial() -> list[Figure]:
     for name, spans in shapes.items():
         size = sum(one.call.prompt_len for one in spans if one.call)
         data = msgspec.msgpack.encode(spans)
-        samples = interleave({"rows": episode_of(spans, size), "decode": decode_of(data, size)}, repeats=3)
+        samples = interleave({"rows": episode_of(spans, size), "decode": decode_of(data, size)}, repeats=repeats)
         figure = rate_figure(
             f"prompt tokens: {name}",
             samples["rows"],
@@ -190,4 +192,4 @@ def naive_of(spans: Sequence[Span]) -> Case:
 
 
 if __name__ == "__main__":
-    print(table(run()))
+    print(table(run(quick=False)))
