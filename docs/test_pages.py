@@ -1,0 +1,57 @@
+"""Every code block of the documentation and of the README files runs, and every link leads somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ELSEWHERE = {"docs/tutorial/plugin.md"}
+"""Its commands need the plugin to be installed; tests/repo/test_docs_plugin.py does that."""
+
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in FILES}
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [link for link in LINK.findall(prose) if not link.startswith(("http://", "https://"))]
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - ELSEWHERE))
+def test_code_blocks_run(page, run_page):
+    run_page(PAGES[page])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in links(PAGES[page]):
+        name, _, anchor = link.partition("#")
+        target = (PAGES[page].parent / name).resolve() if name else PAGES[page]
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_the_index():
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link).resolve() for link in links(index)}
+    assert set() == {path for path in ROOT.glob("docs/*/*.md") if path.resolve() not in linked}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_has_one_sentence_per_line(page):
+    prose = re.sub(r"```.*?```", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = [re.sub(r"`[^`]*`", "`code`", line) for line in prose.splitlines() if not line.startswith("|")]
+    assert [] == [line for line in lines if re.search(r"(?<!\bDr)(?<=[a-z`)])\. +[A-Z`]", line)]
+
+
+def test_readme_opens_with_the_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = [f"python3 -m pip install nox && python3 -m nox -s {session}" for session in ("demo", "tests")]
+    assert commands == re.findall(r"^(?:\$ )?(python3 -m pip install nox.*)$", text, re.MULTILINE)

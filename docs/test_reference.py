@@ -1,0 +1,155 @@
+"""The reference is complete and exact: experiment files, the command line, and the public names of Python."""
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import click
+import msgspec
+import pytest
+
+import agl
+from agl.cli.main import cli
+from agl.contracts import Store
+from agl.experiment import config
+
+REFERENCE = Path(__file__).parent / "reference"
+RECORDS: dict[str, Any] = {
+    "Top level": config.ExperimentConfig,
+    "`[experiment]`": config.ExperimentSection,
+    "`[runner]`": config.RunnerConfig,
+    "`[policy.NAME]`": config.PolicyConfig,
+    "`[[algorithm]]`": config.AlgorithmConfig,
+    "`[schedule]`": config.ScheduleConfig,
+    "`[credit]`": config.ComponentConfig,
+    "`[[reward]]`": config.ComponentConfig,
+    "`[[logger]]`": config.ComponentConfig,
+    "`[gateway]`": config.GatewayConfig,
+}
+NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def sections(name: str) -> dict[str, str]:
+    """The text below each heading of the second level."""
+    text = (REFERENCE / name).read_text(encoding="utf-8")
+    return dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the tables in ``text``, without their heads."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def type_of(kind: Any) -> str:
+    """A type as the reference writes it, in TOML's words."""
+    if kind in NAMES:
+        return NAMES[kind]
+    if get_origin(kind) is Literal:
+        words = [f'`"{word}"`' for word in get_args(kind)]
+        return f"{', '.join(words[:-1])} or {words[-1]}"
+    if get_origin(kind) is tuple:
+        (item, _) = get_args(kind)
+        return "array of " + ("tables" if isinstance(item, type) and issubclass(item, agl.Record) else "strings")
+    if get_origin(kind) is dict:
+        return {float: "table of numbers"}.get(get_args(kind)[1], "table")
+    if isinstance(kind, type):
+        return "table"
+    return " or ".join(type_of(option) for option in get_args(kind) if option is not type(None))
+
+
+def default_of(field: Any) -> str:
+    """A default as the reference writes it, in TOML."""
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if value is None:
+        return "none"
+    if isinstance(value, agl.Record):
+        return "see below"
+    text = msgspec.json.encode(value).decode()
+    return f"`{text}`"
+
+
+@pytest.mark.parametrize("heading", RECORDS)
+def test_experiment_file_has_every_key_with_type_and_default(heading):
+    fields = msgspec.structs.fields(RECORDS[heading])
+    expected = [(f"`{field.name}`", type_of(field.type), default_of(field)) for field in fields]
+    table = {"table of tables": "table"} if heading == "Top level" else {}
+    found = [
+        (key, table.get(kind, kind), default)
+        for key, kind, default, _ in rows(sections("experiment-file.md")[heading])
+    ]
+    assert expected == found
+
+
+@pytest.mark.parametrize("heading", RECORDS)
+def test_experiment_file_says_what_every_key_means(heading):
+    assert all(meaning for *_, meaning in rows(sections("experiment-file.md")[heading]))
+
+
+def test_experiment_file_has_every_section():
+    assert list(RECORDS) == list(sections("experiment-file.md"))
+
+
+def commands() -> Iterator[tuple[str, click.Command, click.Context]]:
+    """Every command with its path, subcommands included."""
+    waiting: list[tuple[str, click.Command, click.Context]] = [("agl", cli, click.Context(cli, info_name="agl"))]
+    while waiting:
+        path, command, context = waiting.pop()
+        yield path, command, context
+        if isinstance(command, click.Group):
+            for name in command.list_commands(context):
+                child = command.get_command(context, name)
+                assert child is not None
+                waiting.append((f"{path} {name}", child, click.Context(child, info_name=name, parent=context)))
+
+
+COMMANDS = {path: (command, context) for path, command, context in commands()}
+
+
+def test_command_line_has_every_command_with_its_arguments():
+    expected = {
+        " ".join(["agl", *usage])
+        for path, (command, context) in COMMANDS.items()
+        for usage in [[*path.split()[1:], *arguments_of(command, context)]]
+    }
+    assert expected == {heading.strip("`") for heading in sections("cli.md")}
+
+
+def arguments_of(command: click.Command, context: click.Context) -> list[str]:
+    return [item.make_metavar(context) for item in command.params if isinstance(item, click.Argument)]
+
+
+@pytest.mark.parametrize("path", sorted(COMMANDS))
+def test_command_line_has_every_option_with_its_default(path):
+    command, context = COMMANDS[path]
+    heading = " ".join([path, *arguments_of(command, context)])
+    table = rows(sections("cli.md")[f"`{heading}`"])
+    options = [item for item in command.params if isinstance(item, click.Option) and item.name != "help"]
+    assert [option_of(item, context) for item in options] == [cells[0] for cells in table]
+    shown = {option_of(item, context): f"`{item.default}`" for item in options if item.show_default is True}
+    assert shown == {cells[0]: cells[1] for cells in table if cells[0] in shown}
+    assert all(cells[2] for cells in table)
+
+
+def option_of(option: click.Option, context: click.Context) -> str:
+    value = "" if option.is_flag else f" {option.make_metavar(context)}".replace("|", r"\|")
+    return f"`{', '.join(option.opts)}{value}`"
+
+
+def test_python_has_every_public_name_once():
+    found = [name for cells in rows((REFERENCE / "python.md").read_text(encoding="utf-8")) for name in names(cells[0])]
+    assert sorted(agl.__all__) == sorted(found)
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+def test_store_contract_has_every_method():
+    members = [name for name, member in vars(Store).items() if inspect.iscoroutinefunction(member)]
+    found = [name for cells in rows(sections("store-contract.md")["Methods"]) for name in names(cells[0])]
+    assert sorted(members) == sorted(found)
