@@ -7,6 +7,7 @@ filling the memory. Parsing yields to the event loop after every exchange, so th
 import asyncio
 import logging
 from collections import Counter, deque
+from contextlib import suppress
 
 from agl.contracts import Store
 from agl.errors import CaptureError, NotFoundError, StoreError
@@ -23,6 +24,7 @@ _BATCH = 64
 _MAX_FAILURES = 10_000
 _RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
 _STREAM_GRACE_S = 2.0
+_LINGER_S = 0.005
 
 
 class Recorder:
@@ -44,6 +46,8 @@ class Recorder:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+        self._hurry = asyncio.Event()
+        self._settling = 0
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self.lost = 0
@@ -64,6 +68,7 @@ class Recorder:
 
     async def stop(self) -> None:
         """Write what is queued, then end; idempotent."""
+        self._hurry.set()
         self._is_stopping = True
         self._work.set()
         if self._task is not None:
@@ -103,6 +108,22 @@ class Recorder:
         Raises:
             CaptureError: The store refused some of them.
         """
+        self._settling += 1
+        self._hurry.set()
+        try:
+            await self._wait_written(attempt_id)
+        finally:
+            self._settling -= 1
+            if not self._settling and not self._is_stopping:
+                self._hurry.clear()
+        failure = self._failures.pop(attempt_id, "")
+        if failure:
+            raise CaptureError(
+                f"model calls of attempt {attempt_id!r} are not in the store: {failure}. "
+                "Check the store's disk and connection, then run the rollout again"
+            )
+
+    async def _wait_written(self, attempt_id: str) -> None:
         async with self._changed:
             if attempt_id in self._open_streams:
                 try:
@@ -111,12 +132,6 @@ class Recorder:
                 except TimeoutError:
                     _log.warning("attempt %s ends while one of its streams is still open", attempt_id)
             await self._changed.wait_for(lambda: attempt_id not in self._pending)
-        failure = self._failures.pop(attempt_id, "")
-        if failure:
-            raise CaptureError(
-                f"model calls of attempt {attempt_id!r} are not in the store: {failure}. "
-                "Check the store's disk and connection, then run the rollout again"
-            )
 
     async def _run(self) -> None:
         while True:
@@ -126,7 +141,15 @@ class Recorder:
                 self._work.clear()
                 await self._work.wait()
                 continue
+            await self._linger()
             await self._write_batch()
+
+    async def _linger(self) -> None:
+        """Let a batch grow for a moment, because writes cost by the batch; not when somebody waits for them."""
+        if len(self._queue) < _BATCH and not self._hurry.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    await self._hurry.wait()
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]

@@ -41,13 +41,15 @@ _NOT_RELAYED = frozenset(
 )
 
 _CONNECT_TRIES = 3
+_KEEPALIVE_S = 4.0
+"""Below the 5 seconds after which uvicorn, and so vLLM, closes an idle connection."""
 _CONNECT_PAUSE_S = 0.1
 
 
 def make_session(*, timeout_s: float, connect_timeout_s: float) -> aiohttp.ClientSession:
     """A session for all upstreams: no decompression, no cookies, no limit on connections."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=30),
+        connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=timeout_s),
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),

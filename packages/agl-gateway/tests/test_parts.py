@@ -1,0 +1,134 @@
+"""The gateway's small parts: registration, counters, the gate, traces, the OpenAPI table."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from agl.contracts import Store
+from agl.errors import AglError, FencedError, NotFoundError, StoreError
+from agl.ids import new_rollout_id
+from agl.plugins import PluginManager
+from agl.schemas import Outcome, Rollout
+from agl.stores.memory import MemoryStore
+from agl_gateway.client import HttpStore
+from agl_gateway.contract import METHODS, Fault, error_of, fault_of
+from agl_gateway.embedded import EmbeddedGateway
+from agl_gateway.exchanges import RequestIds, span_id_of, trace_of
+from agl_gateway.feed import Feed, QueueLength
+from agl_gateway.gate import Gate
+from agl_gateway.metrics import SpanRate, render
+from agl_gateway.openapi import openapi_document
+
+
+def test_plugin_registers_gateway_stores_and_command():
+    manager = PluginManager.from_environment()
+    assert isinstance(manager.build(manager.gateway("gateway")), EmbeddedGateway)
+    assert isinstance(manager.build(manager.store_entry("http"), url="http://:t@h:1"), HttpStore)
+    assert "serve" == manager.command("serve").name
+
+
+def test_plugin_module_imports_no_server():
+    code = "import sys, agl_gateway.plugin; sys.exit('aiohttp' in sys.modules or 'google.protobuf' in sys.modules)"
+    assert 0 == subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+def test_every_method_of_the_contract_is_served_and_described():
+    contract = {name for name in vars(Store) if not name.startswith("_")} - {"close"}
+    assert contract == set(METHODS)
+    document = openapi_document()
+    assert {f"/store/{name}" for name in contract} <= set(document["paths"])
+    assert all(callable(getattr(HttpStore, name)) for name in contract)
+
+
+@pytest.mark.parametrize(
+    "error", [NotFoundError("rollout", "ro-1", "look again"), FencedError("late"), StoreError("x")]
+)
+def test_errors_survive_the_wire(error: AglError):
+    again = error_of(fault_of(error))
+    assert (type(error), str(error)) == (type(again), str(again))
+
+
+def test_fault_of_a_newer_release_is_a_store_error():
+    assert isinstance(error_of(Fault(type="BrandNewError", message="m")), StoreError)
+
+
+def test_span_rate_counts_full_seconds_of_the_window():
+    now = [100.0]
+    rate = SpanRate(lambda: now[0])
+    rate.add(50)
+    assert 0 == rate.per_second()
+    now[0] = 105.0
+    rate.add(20)
+    now[0] = 106.5
+    assert 7 == rate.per_second()
+    now[0] = 200.0
+    assert 0 == rate.per_second()
+    assert 70 == rate.total
+
+
+def test_metrics_escape_policy_names():
+    text = render([("agl_x", "gauge", "Help.", {'a"b\\c': 1.0}), ("agl_y", "counter", "Help.", 2)])
+    assert 'agl_x{policy="a\\"b\\\\c"} 1\n' in text
+    assert text.endswith("agl_y 2\n")
+
+
+async def test_queue_length_follows_the_feed():
+    store = MemoryStore()
+    await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=n) for n in range(3)])
+    queue = QueueLength(store)
+    feed = Feed(store, on_changes=(queue.on_changes,), on_gap=lambda: None)
+    cursor = await store.cursor()
+    await queue.load()
+    await feed.start(cursor)
+    assert 3 == len(queue)
+    (claim,) = await store.claim(worker="w")
+    await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=9) for _ in range(2)])
+    await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
+    for _ in range(100):
+        if len(queue) == 4:
+            break
+        await asyncio.sleep(0.02)
+    assert 4 == len(queue)
+    await feed.stop()
+    await store.close()
+
+
+async def test_gate_holds_again_when_it_is_paused_before_the_held_wake():
+    gate = Gate(model_version="1")
+    await gate.pause(drain_s=0)
+    held = asyncio.create_task(gate.enter())
+    await asyncio.sleep(0)
+    gate.resume(model_version="2")
+    await gate.pause(drain_s=0)
+    await asyncio.sleep(0.01)
+    assert not held.done()
+    assert 1 == gate.held
+    gate.resume(model_version="3")
+    assert "3" == await held
+    gate.leave()
+    assert await gate.pause(drain_s=0.1)
+
+
+def test_request_ids_are_shared_by_retries_of_one_attempt_only():
+    ids = RequestIds()
+    first, _ = ids.of("a.1", {}, b"body")
+    assert (first, 1) == ids.of("a.1", {"x-stainless-retry-count": "1"}, b"body")
+    assert first != ids.of("b.1", {"x-stainless-retry-count": "1"}, b"body")[0]
+    assert first != ids.of("a.1", {}, b"body")[0]
+    assert ("given", 2) == ids.of("a.1", {"x-agl-request-id": "given", "x-stainless-retry-count": "2"}, b"body")
+    assert 0 == ids.of("a.1", {"x-stainless-retry-count": "-1"}, b"x")[1]
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["", "00-x", f"00-{'0' * 32}-{'1' * 16}-01", f"00-{'a' * 32}-{'g' * 16}-01", f"00-{'a' * 31}-{'1' * 16}-01"],
+)
+def test_traceparent_that_is_not_valid_is_ignored(header):
+    assert ("", "") == trace_of({"traceparent": header})
+
+
+def test_span_id_header_is_checked():
+    assert "0123456789abcdef" == span_id_of({"x-agl-span-id": "0123456789ABCDEF"})
+    assert "" == span_id_of({"x-agl-span-id": "0123"})
