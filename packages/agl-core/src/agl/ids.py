@@ -1,7 +1,17 @@
-"""Ids: sortable by time for rollouts, random for spans and traces."""
+"""Ids: sortable by time for rollouts, random for spans and traces.
+
+Spans and traces take theirs from a generator of this module's own, seeded by the system, also after a fork: a call of
+``os.urandom`` gives the interpreter's lock away, and a busy process waits long to get it back. They are unique, not
+secret, and ``random.seed`` does not repeat them.
+"""
 
 import os
+import random
 import time
+
+_random = random.Random(os.urandom(32))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _random.seed(os.urandom(32)))
 
 
 def new_rollout_id() -> str:
@@ -21,9 +31,9 @@ def rollout_id_of(attempt_id: str) -> str:
 
 def new_span_id() -> str:
     """16 random hex digits."""
-    return os.urandom(8).hex()
+    return f"{_random.getrandbits(64):016x}"
 
 
 def new_trace_id() -> str:
     """32 random hex digits."""
-    return os.urandom(16).hex()
+    return f"{_random.getrandbits(128):032x}"

@@ -47,7 +47,8 @@ class AttemptTokens:
     """Issues and verifies tokens with one secret of at least 16 bytes; processes that share it trust each other."""
 
     def __init__(self, secret: bytes) -> None:
-        self._secret = check_secret(secret, source="the secret given to AttemptTokens")
+        checked = check_secret(secret, source="the secret given to AttemptTokens")
+        self._keyed = hmac.new(checked, digestmod="sha256")
 
     def issue(self, rollout_id: str, attempt_id: str, *, expires_at: float, scope: TokenScope = "attempt") -> str:
         """A token valid until ``expires_at`` (Unix seconds); one of scope ``admin`` names no attempt (``""``)."""
@@ -72,7 +73,9 @@ class AttemptTokens:
         return claim
 
     def _sign(self, payload: str) -> str:
-        return _encode(hmac.digest(self._secret, payload.encode(), "sha256"))
+        signing = self._keyed.copy()  # hmac.digest would release the interpreter's lock and wait to get it back
+        signing.update(payload.encode())
+        return _encode(signing.digest())
 
 
 def _split(token: str) -> tuple[str, str]:

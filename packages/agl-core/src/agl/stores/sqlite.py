@@ -7,11 +7,8 @@ within ``poll_s`` seconds, and only while somebody waits. The file must be on a 
 """
 
 import asyncio
-import sqlite3
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,11 +16,10 @@ from agl.contracts import Change, Metric, RolloutQuery
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
 from agl.stores import _engine
 from agl.stores import _sqlite_reads as reads
-from agl.stores._sqlite_schema import connect, explain, open_file, path_of
-from agl.stores._sqlite_tables import SQLiteTables, next_deadline
+from agl.stores._sqlite_reader import Look, OverdueError, Reader
+from agl.stores._sqlite_schema import open_file, path_of
+from agl.stores._sqlite_tables import SQLiteTables
 from agl.stores._sqlite_writer import Writer
-
-READERS = 4
 
 _T = TypeVar("_T")
 
@@ -47,11 +43,8 @@ class SQLiteStore:
         self.url = url
         self._path = path_of(url)
         self._clock = clock
-        self._busy_s = busy_s
         self._writer = Writer(open_file(self._path, busy_s=busy_s), path=self._path, clock=clock, poll_s=poll_s)
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix=f"agl-reader {self._path.name}")
-        self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        self._reader = Reader(self._path, clock=clock, busy_s=busy_s)
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """See the contract."""
@@ -182,37 +175,16 @@ class SQLiteStore:
 
     def _close(self) -> None:
         self._writer.close()
-        self._readers.shutdown(wait=True)
-        while self._connections:
-            self._connections.pop().close()
+        self._reader.close()
 
-    async def _read(self, look: Callable[[sqlite3.Connection], _T]) -> _T:
+    async def _read(self, look: Look[_T]) -> _T:
         """What ``look`` finds in one read transaction, after overdue attempts were decided."""
         while not self._writer.is_closed:
-            found = await asyncio.get_running_loop().run_in_executor(self._readers, self._look, look)
-            if found is not None:
-                return found
-            await self._writer.run(_expire_only)
-        raise _engine.closed(self.url)
-
-    def _look(self, look: Callable[[sqlite3.Connection], _T]) -> _T | None:
-        """Runs in a reader's thread; ``None`` when an attempt is overdue."""
-        try:
-            db = self._connection()
-            db.execute("BEGIN")
             try:
-                return None if next_deadline(db) <= self._clock() else look(db)
-            finally:
-                db.execute("ROLLBACK")
-        except sqlite3.Error as error:
-            raise explain(error, self._path) from error
-
-    def _connection(self) -> sqlite3.Connection:
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = connect(self._path, busy_s=self._busy_s, is_reader=True)
-            self._connections.append(connection)
-        return connection
+                return await self._reader.run(look)
+            except OverdueError:
+                await self._writer.run(_expire_only)
+        raise _engine.closed(self.url)
 
 
 def _expire_only(tables: SQLiteTables) -> Any:

@@ -1,0 +1,137 @@
+"""Threads that read from a SQLite file: what waits together is read in one transaction and answered in one go.
+
+A read that comes while all threads are busy with others waits for the first that is free; a slow one holds up only
+those that came in the same moment.
+"""
+
+import asyncio
+import sqlite3
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from agl.stores._bell import call_in
+from agl.stores._sqlite_schema import connect, explain
+from agl.stores._sqlite_tables import next_deadline
+
+THREADS = 4
+
+MAX_BATCH = 64
+"""Reads in one transaction at most."""
+
+T = TypeVar("T")
+Look: TypeAlias = Callable[[sqlite3.Connection], T]
+
+
+class OverdueError(Exception):
+    """An attempt's deadline has come and is not decided; the read did not take place."""
+
+
+@dataclass(kw_only=True)
+class _Read:
+    look: Look[Any]
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+    answer: Any = None
+    error: Exception | None = None
+
+
+class Reader:
+    """Runs reads on connections of its own, one for each of its threads."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float], busy_s: float) -> None:
+        self._path = path
+        self._clock = clock
+        self._busy_s = busy_s
+        self._executor = ThreadPoolExecutor(THREADS, thread_name_prefix=f"agl-reader {path.name}")
+        self._waiting: deque[_Read] = deque()
+        self._lock = threading.Lock()
+        self._is_called = False
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+
+    async def run(self, look: Look[T]) -> T:
+        """What ``look`` finds; raises :class:`OverdueError` when the writer has to decide an attempt first."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        with self._lock:
+            if not self._is_called:
+                self._executor.submit(self._work)
+                self._is_called = True
+            self._waiting.append(_Read(look=look, loop=loop, future=future))
+        return await future
+
+    def close(self) -> None:
+        """Finish what waits and close the connections. Blocks; safe to call twice."""
+        self._executor.shutdown(wait=True)
+        while self._connections:
+            self._connections.pop().close()
+
+    def _work(self) -> None:
+        """Runs in a thread until nothing waits; whoever comes while it reads calls another one."""
+        while batch := self._take():
+            try:
+                self._look(batch)
+            except Exception as error:  # noqa: BLE001  # each caller hears of it
+                _fail(batch, explain(error, self._path) if isinstance(error, sqlite3.Error) else error)
+            _answer(batch)
+
+    def _take(self) -> list[_Read]:
+        with self._lock:
+            self._is_called = False
+            return [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
+
+    def _look(self, batch: Sequence[_Read]) -> None:
+        db = self._connection()
+        db.execute("BEGIN")
+        try:
+            if next_deadline(db) <= self._clock():
+                _fail(batch, OverdueError())
+                return
+            for read in batch:
+                self._one(db, read)
+        finally:
+            db.execute("ROLLBACK")
+
+    def _one(self, db: sqlite3.Connection, read: _Read) -> None:
+        try:
+            read.answer = read.look(db)
+        except sqlite3.Error as error:
+            read.error = explain(error, self._path)
+        except Exception as error:  # noqa: BLE001  # a read's failure is its own caller's and harms no other
+            read.error = error
+
+    def _connection(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = connect(self._path, busy_s=self._busy_s, is_reader=True)
+            self._connections.append(connection)
+        return connection
+
+
+def _fail(batch: Sequence[_Read], error: Exception) -> None:
+    for read in batch:
+        read.error = error
+
+
+def _answer(batch: Sequence[_Read]) -> None:
+    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Read]] = defaultdict(list)
+    for read in batch:
+        by_loop[read.loop].append(read)
+    for loop, reads in by_loop.items():
+        call_in(loop, lambda reads=reads: _deliver(reads))
+
+
+def _deliver(reads: Sequence[_Read]) -> None:
+    """Runs in the callers' loop."""
+    for read in reads:
+        if read.future.done():
+            continue
+        if read.error is not None:
+            read.future.set_exception(read.error)
+        else:
+            read.future.set_result(read.answer)
