@@ -15,7 +15,7 @@ from agl.cli.main import cli
 from agl.contracts import Store
 from agl.experiment import config
 
-REFERENCE = Path(__file__).parent / "reference"
+REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {
     "Top level": config.ExperimentConfig,
     "`[experiment]`": config.ExperimentSection,
@@ -79,8 +79,7 @@ def test_experiment_file_has_every_key_with_type_and_default(heading):
     expected = [(f"`{field.name}`", type_of(field.type), default_of(field)) for field in fields]
     table = {"table of tables": "table"} if heading == "Top level" else {}
     found = [
-        (key, table.get(kind, kind), default)
-        for key, kind, default, _ in rows(sections("experiment-file.md")[heading])
+        (key, table.get(kind, kind), default) for key, kind, default, _ in rows(sections("experiment-file.md")[heading])
     ]
     assert expected == found
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ELSEWHERE = {"docs/tutorial/plugin.md"}
 """Its commands need the plugin to be installed; tests/repo/test_docs_plugin.py does that."""
 
