@@ -1,0 +1,18 @@
+"""What this package registers; imports nothing of what it names."""
+
+from collections.abc import Iterable
+
+from agl.hookspecs import hookimpl
+from agl.records import TracerEntry
+
+
+@hookimpl
+def agl_tracers() -> Iterable[TracerEntry]:
+    """One tracer under two names, because LangGraph reports through LangChain's callbacks."""
+    for name in ("langchain", "langgraph"):
+        yield TracerEntry(
+            name=name,
+            factory="agl_langchain.tracer:LangChainTracer",
+            summary="agents, graph nodes, tools and hand-offs of LangChain and LangGraph",
+            frameworks=("langchain_core", "langgraph"),
+        )

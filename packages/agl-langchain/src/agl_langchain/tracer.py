@@ -1,0 +1,91 @@
+"""Who made each model call in LangChain and LangGraph, through the callbacks that both report to.
+
+The handler is handed to LangChain through a context variable that is set around each attempt, so that agents need no
+change, nothing is observed outside rollouts, and uploads to LangSmith are off inside them. The model calls
+themselves are recorded by the gateway or the wire hook; the ``chat`` spans made here say where they belong.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from agl.capture import Capture, process
+
+if TYPE_CHECKING:
+    from agl_langchain._handler import RunHandler
+
+_HANDLER: ContextVar["RunHandler | None"] = ContextVar("agl_langchain_handler", default=None)
+"""Read by LangChain whenever a run starts; set within attempts only."""
+
+
+class LangChainTracer:
+    """Observes LangChain and LangGraph; see the module."""
+
+    def __init__(self) -> None:
+        self._handler: RunHandler | None = None
+        self._is_installed = False
+
+    def get_langchain_handler(self) -> "RunHandler":
+        """The callback handler, for who prefers to pass it: ``config={"callbacks": [handler]}``.
+
+        Passing it where the tracer is installed as well changes nothing: no run is recorded twice.
+        """
+        if self._handler is None:
+            from agl_langchain._handler import RunHandler  # loads LangChain
+
+            self._handler = RunHandler()
+        return self._handler
+
+    def install(self) -> None:
+        """Let LangChain find the handler in attempts that start from now on; idempotent."""
+        from langchain_core.tracers.context import register_configure_hook
+
+        self.get_langchain_handler()
+        if not self._is_installed:
+            register_configure_hook(_HANDLER, inheritable=True)
+            process.add_scope(self._scope)
+            self._is_installed = True
+
+    def uninstall(self) -> None:
+        """Take the hook back; attempts that run are no longer observed."""
+        if not self._is_installed:
+            return
+        process.remove_scope(self._scope)
+        _unregister(_HANDLER)
+        self._is_installed = False
+
+    def current_span_id(self) -> str | None:
+        """Id of the innermost run's span in this context."""
+        run = None if self._handler is None else self._handler.current_run()
+        return None if run is None else run.span_id
+
+    def flush(self, timeout_s: float) -> None:
+        """Nothing waits: a span is recorded while its run ends."""
+
+    def worker_env(self) -> Mapping[str, str]:
+        """LangSmith's uploads off, under both of its names."""
+        return {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}
+
+    @contextmanager
+    def _scope(self, capture: Capture) -> Generator[None]:
+        """Around one attempt: the handler is found, and nothing is uploaded."""
+        from langsmith.run_helpers import tracing_context
+
+        token = _HANDLER.set(self._handler)
+        try:
+            with tracing_context(enabled=False):
+                yield
+        finally:
+            _HANDLER.reset(token)
+
+
+def _unregister(variable: ContextVar[Any]) -> None:
+    """LangChain offers no way back; a hook that stays behind would find the variable empty outside attempts."""
+    from langchain_core.tracers import context
+
+    hooks: list[tuple[Any, ...]] = getattr(context, "_configure_hooks", [])
+    for index, hook in enumerate(hooks):
+        if hook[0] is variable:
+            del hooks[index]
+            return
