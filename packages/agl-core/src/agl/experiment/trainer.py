@@ -297,12 +297,12 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
     turns = [DrivenAlgorithm(driver, config, state) for config, state in zip(configs, states, strict=True)]
     before = await driver.validate(0)
     every = plan.config.experiment.validate_every
-    newest = before
+    validated, newest = 0, before
 
     async def after_step() -> None:
-        nonlocal newest
+        nonlocal validated, newest
         if every and driver.state.turn % every == 0:
-            newest = await driver.validate(driver.state.turn)
+            validated, newest = driver.state.turn, await driver.validate(driver.state.turn)
 
     schedule = plan.config.schedule
     if schedule.mode == "sequential":
@@ -311,7 +311,7 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
         await alternate(turns, every=schedule.every, taken=driver.state.turn, after_step=after_step)
     else:
         await concurrent(turns, after_step=after_step)
-    after = await driver.validate(driver.state.turn) if configs else newest
+    after = newest if validated == driver.state.turn else await driver.validate(driver.state.turn)
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
     await saved.save(driver.session.store, driver.name, finished)
     return before, after
