@@ -41,9 +41,11 @@ def draw(metrics: Path, target: Path) -> tuple[float, float]:
     start = validation[0][0]
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.axvspan(0, warm[-1][0] - start, color="0.92", label="sft")
-    axes.plot([t - start for t, _ in training], [v for _, v in training], ".-", color="tab:blue", label="grpo, training")
-    axes.plot([t - start for t, _ in validation], [v for _, v in validation], "o-", color="tab:orange", label="validation")
-    axes.set(xlabel="seconds", ylabel="mean reward", ylim=(-0.02, 1.02), title="A calculator agent, from random weights")
+    for name, points, style in (("grpo, training", training, ".-"), ("validation", validation, "o-")):
+        axes.plot([t - start for t, _ in points], [v for _, v in points], style, label=name)
+    axes.set(
+        xlabel="seconds", ylabel="mean reward", ylim=(-0.02, 1.02), title="A calculator agent, from random weights"
+    )
     axes.legend(loc="lower right")
     figure.tight_layout()
     figure.savefig(target, dpi=120)

@@ -7,17 +7,20 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, write_directory
 from agl_algo_torch.learner import Learner, LearnerSettings
 from agl_algo_torch.model import LoraSettings, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # peft 0.21 reads an attribute that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 from agl.errors import ConfigError
 from agl_algo_torch.model import (
     LoraSettings,
@@ -17,6 +17,9 @@ from agl_algo_torch.model import (
     served_state,
     trainable_state,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # peft 0.21 reads an attribute that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

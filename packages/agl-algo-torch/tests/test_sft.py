@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
 from agl.errors import ConfigError, DatasetError
 from agl.schemas import LLM, Episode, Weights
 from agl_algo_torch.dialogues import Dialogue, read_dialogues, tokenize
 from agl_algo_torch.sft import SFT
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CALL = {"id": "c", "type": "function", "function": {"name": "calc", "arguments": '{"x": "1+1"}'}}
 MESSAGES = (

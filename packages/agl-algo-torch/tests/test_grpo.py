@@ -1,0 +1,299 @@
+"""GRPO as an algorithm, in a world where tokens of a certain kind are rewarded."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from agl.errors import ConfigError
+from agl.schemas import (
+    CallCredit,
+    Episode,
+    ResourceVersion,
+    Rollout,
+    Row,
+    Segment,
+    Transition,
+    Weights,
+    pack_floats,
+    pack_ids,
+)
+from agl_algo_torch.episodes import prepare
+from agl_algo_torch.grpo import GRPO
+from agl_algo_torch.model import load_model
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# peft 0.21 reads an attribute that transformers 5.23 renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+PROMPT, TOKENS = [10, 20, 30], 2
+Reward = Callable[[list[int]], float]
+
+
+def good_tokens(response: list[int]) -> float:
+    """The share of tokens in the lower half of the vocabulary."""
+    return sum(token < 128 for token in response) / len(response)
+
+
+class World:
+    """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
+
+    def __init__(self, reward: Reward = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
+        self.reward, self.rows, self.bias = reward, rows, bias
+        self._models: dict[tuple[str, str], Any] = {}
+
+    def play(self, order: RolloutOrder) -> Episode:
+        weights = order.resources["llm"]
+        assert isinstance(weights, Weights)
+        torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
+        key = (weights.uri, order.rollout.resources["llm"])
+        if key not in self._models:
+            self._models = {key: self._load(weights)}
+        ids, logprobs = self._sample(self._models[key])
+        return episode(order.rollout, ids, [p + self.bias for p in logprobs], self.reward(ids[3:]), rows=self.rows)
+
+    def _load(self, weights: Weights) -> Any:
+        if weights.format == "hf":
+            return load_model(weights.uri, device="cpu").model
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(load_model(weights.base_model, device="cpu").model, weights.uri)
+
+    @torch.no_grad()
+    def _sample(self, model: Any) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(PROMPT), [0.0] * len(PROMPT)
+        for _ in range(TOKENS):
+            logp_V = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
+            token = int(torch.multinomial(logp_V.exp(), 1))
+            ids.append(token)
+            logprobs.append(float(logp_V[token]))
+        return ids, logprobs
+
+
+def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, *, rows: int) -> Episode:
+    """Two calls of half the response each, on one row or on a row each."""
+    middle = len(PROMPT) + TOKENS // 2
+    bounds = [(len(PROMPT), middle), (middle, len(ids))]
+    parts = [Segment(start=a, stop=b, span_id=f"{rollout.rollout_id}/{i}") for i, (a, b) in enumerate(bounds)]
+    grouped = [parts] if rows == 1 else [[part] for part in parts]
+
+    def row(branch: int, own: list[Segment]) -> Row:
+        stop = own[-1].stop
+        is_own = [any(s.start <= i < s.stop for s in own) for i in range(stop)]
+        return Row(
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt_id,
+            group_id=rollout.group_id,
+            branch=branch,
+            ids=pack_ids(ids[:stop]),
+            mask=bytes(map(int, is_own)),
+            logprobs=pack_floats(p if m else 0.0 for p, m in zip(logprobs[:stop], is_own, strict=True)),
+            segments=tuple(own),
+        )
+
+    calls = tuple(
+        Transition(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt_id, span_id=part.span_id) for part in parts
+    )
+    return Episode(
+        rollout=rollout,
+        attempt=None,
+        reward=reward,
+        transitions=calls,
+        rows=tuple(row(i, own) for i, own in enumerate(grouped)),
+    )
+
+
+@pytest.fixture
+def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
+    made = make_loaded()
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def scenario_of(model_dir: Path, world: World | None = None, **params: Any) -> AlgorithmScenario:
+    settings = {"steps": 3, "tasks_per_step": 2, "group_size": 4, "lr": 3e-3, "threads": 1, "device": "cpu", **params}
+    return AlgorithmScenario(
+        make=lambda: GRPO(**settings),
+        play=(world or World()).play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        max_steps=40,
+    )
+
+
+async def run(bench: AlgorithmBench) -> list[dict[str, float]]:
+    async with bench:
+        algorithm = bench.scenario.make()
+        await algorithm.setup(bench.context())
+        metrics: list[dict[str, float]] = []
+        is_finished = False
+        while not is_finished:
+            report = await algorithm.step()
+            metrics.append(report.metrics)
+            is_finished = report.is_finished
+        await algorithm.close()
+        return metrics
+
+
+def metrics_of(
+    tmp_path: Path, model_dir: Path, world: World | None = None, **params: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics per step, and the weights at the end."""
+    bench = AlgorithmBench(scenario_of(model_dir, world, **params), tmp_path)
+    metrics = asyncio.run(run(bench))
+    weights = bench.published[-1].resource
+    assert isinstance(weights, Weights)
+    if weights.format == "lora":
+        return metrics, {}
+    return metrics, dict(load_model(weights.uri, device="cpu").model.state_dict())
+
+
+class TestConformance(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir)
+
+
+class TestConformanceWithEverything(AlgorithmConformance):
+    """Several updates, a KL penalty and adapters must resume as exactly."""
+
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir, updates_per_step=2, epochs=2, kl_coef=0.05, lora_rank=4, warmup=2, decay="linear")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"estimator": "grpo"},
+        {"estimator": "rloo", "aggregation": "sequence"},
+        {"estimator": "reinforce++"},
+        {"estimator": "dr_grpo", "aggregation": "constant", "constant_tokens": 2},
+        {"estimator": "reinforce++-baseline", "kl_coef": 0.01, "kl": "k2"},
+        {"lora_rank": 8, "lr": 5e-2},
+    ],
+    ids=lambda params: "-".join(map(str, params.values())),
+)
+def test_the_reward_rises(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
+    metrics, _ = metrics_of(tmp_path / "work", model_dir, **{"steps": 10, "group_size": 8, "lr": 1e-2, **params})
+    rewards = [m["reward"] for m in metrics]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25, rewards
+
+
+def test_recomputed_logprobs_agree_with_the_samplers(model_dir: Path, tmp_path: Path) -> None:
+    metrics, _ = metrics_of(tmp_path / "work", model_dir)
+    assert max(m["logprob_gap"] for m in metrics) < 1e-5
+    assert {1.0} == {m["ratio_max"] for m in metrics}
+
+
+def test_splitting_rollouts_into_rows_changes_no_update(model_dir: Path, tmp_path: Path) -> None:
+    for aggregation in ("token", "sequence", "constant"):
+        params = {"aggregation": aggregation, "steps": 2, "updates_per_step": 2}
+        one, whole = metrics_of(tmp_path / f"{aggregation}-1", model_dir, World(rows=1), **params)
+        two, split = metrics_of(tmp_path / f"{aggregation}-2", model_dir, World(rows=2), **params)
+        assert [m["rows"] * 2 for m in one] == [m["rows"] for m in two]
+        for name, tensor in whole.items():
+            torch.testing.assert_close(tensor, split[name], atol=2e-4, rtol=1e-3, msg=f"{aggregation} {name}")
+
+
+def test_groups_without_a_difference_are_counted_and_change_nothing(
+    model_dir: Path, tmp_path: Path, make_loaded: Any
+) -> None:
+    metrics, weights = metrics_of(tmp_path / "work", model_dir, World(lambda _: 1.0), steps=2)
+    assert [(2.0, 2.0, 1.0)] * 2 == [(m["groups"], m["groups_silent"], m["updates_skipped"]) for m in metrics]
+    start = make_loaded().model.state_dict()
+    assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
+
+
+def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: Path, tmp_path: Path) -> None:
+    metrics, _ = metrics_of(tmp_path / "work", model_dir, World(bias=-2.0), steps=1)
+    assert (1.0, pytest.approx(2.0, abs=1e-3)) == (metrics[0]["tis_truncated"], metrics[0]["logprob_gap"])
+    without, _ = metrics_of(tmp_path / "off", model_dir, World(bias=-2.0), steps=1, tis_cap=0.0)
+    assert metrics[0]["loss"] == pytest.approx(2.0 * without[0]["loss"], abs=1e-4)
+    assert "tis_truncated" not in without[0]
+
+
+def test_later_updates_of_a_step_are_clipped_against_its_start(model_dir: Path, tmp_path: Path) -> None:
+    metrics, _ = metrics_of(tmp_path / "work", model_dir, steps=1, epochs=4, lr=2e-2)
+    assert metrics[0]["ratio_max"] > 1.05
+    assert metrics[0]["clipped_high"] + metrics[0]["clipped_low"] > 0
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_penalty_keeps_the_policy_near_its_start(model_dir: Path, tmp_path: Path, lora_rank: int) -> None:
+    params = {"steps": 5, "group_size": 8, "lr": 5e-2 if lora_rank else 1e-2, "lora_rank": lora_rank}
+    free, _ = metrics_of(tmp_path / "free", model_dir, kl_coef=1e-9, **params)
+    held, _ = metrics_of(tmp_path / "held", model_dir, kl_coef=20.0, **params)
+    assert 0.0 == pytest.approx(free[0]["kl"], abs=1e-6)
+    assert held[-1]["kl"] < 0.5 * free[-1]["kl"]
+
+
+def test_weights_of_another_algorithm_are_taken_over(model_dir: Path, tmp_path: Path, make_loaded: Any) -> None:
+    other = make_loaded(seed=5)
+    other.model.save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    bench = AlgorithmBench(scenario_of(model_dir), tmp_path / "work")
+
+    async def body() -> float:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            await algorithm.step()
+            bench._live["llm"] = ResourceVersion(  # what another algorithm's publish does
+                name="llm", version="sft-1", resource=Weights(uri=str(tmp_path / "other")), algorithm="sft"
+            )
+            return (await algorithm.step()).metrics["logprob_gap"]
+
+    assert asyncio.run(body()) < 1e-5
+
+
+def test_every_task_is_used_once_before_any_is_used_twice(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=4), tmp_path / "work")
+    asyncio.run(run(bench))
+    asked = [e.rollout.task["question"] for e in bench.collected.values()]
+    assert {f"q{i}": 4 for i in range(8)} == {name: asked.count(name) for name in asked}
+
+
+class Credit:
+    """The reward to the first call, and a fixed advantage to the second."""
+
+    def assign(self, group: Any) -> list[list[CallCredit]]:
+        return [
+            [
+                CallCredit(span_id=e.transitions[0].span_id, value=e.reward, baseline="b"),
+                CallCredit(span_id=e.transitions[1].span_id, value=7.0, baseline="", is_advantage=True),
+            ]
+            for e in group
+        ]
+
+
+def test_final_advantages_are_not_normalised_again() -> None:
+    rollouts = [Rollout(rollout_id=f"r{i}", task={}, group_id="g", attempt_id=f"r{i}.1") for i in range(2)]
+    group = [episode(r, [*PROMPT, 1, 2], [0.0] * 5, float(i), rows=1) for i, r in enumerate(rollouts)]
+    prepared = prepare([group], credit=Credit(), estimator="dr_grpo")
+    assert [[-0.5, 7.0], [0.5, 7.0]] == [sample.advantages[3:].tolist() for sample in prepared.samples]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"estimator": "gae"}, "estimator = 'gae'.*rloo"),
+        ({"aggregation": "mean"}, "aggregation = 'mean'.*token"),
+        ({"kl": "k9"}, "kl = 'k9'.*k3"),
+        ({"steps": 0, "epochs": 0}, "steps.*epochs.*at least 1"),
+        ({"group_size": 1}, "group_size is 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPO(**params)
