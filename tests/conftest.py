@@ -124,6 +124,12 @@ def server():
 
 
 @pytest.fixture
+def toy(agl_plugins: PluginFolder) -> str:
+    """The toy plugin, installed: the policy ``served`` and the algorithm ``counter``."""
+    return agl_plugins.install(TOY, name="toy")
+
+
+@pytest.fixture
 def experiment(tmp_path: Path, server: ScriptedModelServer, agl_plugins: PluginFolder) -> Callable[..., Path]:
     """Writes an experiment with the toy plugin and returns its file."""
     agl_plugins.install(TOY, name="toy")

@@ -1,0 +1,64 @@
+"""``Trainer`` within a notebook: its event loop runs already, and cells are executed one after the other."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+AGENT = """
+import agl
+from agl.experiment.progress import Quiet
+
+async def solve(task):
+    agl.emit_message(task)
+    return float(task == "good")
+
+def trainer(**settings):
+    return agl.Trainer(store="sqlite:///runs/notebook.db", progress=Quiet(), **settings)
+"""
+
+FIT = """
+import asyncio
+assert asyncio.get_running_loop().is_running()
+result = trainer(name="plain").fit(solve, val_dataset=["good", "bad"])
+print("fit", result.before)
+"""
+
+AWAIT = """
+result = await trainer(name="awaited").fit(solve, val_dataset=["good", "good"])
+print("awaited", result.before)
+"""
+
+DEV = """
+result = trainer(name="dry").dev(solve, train_dataset=["good", "bad"])
+print("dev", [episode.reward for episode in result.episodes])
+"""
+
+WRONG = """
+try:
+    trainer(name="wrong", runnr="async").fit(solve)
+except agl.ConfigError as error:
+    print("refused", error)
+"""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the notebook libraries' own
+def test_notebook_runs_fit_and_dev_within_its_running_loop(tmp_path: Path) -> None:
+    book = nbformat.v4.new_notebook()
+    book.cells = [nbformat.v4.new_code_cell(source) for source in (AGENT, FIT, AWAIT, DEV, WRONG)]
+    file = tmp_path / "train.ipynb"
+    nbformat.write(book, file)
+
+    client = NotebookClient(
+        nbformat.read(file, as_version=4),
+        timeout=60,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    )
+    done = client.execute()
+
+    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in done.cells]
+    assert ["", "fit 0.5\n", "awaited 1.0\n", "dev [1.0, 0.0]\n"] == printed[:4]
+    assert "refused Trainer got unknown arguments ['runnr']" in printed[4]
+    assert (tmp_path / "runs" / "notebook.db").exists()
