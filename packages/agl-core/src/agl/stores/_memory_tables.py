@@ -103,7 +103,10 @@ class MemoryTables:
             claim = self.held(heapq.heappop(self._deadlines)[1])
             if claim is not None and claim.attempt.status == "running" and _rules.deadline(claim) <= now:
                 found[claim.attempt.attempt_id] = claim
-        return list(found.values())
+        return sorted(found.values(), key=self._lapse_order)
+
+    def _lapse_order(self, claim: Claim) -> tuple[float, int, int]:
+        return _rules.deadline(claim), self._order[claim.rollout.rollout_id], claim.attempt.number
 
     def next_deadline(self) -> float:
         """A lower bound of when the next attempt lapses; infinity when none runs."""

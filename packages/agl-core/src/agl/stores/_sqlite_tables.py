@@ -126,7 +126,7 @@ class SQLiteTables:
     def overdue(self, now: float) -> list[Claim]:
         rows = self._db.execute(
             f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
-            "WHERE a.status = 'running' AND a.deadline <= ? ORDER BY a.deadline",
+            "WHERE a.status = 'running' AND a.deadline <= ? ORDER BY a.deadline, a.id",
             (now,),
         )
         return [self._claim(row) for row in rows.fetchall()]
