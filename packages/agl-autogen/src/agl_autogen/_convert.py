@@ -1,0 +1,64 @@
+"""The one place where AutoGen's objects become our names and texts."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, cast
+
+from agl import semconv
+from agl.capture.emitters import plain
+
+_MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
+"""The parts of teams that call a model in their own name; they are found by name, as AutoGen does not export them."""
+
+_AGENTCHAT = "autogen_agentchat."
+_CORE = "autogen_core."
+_HANDOFF = '"HandoffMessage"'
+
+
+def workflow_attributes(team: Any) -> dict[str, str]:
+    """Attributes of the span around a team's run."""
+    return {semconv.OPERATION: semconv.OP_INVOKE_WORKFLOW, semconv.WORKFLOW_NAME: str(team.name)}
+
+
+def unspoken_agent(agent: Any) -> dict[str, str]:
+    """Attributes of the span of an agent that handles a message; empty if AutoGen makes a span for it, or none acts."""
+    kind = cast("type[Any]", type(agent))
+    is_chat = kind.__module__.startswith(_AGENTCHAT)
+    if kind.__module__.startswith(_CORE) or (is_chat and kind.__name__ not in _MANAGERS):
+        return {}
+    return {
+        semconv.OPERATION: semconv.OP_INVOKE_AGENT,
+        semconv.AGENT_NAME: kind.__name__ if is_chat else str(agent.id.type),
+        semconv.AGENT_ID: str(agent.id),
+    }
+
+
+def span_name(attributes: Mapping[str, str]) -> str:
+    """The name of the span with these attributes."""
+    who = attributes.get(semconv.AGENT_NAME) or attributes.get(semconv.WORKFLOW_NAME, "")
+    return f"{attributes[semconv.OPERATION]} {who}"
+
+
+def tool_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """A tool's arguments as JSON."""
+    return {semconv.TOOL_ARGUMENTS: json.dumps(plain(dict(arguments)))}
+
+
+def tool_result(tool: Any, result: Any) -> dict[str, str]:
+    """A tool's result as the model reads it."""
+    return {semconv.TOOL_RESULT: plain(str(tool.return_value_as_string(result)))}
+
+
+def handoff(event: object, span: Any) -> dict[str, str]:
+    """Source and target, if ``event`` is the message in which the agent of ``span`` hands over; else nothing."""
+    values = cast("dict[str, Any]", getattr(event, "kwargs", {}))
+    payload = values.get("payload")
+    if values.get("type") != "Message" or not isinstance(payload, str) or _HANDOFF not in payload:
+        return {}
+    found = cast("dict[str, Any]", json.loads(payload))
+    message = cast("dict[str, Any]", found.get("message") or {})
+    attributes = cast("Mapping[str, Any]", getattr(span, "attributes", None) or {})
+    source = message.get("source")
+    if message.get("type") != "HandoffMessage" or source != attributes.get(semconv.AGENT_NAME):
+        return {}
+    return {semconv.HANDOFF_SOURCE: str(source), semconv.HANDOFF_TARGET: str(message.get("target"))}

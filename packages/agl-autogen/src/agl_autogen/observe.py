@@ -1,0 +1,186 @@
+"""What the tracer changes in AutoGen while it is installed; outside a rollout every change is inert.
+
+The runtime's tracing is silenced here as well as by the environment, because a team that was built before the
+tracer was installed has read the environment already.
+"""
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import aclosing, contextmanager, nullcontext
+from functools import wraps
+from typing import Any
+
+from autogen_agentchat.teams import BaseGroupChat
+from autogen_core import EVENT_LOGGER_NAME, BaseAgent
+from autogen_core._telemetry import TraceHelper
+from autogen_core.tools import BaseStreamTool, BaseTool
+from opentelemetry import trace
+
+from agl import semconv
+from agl.capture import current
+from agl.capture.process import Undo, replace
+from agl_autogen import _convert
+
+_log = logging.getLogger(__name__)
+
+
+def install() -> list[Undo]:
+    """Change AutoGen; the returned functions, called last to first, restore the originals."""
+    return [
+        replace(TraceHelper, "trace_block", _without_runtime_spans),
+        replace(BaseGroupChat, "run_stream", _as_workflow),
+        replace(BaseAgent, "on_message", _as_agent),
+        replace(BaseTool, "run_json", _with_values),
+        replace(BaseStreamTool, "run_json_stream", _with_streamed_values),
+        _listen(logging.getLogger(EVENT_LOGGER_NAME)),
+    ]
+
+
+def _without_runtime_spans(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def trace_block(self: Any, *args: Any, **options: Any) -> Any:
+        if current() is None:
+            return original(self, *args, **options)
+        return nullcontext(trace.INVALID_SPAN)
+
+    return trace_block
+
+
+def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A span around a team's run; ``run`` of a team consumes ``run_stream``, so it has one too."""
+
+    @wraps(original)
+    async def run_stream(self: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        attributes = {} if current() is None else _convert.workflow_attributes(self)
+        async with aclosing(original(self, *args, **options)) as items:
+            with _span(attributes):
+                async for item in items:
+                    yield item
+
+    return run_stream
+
+
+def _as_agent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A span around a message's handler where AutoGen itself makes none."""
+
+    @wraps(original)
+    async def on_message(self: Any, *args: Any, **options: Any) -> Any:
+        with _span({} if current() is None else _convert.unspoken_agent(self)):
+            return await original(self, *args, **options)
+
+    return on_message
+
+
+@contextmanager
+def _span(attributes: Mapping[str, str]) -> Generator[None]:
+    """A span of OpenTelemetry like AutoGen's own, named by its operation and agent or team; none without attributes."""
+    if not attributes:
+        yield
+        return
+    tracer = trace.get_tracer("agl_autogen")
+    with tracer.start_as_current_span(_convert.span_name(attributes), attributes=attributes) as span:
+        try:
+            yield
+        except Exception as error:
+            span.set_attribute(semconv.ERROR_TYPE, type(error).__qualname__)
+            raise
+
+
+def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def run_json(self: Any, args: Mapping[str, Any], *more: Any, **options: Any) -> Any:
+        tool = self if current() is None else _ObservedTool(self, args)
+        return await original(tool, args, *more, **options)
+
+    return run_json
+
+
+def _with_streamed_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def run_json_stream(
+        self: Any, args: Mapping[str, Any], *more: Any, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        tool = self if current() is None else _ObservedTool(self, args)
+        async with aclosing(original(tool, args, *more, **options)) as items:
+            async for item in items:
+                yield item
+
+    return run_json_stream
+
+
+class _ObservedTool:
+    """A tool as seen by AutoGen's own ``run_json``: writes arguments and result on the span that is open there.
+
+    Everything else is the tool's. The event log has the values too, but only after the span has ended.
+    """
+
+    def __init__(self, tool: Any, arguments: Mapping[str, Any]) -> None:
+        self._agl_tool = tool
+        self._agl_arguments = arguments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agl_tool, name)
+
+    async def run(self, *args: Any, **options: Any) -> Any:
+        span = trace.get_current_span()
+        _annotate(span, lambda: _convert.tool_arguments(self._agl_arguments))
+        result = await self._agl_tool.run(*args, **options)
+        _annotate(span, lambda: _convert.tool_result(self._agl_tool, result))
+        return result
+
+    async def run_stream(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        span, result = trace.get_current_span(), None
+        _annotate(span, lambda: _convert.tool_arguments(self._agl_arguments))
+        async with aclosing(self._agl_tool.run_stream(*args, **options)) as items:
+            async for result in items:
+                yield result
+        _annotate(span, lambda: _convert.tool_result(self._agl_tool, result))
+
+
+def _annotate(span: trace.Span, make: Callable[[], Mapping[str, str]]) -> None:
+    try:
+        for name, value in make().items():
+            span.set_attribute(name, value)
+    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+        _log.exception("An AutoGen event could not be described; its span lacks attributes.")
+
+
+class _HandoffFilter(logging.Filter):
+    """Sees every event that AutoGen logs, and lets through those that would have been logged without it."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+        self._level = logger.level
+
+    def raise_level(self) -> None:
+        if self._logger.getEffectiveLevel() > logging.INFO:
+            self._logger.setLevel(logging.INFO)
+
+    def restore_level(self) -> None:
+        if self._logger.level == logging.INFO:
+            self._logger.setLevel(self._level)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if current() is not None:
+            span = trace.get_current_span()
+            _annotate(span, lambda: _convert.handoff(record.msg, span))
+        return record.levelno >= self._limit()
+
+    def _limit(self) -> int:
+        if self._logger.level != logging.INFO:
+            return self._logger.level
+        above = self._logger.parent
+        return self._level or (above.getEffectiveLevel() if above else logging.WARNING)
+
+
+def _listen(logger: logging.Logger) -> Undo:
+    watching = _HandoffFilter(logger)
+    watching.raise_level()
+    logger.addFilter(watching)
+
+    def undo() -> None:
+        logger.removeFilter(watching)
+        watching.restore_level()
+
+    return undo

@@ -1,0 +1,17 @@
+"""What this package registers; imports nothing of what it names."""
+
+from collections.abc import Iterable
+
+from agl.hookspecs import hookimpl
+from agl.records import TracerEntry
+
+
+@hookimpl
+def agl_tracers() -> Iterable[TracerEntry]:
+    """The tracer of AutoGen agents and teams."""
+    yield TracerEntry(
+        name="autogen",
+        factory="agl_autogen.tracer:AutoGenTracer",
+        summary="AutoGen agents, tools, teams and hand-offs",
+        frameworks=("autogen_core", "autogen_agentchat"),
+    )

@@ -1,0 +1,50 @@
+"""Who acted in an AutoGen run, from the OpenTelemetry spans that AutoGen emits itself and from its event log.
+
+AutoGen reports agents and tools as ``gen_ai.*`` spans; the core's OpenTelemetry tracer takes them. This tracer adds
+what they lack: arguments and results of tools, hand-offs, and the agents that AutoGen gives no span (the managers
+of teams that ask a model who speaks next, and agents written on ``autogen_core`` alone). Model calls come from the
+wire, as AutoGen reports none before they are over. Its runtime's own spans, one per message, are kept out.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from agl.capture.otel import OtelTracer
+from agl.capture.process import Undo
+
+
+class AutoGenTracer:
+    """Observes AutoGen; see the module. Several may be installed at once, the process is patched once."""
+
+    _installed: ClassVar[set["AutoGenTracer"]] = set()
+    _undo: ClassVar[list[Undo]] = []
+
+    def __init__(self) -> None:
+        self._otel = OtelTracer()
+
+    def install(self) -> None:
+        """Import AutoGen and observe it from now on; idempotent."""
+        from agl_autogen import observe
+
+        self._otel.install()
+        if not self._installed:
+            self._undo.extend(observe.install())
+        self._installed.add(self)
+
+    def uninstall(self) -> None:
+        """Restore AutoGen once no tracer is installed any more."""
+        self._otel.uninstall()
+        self._installed.discard(self)
+        while self._undo and not self._installed:
+            self._undo.pop()()
+
+    def current_span_id(self) -> str | None:
+        """Id of the agent's or tool's span that is current, by OpenTelemetry's context."""
+        return self._otel.current_span_id()
+
+    def flush(self, timeout_s: float) -> None:
+        """Nothing waits: a span is recorded while it ends."""
+
+    def worker_env(self) -> Mapping[str, str]:
+        """AutoGen's switch for its runtime's spans, which it reads when a runtime is built."""
+        return {"AUTOGEN_DISABLE_RUNTIME_TRACING": "true"}

@@ -1,0 +1,35 @@
+"""How the adapter's rollouts are run: calls recorded in the process, or by the gateway."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from agl.capture.otel import OtelTracer
+from agl.capture.wire import WireTracer
+from agl_autogen.tracer import AutoGenTracer
+from agl_testing.adapters import Played, play
+from agl_testing.model_server import ScriptedModelServer
+
+Play = Callable[[Any, Sequence[Any]], list[Played]]
+
+
+def tracers() -> list[Any]:
+    """As a session installs them."""
+    return [AutoGenTracer(), OtelTracer(), WireTracer()]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in AutoGenTracer().worker_env().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=["wire", "gateway"])
+def run(request: pytest.FixtureRequest, model_server: ScriptedModelServer) -> Play:
+    """Runs an agent on tasks at once and gives what was recorded."""
+    gateway: Any = None
+    if request.param == "gateway":
+        gateway = pytest.importorskip("agl_gateway.embedded", reason="agl-gateway is not installed").EmbeddedGateway()
+    return partial(play, server=model_server, tracers=tracers(), gateway=gateway)
