@@ -198,6 +198,28 @@ def test_one_failure_in_a_shared_transaction_harms_no_other(tmp_path: Path) -> N
     asyncio.run(main())
 
 
+def test_calls_of_a_refused_append_are_no_base_for_later_ones(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = SQLiteStore(url_of(tmp_path / "runs.db"))
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await store.claim(worker="w")
+        calls, _ = _conversation(4)
+        spans = [
+            Span(rollout_id="a", attempt_id="a.1", span_id=f"{at:016x}", name="chat", call=call)
+            for at, call in enumerate(calls)
+        ]
+        await store.append_spans(spans[:1])
+        too_far = Span(rollout_id="a", attempt_id="a.1", span_id="f" * 16, name="far", sequence=1 << 30)
+        with pytest.raises(StoreError, match="no room"):
+            await store.append_spans([spans[1], too_far])
+        others = (store.append_spans([spans[2], too_far]), store.append_spans([spans[3]]))
+        await asyncio.gather(*others, return_exceptions=True)
+        assert [calls[0], calls[3]] == [span.call for span in await store.spans("a")]
+        await store.close()
+
+    asyncio.run(main())
+
+
 def test_call_and_conversation_stay_small(tmp_path: Path) -> None:
     empty = asyncio.run(size_of(tmp_path / "empty.db", []))
     single = asyncio.run(size_of(tmp_path / "single.db", [[_call(1000, 200, at)] for at in range(100)])) - empty

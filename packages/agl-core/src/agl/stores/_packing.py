@@ -152,6 +152,11 @@ class Unpacker:
     def _resolve(self, sequence: int, packed: _Packed) -> _Whole:
         chain = [(sequence, packed)]
         while (base := chain[-1][1].base) and base not in self._known:
+            if base >= chain[-1][0]:
+                raise StoreError(
+                    f"the store is damaged: the call at sequence {chain[-1][0]} of span {packed.span.span_id!r} refers "
+                    f"to one at {base}; delete rollout {packed.span.rollout_id!r} and run it again"
+                )
             chain.append((base, _open(self._fetch(base))))
         for at, link in reversed(chain):
             self._known[at] = _restore(link, self._known.get(link.base))
