@@ -1,7 +1,6 @@
 """The tracer passes the tests that every tracer passes, and leaves AutoGen as it found it."""
 
 import asyncio
-import logging
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.teams import BaseGroupChat
-from autogen_core import EVENT_LOGGER_NAME, BaseAgent, CancellationToken
+from autogen_core import BaseAgent, CancellationToken
 from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool, FunctionTool
 from autogen_ext.models.replay import ReplayChatCompletionClient
@@ -22,6 +21,7 @@ PATCHED: tuple[tuple[object, str], ...] = (
     (TraceHelper, "trace_block"),
     (BaseGroupChat, "run_stream"),
     (BaseAgent, "on_message"),
+    (BaseAgent, "publish_message"),
     (BaseTool, "run_json"),
     (BaseStreamTool, "run_json_stream"),
 )
@@ -68,34 +68,6 @@ def attempt(recorder: SpanRecorder, tracer: AutoGenTracer) -> Capture:
         record=recorder.record,
         current_span_id=tracer.current_span_id,
     )
-
-
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """AutoGen's event log as it is at the start of a program."""
-    logger = logging.getLogger(EVENT_LOGGER_NAME)
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    return logger
-
-
-def test_event_log_is_as_quiet_as_before(events: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    tracer = AutoGenTracer()
-    tracer.install()
-    events.info("not wanted")
-    events.warning("wanted")
-    events.setLevel(logging.DEBUG)
-    events.debug("wanted by now")
-    tracer.uninstall()
-    assert ["wanted", "wanted by now"] == [record.message for record in caplog.records]
-    assert (logging.DEBUG, []) == (events.level, events.filters)
-
-
-def test_event_log_is_restored(events: logging.Logger) -> None:
-    tracer = AutoGenTracer()
-    tracer.install()
-    assert logging.INFO == events.level
-    tracer.uninstall()
-    assert (logging.NOTSET, []) == (events.level, events.filters)
 
 
 def test_process_is_patched_until_the_last_tracer_is_uninstalled() -> None:

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+from autogen_agentchat.messages import HandoffMessage
+
 from agl import semconv
 from agl.capture.emitters import plain
 
@@ -12,7 +14,6 @@ _MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
 
 _AGENTCHAT = "autogen_agentchat."
 _CORE = "autogen_core."
-_HANDOFF = '"HandoffMessage"'
 
 
 def workflow_attributes(team: Any) -> dict[str, str]:
@@ -49,16 +50,10 @@ def tool_result(tool: Any, result: Any) -> dict[str, str]:
     return {semconv.TOOL_RESULT: plain(str(tool.return_value_as_string(result)))}
 
 
-def handoff(event: object, span: Any) -> dict[str, str]:
-    """Source and target, if ``event`` is the message in which the agent of ``span`` hands over; else nothing."""
-    values = cast("dict[str, Any]", getattr(event, "kwargs", {}))
-    payload = values.get("payload")
-    if values.get("type") != "Message" or not isinstance(payload, str) or _HANDOFF not in payload:
-        return {}
-    found = cast("dict[str, Any]", json.loads(payload))
-    message = cast("dict[str, Any]", found.get("message") or {})
+def handoff(published: Any, span: Any) -> dict[str, str]:
+    """Source and target, if ``published`` is the message in which the agent of ``span`` hands over; else nothing."""
+    message = getattr(published, "message", None)
     attributes = cast("Mapping[str, Any]", getattr(span, "attributes", None) or {})
-    source = message.get("source")
-    if message.get("type") != "HandoffMessage" or source != attributes.get(semconv.AGENT_NAME):
+    if not isinstance(message, HandoffMessage) or message.source != attributes.get(semconv.AGENT_NAME):
         return {}
-    return {semconv.HANDOFF_SOURCE: str(source), semconv.HANDOFF_TARGET: str(message.get("target"))}
+    return {semconv.HANDOFF_SOURCE: message.source, semconv.HANDOFF_TARGET: message.target}

@@ -11,7 +11,7 @@ from functools import wraps
 from typing import Any
 
 from autogen_agentchat.teams import BaseGroupChat
-from autogen_core import EVENT_LOGGER_NAME, BaseAgent
+from autogen_core import BaseAgent
 from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool
 from opentelemetry import trace
@@ -32,7 +32,7 @@ def install() -> list[Undo]:
         replace(BaseAgent, "on_message", _as_agent),
         replace(BaseTool, "run_json", _with_values),
         replace(BaseStreamTool, "run_json_stream", _with_streamed_values),
-        _listen(logging.getLogger(EVENT_LOGGER_NAME)),
+        replace(BaseAgent, "publish_message", _with_handoff),
     ]
 
 
@@ -86,6 +86,19 @@ def _span(attributes: Mapping[str, str]) -> Generator[None]:
             raise
 
 
+def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The message in which an agent hands over, seen where it is published: within the agent's own span."""
+
+    @wraps(original)
+    async def publish_message(self: Any, message: Any, *args: Any, **options: Any) -> None:
+        if current() is not None:
+            span = trace.get_current_span()
+            _annotate(span, lambda: _convert.handoff(message, span))
+        await original(self, message, *args, **options)
+
+    return publish_message
+
+
 def _with_values(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def run_json(self: Any, args: Mapping[str, Any], *more: Any, **options: Any) -> Any:
@@ -111,7 +124,7 @@ def _with_streamed_values(original: Callable[..., Any]) -> Callable[..., Any]:
 class _ObservedTool:
     """A tool as seen by AutoGen's own ``run_json``: writes arguments and result on the span that is open there.
 
-    Everything else is the tool's. The event log has the values too, but only after the span has ended.
+    Everything else is the tool's. AutoGen's event log has the values too, but only after the span has ended.
     """
 
     def __init__(self, tool: Any, arguments: Mapping[str, Any]) -> None:
@@ -143,44 +156,3 @@ def _annotate(span: trace.Span, make: Callable[[], Mapping[str, str]]) -> None:
             span.set_attribute(name, value)
     except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
         _log.exception("An AutoGen event could not be described; its span lacks attributes.")
-
-
-class _HandoffFilter(logging.Filter):
-    """Sees every event that AutoGen logs, and lets through those that would have been logged without it."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
-        self._logger = logger
-        self._level = logger.level
-
-    def raise_level(self) -> None:
-        if self._logger.getEffectiveLevel() > logging.INFO:
-            self._logger.setLevel(logging.INFO)
-
-    def restore_level(self) -> None:
-        if self._logger.level == logging.INFO:
-            self._logger.setLevel(self._level)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if current() is not None:
-            span = trace.get_current_span()
-            _annotate(span, lambda: _convert.handoff(record.msg, span))
-        return record.levelno >= self._limit()
-
-    def _limit(self) -> int:
-        if self._logger.level != logging.INFO:
-            return self._logger.level
-        above = self._logger.parent
-        return self._level or (above.getEffectiveLevel() if above else logging.WARNING)
-
-
-def _listen(logger: logging.Logger) -> Undo:
-    watching = _HandoffFilter(logger)
-    watching.raise_level()
-    logger.addFilter(watching)
-
-    def undo() -> None:
-        logger.removeFilter(watching)
-        watching.restore_level()
-
-    return undo

@@ -1,9 +1,9 @@
-"""Who acted in an AutoGen run, from the OpenTelemetry spans that AutoGen emits itself and from its event log.
+"""Who acted in an AutoGen run, from the OpenTelemetry spans that AutoGen emits itself.
 
 AutoGen reports agents and tools as ``gen_ai.*`` spans; the core's OpenTelemetry tracer takes them. This tracer adds
-what they lack: arguments and results of tools, hand-offs, and the agents that AutoGen gives no span (the managers
-of teams that ask a model who speaks next, and agents written on ``autogen_core`` alone). Model calls come from the
-wire, as AutoGen reports none before they are over. Its runtime's own spans, one per message, are kept out.
+what they lack: arguments and results of tools, hand-offs, teams, and the agents that AutoGen gives no span (the
+managers of teams that ask a model who speaks next, and agents written on ``autogen_core`` alone). Model calls come
+from the wire, as AutoGen reports none before they are over. Its runtime's spans, one per message, are kept out.
 """
 
 from collections.abc import Mapping
