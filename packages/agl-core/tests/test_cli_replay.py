@@ -1,5 +1,6 @@
 """``agl replay``: recorded with real clients and a real server, then run again while that server is gone."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -7,9 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import agl
 from agl import ModelCall, semconv
 from agl.cli.main import cli
+from agl.cli.replay_report import difference, nearest
 from agl.cli.replay_server import ReplayServer
+from agl.stores.sqlite import SQLiteStore
 from agl_testing.model_server import Reply, ScriptedModelServer, ToolCall
 
 AGENT = """
@@ -111,9 +115,9 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def invoke(*args: str):
+def invoke(*args: str, code: int = 0):
     result = CliRunner().invoke(cli, args, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return result
 
 
@@ -149,18 +153,82 @@ def test_replay_answers_with_tool_calls(record, kind):
 def test_replay_names_where_the_agent_diverged(record, monkeypatch):
     record("chat", Reply(text="five"))
     monkeypatch.setenv("QUESTION", "what is 7*7?")
-    found = json.loads(invoke("replay", "latest", "e.toml", "--json").output)
+    found = json.loads(invoke("replay", "latest", "e.toml", "--json", code=1).output)
     assert (1, 1) == (len(found["diverged"]), found["unused"])
-    assert "user: what is 7*7?" in found["diverged"][0]
-    assert ("succeeded", "failed") == tuple(found[name]["rollout"]["status"] for name in ("recorded", "replayed"))
+    assert "user: what is 7*7?; message 1 (user) was 'what is 2+3?', is 'what is 7*7?'" in found["diverged"][0]
+    sides = [found[name]["episode"]["rollout"] for name in ("recorded", "replayed")]
+    assert ["succeeded", "failed"] == [side["status"] for side in sides]
+    assert ["experiment", "experiment-replay"] == [side["experiment"] for side in sides]
+    assert "status was 'succeeded', is 'failed'" in found["changed"]
 
 
 def test_replay_live_asks_the_models(record, tmp_path):
     record("chat", Reply(text="five"))
     with ScriptedModelServer(default=Reply(text="six")) as server:
         (tmp_path / "e.toml").write_text(EXPERIMENT.format(url=server.base_url), encoding="utf-8")
-        invoke("replay", "latest", "e.toml", "--live")
+        output = invoke("replay", "latest", "e.toml", "--live", code=1).output
+    assert "changed: reward was 1.0, is 0.0\nchanged: output was 'five', is 'six'\n" in output
+    assert "equal: status, error, calls\n" in output
     assert ["five", "six"] == outputs()
+
+
+def test_replay_reads_the_experiments_own_store(record, tmp_path):
+    record("chat", Reply(text="five"))
+    (tmp_path / "runs" / "other.db").write_bytes(b"")
+    (tmp_path / "elsewhere").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "elsewhere")
+        assert "(1 calls)" in invoke("replay", "latest", "../e.toml").output
+
+
+def test_replay_uses_the_prompt_that_an_algorithm_had_written(record, tmp_path):
+    record("chat", Reply(text="five"))
+    agent = "def solve(task, prompt, llm):\n    return prompt.template\n"
+    (tmp_path / "prompted.py").write_text(agent, encoding="utf-8")
+    more = '[resource.prompt]\ntemplate = "first"\n'
+    text = (tmp_path / "e.toml").read_text(encoding="utf-8").replace("replay_agent:solve", "prompted:solve") + more
+    (tmp_path / "e.toml").write_text(text, encoding="utf-8")
+    invoke("dev", "e.toml")
+    second = agl.ResourceVersion(
+        name="prompt", version="apo-1", resource=agl.PromptTemplate(template="second"), algorithm="apo", step=1
+    )
+    rollout = agl.Rollout(rollout_id="ro-tuned", task={"expected": "second"}, resources={"prompt": "apo-1"})
+    asyncio.run(write(f"sqlite:///{tmp_path}/runs/agl.db", second, rollout))
+    invoke("replay", "ro-tuned", "e.toml", code=1)
+    assert ["five", "first", "second"] == outputs()
+
+
+async def write(url: str, version: agl.ResourceVersion, rollout: agl.Rollout) -> None:
+    store = SQLiteStore(url)
+    await store.publish([version])
+    await store.enqueue([rollout])
+    await store.close()
+
+
+def test_latest_is_the_rollout_that_changed_last(record, tmp_path):
+    record("chat", Reply(text="five"))
+    rollout = agl.Rollout(rollout_id="a-first-by-name", task={})
+    version = agl.ResourceVersion(name="prompt", version="1", resource=agl.PromptTemplate(template="x"))
+    asyncio.run(write(f"sqlite:///{tmp_path}/runs/agl.db", version, rollout))
+    assert "a-first-by-name" in invoke("show", "latest").output
+
+
+def test_difference_shows_where_two_texts_part():
+    assert "was 'four', is nothing" == difference("four", "")
+    assert "was nothing, is 1.5" == difference(None, 1.5)
+    same = "the same words, many of them, and then "
+    assert "was '…any of them, and then this', is '…any of them, and then that'" == difference(
+        same + "this", same + "that"
+    )
+
+
+def test_nearest_names_the_first_message_that_differs():
+    system, user = {"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}
+    recorded = [[user], [system, user]]
+    assert "message 2 (user) was 'hello', is 'bye'" == nearest([system, {**user, "content": "bye"}], recorded)
+    assert "message 3 (tool) was nothing, is '5'" == nearest([system, user, {"role": "tool", "content": "5"}], recorded)
+    assert "the request was recorded, and asked fewer times" == nearest([system, user], recorded)
+    assert "" == nearest([user], [])
 
 
 def test_replay_without_a_file_needs_a_recorded_command(record):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import click
@@ -62,11 +63,20 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
 async def find(store: Store, rollout_id: str) -> Rollout:
     """The rollout by id, or the newest for ``latest``."""
     if rollout_id == LATEST:
-        newest = await store.rollouts(RolloutQuery(limit=1, is_newest_first=True))
-        if not newest:
-            raise NotFoundError("rollout", LATEST, "the store is empty")
-        return newest[0]
+        return await _latest(store)
     return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+
+
+async def _latest(store: Store) -> Rollout:
+    """The rollout that the change feed names last; ids sort by time only within one experiment."""
+    changes = await store.changes(after=max(0, await store.cursor() - PAGE))
+    for key in dict.fromkeys(change.key for change in reversed(changes) if change.kind == "rollout"):
+        with suppress(NotFoundError):
+            return (await store.rollouts(RolloutQuery(ids=(key,))))[0]
+    newest = await store.rollouts(RolloutQuery(limit=1, is_newest_first=True))
+    if not newest:
+        raise NotFoundError("rollout", LATEST, "the store is empty")
+    return newest[0]
 
 
 async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None) -> list[Span]:

@@ -16,6 +16,7 @@ from agl import codec
 from agl.capture.dialects import call_messages, dialect_of
 from agl.cli.dialogues import comparable
 from agl.cli.output import short
+from agl.cli.replay_report import nearest
 from agl.cli.replay_streams import stream_of
 from agl.schemas import Dialect, ModelCall
 
@@ -36,6 +37,7 @@ class ReplayServer:
         self.served = 0
         self._lock = threading.Lock()
         self._answers: dict[bytes, deque[list[ModelCall]]] = defaultdict(deque)
+        self._recorded = [(call.dialect, _messages(call.dialect, call.request)) for call in calls]
         for exchange in _exchanges(calls):
             self._answers[_key(exchange[0].dialect, exchange[0].request)].append(exchange)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -78,7 +80,9 @@ class ReplayServer:
         what = (
             f"{messages[-1].get('role')}: {short(messages[-1].get('content'), 120)}" if messages else short(body, 120)
         )
-        self.diverged.append(f"{path}, ending with {what}" if dialect else path)
+        asked = comparable(messages)
+        where = nearest(asked, [known for kind, known in self._recorded if kind == dialect])
+        self.diverged.append(f"{path}, ending with {what}{'; ' if where else ''}{where}" if dialect else path)
         return f"this request is not in the recorded rollout, or was made more often than there ({what})"
 
 
@@ -128,7 +132,11 @@ def _recorded(dialect: Dialect, exchange: list[ModelCall], *, is_streamed: bool)
 
 
 def _key(dialect: Dialect | None, body: Any) -> bytes:
-    return codec.to_json([dialect, comparable(call_messages(_asked(dialect, body)))]) if dialect else b""
+    return codec.to_json([dialect, _messages(dialect, body)]) if dialect else b""
+
+
+def _messages(dialect: Dialect, body: Any) -> list[dict[str, Any]]:
+    return comparable(call_messages(_asked(dialect, body)))
 
 
 def _asked(dialect: Dialect | None, body: Any) -> ModelCall:
