@@ -1,6 +1,5 @@
 """Ordinary LangChain and LangGraph programs; they know nothing of rollouts."""
 
-import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
@@ -9,7 +8,7 @@ from langchain.agents import create_agent
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.tools import BaseTool, InjectedToolCallId, tool
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
@@ -45,8 +44,6 @@ def graph(llm: Any) -> Any:
         return {"messages": [model.invoke(state["messages"])]}
 
     builder = StateGraph(MessagesState)
-    from langchain_core.runnables import RunnableLambda
-
     builder.add_node("plan", RunnableLambda(plan, plan_async))
     builder.add_node("write", write)
     builder.add_edge(START, "plan")
@@ -114,6 +111,31 @@ def swarm(llm: Any) -> Any:
     return builder.compile(name="swarm")
 
 
+def supervisor(llm: Any) -> Any:
+    """An agent with another agent as its tool."""
+    expert = agent(llm, [weather], name="expert")
+
+    @tool
+    def consult(question: str) -> str:
+        """Ask the expert."""
+        return str(expert.invoke({"messages": [HumanMessage(question)]})["messages"][-1].content)
+
+    return agent(llm, [consult], name="boss")
+
+
+def failing_graph(llm: Any) -> Any:
+    """A node that raises after its model call."""
+    model = model_of(llm)
+
+    def write(state: MessagesState) -> dict[str, Any]:
+        raise LookupError(f"lost {model.invoke(state['messages']).content}")
+
+    builder = StateGraph(MessagesState)
+    builder.add_node("write", write)
+    builder.add_edge(START, "write")
+    return builder.compile(name="team")
+
+
 def in_threads(work: Any, argument: Any) -> list[Any]:
     """Run work in a thread and in an executor of the agent's own."""
     results: list[Any] = []
@@ -123,7 +145,3 @@ def in_threads(work: Any, argument: Any) -> list[Any]:
     with ThreadPoolExecutor(1) as pool:
         results.append(pool.submit(work, argument).result())
     return results
-
-
-async def gathered(work: Any, argument: Any, count: int) -> list[Any]:
-    return await asyncio.gather(*(work(argument) for _ in range(count)))

@@ -4,13 +4,13 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agl.capture.otel import OtelTracer
 from agl.capture.wire import WireTracer
-from agl.contracts import Tracer, Upstream
+from agl.contracts import RolloutQuery, Tracer, Upstream
 from agl.ids import new_rollout_id
 from agl.run.agent import AgentSpec
 from agl.run.local import AsyncRunner
@@ -19,6 +19,7 @@ from agl.run.worker import Worker, WorkerSetup
 from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, unpack_ids
 from agl.stores.memory import MemoryStore
 from agl.train.transitions import build_episode
+from agl_gateway.embedded import EmbeddedGateway
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -95,7 +96,7 @@ async def _play(
 ) -> list[Played]:
     store = MemoryStore("memory://")
     upstream = Upstream(name="main", base_url=server.base_url, model="scripted", is_trained=True)
-    proxy = _gateway() if gateway else None
+    proxy = EmbeddedGateway() if gateway else None
     url = "" if proxy is None else await proxy.start(store=store, upstreams=[upstream], secret=SECRET)
     llm = LLM(endpoint=f"{url}/v1" if url else server.base_url, model="scripted")
 
@@ -122,15 +123,7 @@ async def _play(
     return played
 
 
-def _gateway() -> Any:
-    from agl_gateway.embedded import EmbeddedGateway
-
-    return EmbeddedGateway()
-
-
 async def _finished(store: MemoryStore, rollout_id: str) -> Played:
-    from agl.contracts import RolloutQuery
-
     cursor = 0
     async with asyncio.timeout(30):
         while True:
@@ -191,6 +184,3 @@ def sent_ids(call: Any) -> SentIds | None:
     choices = [choice for event in events for choice in event.get("choices", ())]
     response = [token for choice in choices for token in choice.get("token_ids") or ()]
     return SentIds(events[0]["id"], prompts[0], response)
-
-
-Agent = Callable[..., Any]

@@ -12,7 +12,6 @@ from typing import Any, cast
 from agl import semconv
 from agl.capture.emitters import failure, plain
 from agl.schemas import Span
-
 from agl_langchain._runs import Kind, Run
 
 _MADE_UP = ("Runnable", "Channel", "_", "LangGraph", "Unnamed", "lambda", "<")

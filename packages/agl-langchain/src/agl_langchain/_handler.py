@@ -11,12 +11,12 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 from uuid import UUID
 
-from agl.capture import Capture, current
-from agl.capture.context import innermost
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.callbacks.base import BaseCallbackManager
 from langchain_core.runnables.config import var_child_runnable_config
 
+from agl.capture import Capture, current
+from agl.capture.context import innermost
 from agl_langchain._convert import (
     classify,
     model_attributes,
