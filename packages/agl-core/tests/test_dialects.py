@@ -540,3 +540,27 @@ def test_ids_are_the_same_however_a_stream_is_cut_into_deltas(ids, cuts):
     assert ids == unpack_ids(call.response_ids)
     assert len(ids) == len(unpack_floats(call.logprobs))
     assert "" == call.ids_missing
+
+
+def test_a_stream_that_was_read_to_its_last_event_is_whole_whatever_broke_afterwards():
+    event = {"id": "c", "choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}]}
+    body = b"data: " + msgspec.json.encode(event) + b"\n\ndata: [DONE]\n\n"
+    exchange = Exchange(
+        path="/v1/chat/completions",
+        request=b'{"model": "m", "messages": [], "stream": true}',
+        request_id="r",
+        status=200,
+        headers={},
+        response=body,
+        is_streamed=True,
+        is_complete=False,
+        latency_s=1.0,
+        first_token_s=1.0,
+        error="the client closed the connection before the answer ended",
+    )
+    (whole,) = calls_of(exchange)
+    (cut,) = calls_of(
+        msgspec.structs.replace(exchange, response=body.replace(b'"stop"', b"null").split(b"data: [D")[0])
+    )
+    assert (True, "") == (whole.is_complete, whole.error)
+    assert (False, exchange.error) == (cut.is_complete, cut.error)

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiohttp
@@ -133,7 +134,8 @@ class Relay:
         if error:
             _hang_up(request)
             return reply
-        await reply.write_eof()
+        with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
+            await reply.write_eof()
         return reply
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:

@@ -1,6 +1,7 @@
 """From an exchange to model calls: one record per sampled choice, with its tokens or the reason why it has none."""
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -121,8 +122,16 @@ def _base(exchange: Exchange, dialect: Dialect, request: dict[str, Any] | None, 
         latency_s=exchange.latency_s,
         first_token_s=exchange.first_token_s,
         inputs=inputs,
-        error=answer.error or exchange.error,
+        error=answer.error or ("" if _is_whole(exchange, answer.choices) else exchange.error),
     )
+
+
+def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
+    """Whether a stream brought every choice to its end: what broke afterwards took nothing from the answer.
+
+    Clients hang up when they have read the last event, which may be before the end of the body.
+    """
+    return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
 
 
 def _stored_request(exchange: Exchange, request: dict[str, Any] | None) -> tuple[Json, tuple[str, ...]]:
