@@ -20,6 +20,9 @@ from agl.train.transitions import EpisodeOptions, build_episode
 WAIT_S = 20.0
 """Seconds of one wait at the change feed; only a bound, every change wakes it."""
 
+GRACE_S = 90.0
+"""Seconds that a worker may take to start an agent's process and to stop an agent that ran out of time."""
+
 PAGE = 10_000
 """Spans read at once."""
 
@@ -143,7 +146,12 @@ class Collector:
             group_id=group_id_of(task, section.group_key),
             mode=mode,
             resources=pinned,
-            retry=RetryPolicy(max_attempts=runner.max_attempts, timeout_s=runner.timeout_s, retry_on=runner.retry_on),
+            retry=RetryPolicy(
+                max_attempts=runner.max_attempts,
+                timeout_s=runner.timeout_s,
+                grace_s=GRACE_S,
+                retry_on=runner.retry_on,
+            ),
             hidden=section.hidden,
             metadata={"algorithm": self._label, "step": step},
         )

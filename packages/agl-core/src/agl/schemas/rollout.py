@@ -18,12 +18,15 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: Attempts at most, the first included.
-        timeout_s: Wall-clock seconds one attempt may take; ``None`` for no limit.
+        timeout_s: Wall-clock seconds that the agent may take in one attempt; ``None`` for no limit. The worker stops it.
+        grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: what the
+            worker may take to start the agent and to stop it.
         retry_on: The attempt outcomes that lead to another attempt.
     """
 
     max_attempts: int = 1
     timeout_s: float | None = None
+    grace_s: float = 0.0
     retry_on: tuple[AttemptStatus, ...] = ("failed", "timeout", "lost")
 
 

@@ -134,15 +134,14 @@ def release(claim: Claim) -> Rollout:
 
 
 def timeout_at(claim: Claim) -> float:
-    """When the attempt outlives ``retry.timeout_s``; infinity without a limit."""
-    timeout_s = claim.rollout.retry.timeout_s
-    return math.inf if timeout_s is None else claim.attempt.started_at + timeout_s
+    """When the attempt outlives ``retry.timeout_s`` and its grace; infinity without a limit."""
+    retry = claim.rollout.retry
+    return math.inf if retry.timeout_s is None else claim.attempt.started_at + retry.timeout_s + retry.grace_s
 
 
 def deadline(claim: Claim) -> float:
     """When the running attempt ends by itself."""
-    attempt, timeout_s = claim.attempt, claim.rollout.retry.timeout_s
-    return attempt.lease_until if timeout_s is None else min(attempt.lease_until, attempt.started_at + timeout_s)
+    return min(claim.attempt.lease_until, timeout_at(claim))
 
 
 def lapse(claim: Claim, *, now: float) -> Claim | None:
