@@ -15,8 +15,13 @@ from agl.errors import SchemaVersionError, StoreError
 
 ATTEMPT_BITS = 8
 SEQUENCE_BITS = 24
-PAGE_BYTES = 4096
-CHECKPOINT_PAGES = 4000
+SETTINGS = (
+    "page_size = 4096",
+    "synchronous = FULL",
+    "temp_store = MEMORY",
+    "wal_autocheckpoint = 4000",
+    "cache_size = -16000",
+)
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
     (
@@ -71,13 +76,14 @@ def path_of(url: str) -> Path:
 def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Connection:
     """A connection for one thread at a time, with WAL and full durability."""
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
-    connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    connection.execute("PRAGMA synchronous = FULL")
-    connection.execute("PRAGMA temp_store = MEMORY")
-    connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
-    connection.execute("PRAGMA cache_size = -16000")
-    if is_reader:
-        connection.execute("PRAGMA query_only = ON")
+    try:
+        for setting in SETTINGS:
+            connection.execute(f"PRAGMA {setting}")
+        if is_reader:
+            connection.execute("PRAGMA query_only = ON")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
