@@ -113,7 +113,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         train: JSON-lines file of tasks; ``val`` likewise.
         seed: Of everything random.
         hidden: Keys of a task that only reward emitters see.
-        group_key: Key of a task that is its identity for group baselines; by default its position.
+        group_key: Key of a task that is its identity for group baselines; by default the whole task.
         workdir: Where checkpoints and metrics go; by default ``runs/NAME``.
         validate_every: Steps between validations; 0 for only before and after.
         validation_limit: Validation tasks at most; 0 for all.
