@@ -40,8 +40,8 @@ Reward = Callable[[list[int]], float]
 
 
 def good_tokens(response: list[int]) -> float:
-    """The share of tokens in the lower half of the vocabulary."""
-    return sum(token < 128 for token in response) / len(response)
+    """The share of tokens in the upper half of the vocabulary, of which the random model samples few."""
+    return sum(token >= 128 for token in response) / len(response)
 
 
 class World:
@@ -115,6 +115,8 @@ def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, 
 @pytest.fixture
 def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
     made = make_loaded()
+    with torch.no_grad():
+        made.model.model.embed_tokens.weight.mul_(8.0)  # else adapters below a frozen head could not matter
     made.model.save_pretrained(tmp_path / "model")
     made.tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
@@ -180,14 +182,14 @@ class TestConformanceWithEverything(AlgorithmConformance):
         {"estimator": "reinforce++"},
         {"estimator": "dr_grpo", "aggregation": "constant", "constant_tokens": 2},
         {"estimator": "reinforce++-baseline", "kl_coef": 0.01, "kl": "k2"},
-        {"lora_rank": 8, "lr": 5e-2},
+        {"lora_rank": 8, "lr": 1e-2},
     ],
     ids=lambda params: "-".join(map(str, params.values())),
 )
 def test_the_reward_rises(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
     metrics, _ = metrics_of(tmp_path / "work", model_dir, **{"steps": 10, "group_size": 8, "lr": 1e-2, **params})
     rewards = [m["reward"] for m in metrics]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.25, rewards
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.15, rewards
 
 
 def test_recomputed_logprobs_agree_with_the_samplers(model_dir: Path, tmp_path: Path) -> None:
@@ -206,12 +208,10 @@ def test_splitting_rollouts_into_rows_changes_no_update(model_dir: Path, tmp_pat
             torch.testing.assert_close(tensor, split[name], atol=2e-4, rtol=1e-3, msg=f"{aggregation} {name}")
 
 
-def test_groups_without_a_difference_are_counted_and_change_nothing(
-    model_dir: Path, tmp_path: Path, make_loaded: Any
-) -> None:
+def test_groups_without_a_difference_are_counted_and_change_nothing(model_dir: Path, tmp_path: Path) -> None:
     metrics, weights = metrics_of(tmp_path / "work", model_dir, World(lambda _: 1.0), steps=2)
     assert [(2.0, 2.0, 1.0)] * 2 == [(m["groups"], m["groups_silent"], m["updates_skipped"]) for m in metrics]
-    start = make_loaded().model.state_dict()
+    start = load_model(str(model_dir), device="cpu").model.state_dict()
     assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
 
 
@@ -231,7 +231,7 @@ def test_later_updates_of_a_step_are_clipped_against_its_start(model_dir: Path, 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_penalty_keeps_the_policy_near_its_start(model_dir: Path, tmp_path: Path, lora_rank: int) -> None:
-    params = {"steps": 5, "group_size": 8, "lr": 5e-2 if lora_rank else 1e-2, "lora_rank": lora_rank}
+    params = {"steps": 5, "group_size": 8, "lr": 1e-2, "lora_rank": lora_rank}
     free, _ = metrics_of(tmp_path / "free", model_dir, kl_coef=1e-9, **params)
     held, _ = metrics_of(tmp_path / "held", model_dir, kl_coef=20.0, **params)
     assert 0.0 == pytest.approx(free[0]["kl"], abs=1e-6)
