@@ -65,6 +65,7 @@ class Worker:
         self._setup = setup
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._agents = 0
         self._free = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self.failure: asyncio.Future[None] | None = None
@@ -102,7 +103,7 @@ class Worker:
     async def _claim_loop(self) -> None:
         setup = self._setup
         while True:
-            capacity = setup.concurrency - len(self._running)
+            capacity = setup.concurrency - self._agents
             if capacity <= 0:
                 self._free.clear()
                 await self._free.wait()
@@ -120,14 +121,10 @@ class Worker:
 
     def _launch(self, claim: Claim) -> None:
         key = claim.attempt.attempt_id
+        self._agents += 1
         task = asyncio.create_task(self._run(claim))
         self._running[key] = task
-
-        def ended(_: object) -> None:
-            self._running.pop(key, None)
-            self._free.set()
-
-        task.add_done_callback(ended)
+        task.add_done_callback(lambda _: self._running.pop(key, None))
 
     async def _renew_loop(self) -> None:
         while True:
@@ -147,7 +144,7 @@ class Worker:
         setup.notify("agl_rollout_started", rollout=claim.rollout, attempt=claim.attempt)
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
         try:
-            outcome = await setup.runner.execute(claim)
+            outcome = await self._execute(claim)
             if setup.gateway is not None:
                 await setup.gateway.settle(claim.attempt.attempt_id)
             outcome = await self._judge(claim.rollout, outcome)
@@ -158,6 +155,14 @@ class Worker:
             _LOG.warning("attempt %s could not be run or judged", claim.attempt.attempt_id, exc_info=error)
             outcome = msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
         await self._finish(outcome)
+
+    async def _execute(self, claim: Claim) -> Outcome:
+        """Run the agent; when it ends another may start, while this one's outcome is still being written."""
+        try:
+            return await self._setup.runner.execute(claim)
+        finally:
+            self._agents -= 1
+            self._free.set()
 
     async def _finish(self, outcome: Outcome) -> None:
         try:

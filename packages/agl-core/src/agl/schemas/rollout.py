@@ -18,7 +18,8 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
 
     Attributes:
         max_attempts: Attempts at most, the first included.
-        timeout_s: Wall-clock seconds that the agent may take in one attempt; ``None`` for no limit. The worker stops it.
+        timeout_s: Wall-clock seconds that the agent may take in one attempt, after which its worker stops it;
+            ``None`` for no limit.
         grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: what the
             worker may take to start the agent and to stop it.
         retry_on: The attempt outcomes that lead to another attempt.
