@@ -1,11 +1,11 @@
 """The core's runners pass the conformance class of runners."""
 
 import pytest
-from agl_testing.conformance.runner import COMMAND_AGENTS, MakeRunner, RunnerConformance
 
 from agl.run.command import CommandRunner
 from agl.run.local import AsyncRunner
 from agl.run.process import ProcessRunner
+from agl_testing.conformance.runner import COMMAND_AGENTS, MakeRunner, RunnerConformance
 
 
 class TestAsyncRunner(RunnerConformance):
