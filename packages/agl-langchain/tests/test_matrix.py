@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from langchain_core.runnables import RunnableLambda
 
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
@@ -204,8 +205,6 @@ def test_the_agent_sees_its_own_exception(is_traced: bool, server: ScriptedModel
         raise raised
 
     def agent(task: Any, llm: Any) -> None:
-        from langchain_core.runnables import RunnableLambda
-
         try:
             RunnableLambda(fails).invoke(task)
         except LookupError as error:

@@ -234,17 +234,23 @@ class RunHandler(BaseCallbackHandler):
             run.capture.closers.pop(id(run), None)
         return run
 
-    @_harmless
     def _end(self, run_id: UUID, output: Any) -> None:
-        run = self._taken(run_id)
-        if run is not None and run.kind != "pass":
-            run.capture.record(span_of(run, **take_output(run, output)))
+        self._finish(run_id, lambda run: take_output(run, output))
+
+    def _fail(self, run_id: UUID, error: BaseException) -> None:
+        self._finish(run_id, lambda run: take_error(run, error))
 
     @_harmless
-    def _fail(self, run_id: UUID, error: BaseException) -> None:
+    def _finish(self, run_id: UUID, status_of: Callable[[Run], dict[str, Any]]) -> None:
         run = self._taken(run_id)
-        if run is not None and run.kind != "pass":
-            run.capture.record(span_of(run, **take_error(run, error)))
+        if run is None or run.kind == "pass":
+            return
+        try:
+            status = status_of(run)
+        except Exception:  # noqa: BLE001  # isolation point: the span ends without what cannot be read
+            _log.exception("What %r returned could not be read.", run.name)
+            status = {}
+        run.capture.record(span_of(run, **status))
 
 
 def _name(details: Mapping[str, Any], serialized: Mapping[str, Any] | None) -> str:

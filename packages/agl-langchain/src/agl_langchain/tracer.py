@@ -70,7 +70,7 @@ class LangChainTracer:
     @contextmanager
     def _scope(self, capture: Capture) -> Generator[None]:
         """Around one attempt: the handler is found, and nothing is uploaded."""
-        from langsmith.run_helpers import tracing_context
+        from langsmith.run_helpers import tracing_context  # pyright: ignore[reportUnknownVariableType]  # open types
 
         token = _HANDLER.set(self._handler)
         try:
