@@ -253,6 +253,12 @@ def test_replay_runs_a_recorded_command_again(record, tmp_path):
     assert "asked exactly what it asked then (1 calls)" in invoke("replay", "latest").output
 
 
+def test_exec_says_what_to_check_when_it_saw_no_call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert "no model call was seen" in invoke("exec", "--", sys.executable, "-c", "").stderr
+
+
 def test_server_gives_each_recorded_answer_once_and_all_choices():
     def call(request_id: str, text: str, choice: int = 0) -> ModelCall:
         request = {"messages": [{"role": "user", "content": "hi"}]}

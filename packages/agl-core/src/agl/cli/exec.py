@@ -16,6 +16,12 @@ from agl.plugins import PluginManager
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
+_NO_CALLS = (
+    "agl: no model call was seen. With --upstream or OPENAI_BASE_URL, a client that names a base URL of its own goes "
+    "past the gateway: let it read OPENAI_BASE_URL, or leave both out, and a Python program is recorded from within, "
+    "where its clients use httpx."
+)
+
 
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @click.option(
@@ -39,4 +45,6 @@ def exec_(
     click.echo(
         f"agl: recorded {run.calls} model calls in {seconds:.1f} s; look with: agl show {run.rollout_id}", err=True
     )
+    if not run.calls:
+        click.echo(_NO_CALLS, err=True)
     sys.exit(run.exit_code)
