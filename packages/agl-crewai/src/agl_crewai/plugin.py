@@ -1,0 +1,17 @@
+"""What this package registers; imports nothing of what it names."""
+
+from collections.abc import Iterable
+
+from agl.hookspecs import hookimpl
+from agl.records import TracerEntry
+
+
+@hookimpl
+def agl_tracers() -> Iterable[TracerEntry]:
+    """The tracer of CrewAI's crews and flows."""
+    yield TracerEntry(
+        name="crewai",
+        factory="agl_crewai.tracer:CrewAITracer",
+        summary="CrewAI crews, flows, agents, tasks, tools and delegation",
+        frameworks=("crewai",),
+    )

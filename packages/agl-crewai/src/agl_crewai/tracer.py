@@ -1,0 +1,99 @@
+"""Who acted in a CrewAI run, from the events of CrewAI's bus.
+
+Every event that opens a scope becomes a span whose id is derived from the event's own id. So the id is known where
+a model call leaves, although CrewAI runs handlers later, on other threads and in any order. Model calls are recorded
+on the wire; the span of a call's event only says within which agent it was made.
+
+CrewAI's telemetry, its trace uploads and its version check are off while a tracer is installed, through its own
+environment variables; ``OTEL_SDK_DISABLED`` is left alone, as it would silence everybody's tracing.
+"""
+
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
+
+from agl.capture import current, process
+from agl.capture.context import Capture
+from agl.capture.process import Undo
+
+if TYPE_CHECKING:
+    from agl_crewai.listener import Listener
+
+_QUIET = {
+    "CREWAI_DISABLE_TELEMETRY": "true",
+    "CREWAI_TRACING_ENABLED": "false",
+    "CREWAI_DISABLE_VERSION_CHECK": "true",
+}
+_SCOPE_END_S = 5.0
+"""Seconds that the end of an attempt waits for CrewAI's handlers; they take milliseconds."""
+
+
+class CrewAITracer:
+    """Observes CrewAI; see the module. Several may be installed at once, one listener serves them all."""
+
+    _installed: ClassVar[set["CrewAITracer"]] = set()
+    _undo: ClassVar[list[Undo]] = []
+    _listener: ClassVar["Listener | None"] = None
+
+    def install(self) -> None:
+        """Import CrewAI and observe it from now on; idempotent."""
+        if not self._installed:
+            self._undo.append(_set_environment())  # before the import, at which CrewAI reads some of it
+            from agl_crewai.listener import Listener
+
+            listener = CrewAITracer._listener = Listener()
+            self._undo.append(listener.listen())
+            process.add_scope(_scope)
+            self._undo.append(lambda: process.remove_scope(_scope))
+        self._installed.add(self)
+
+    def uninstall(self) -> None:
+        """Stop listening once no tracer is installed any more."""
+        self._installed.discard(self)
+        while self._undo and not self._installed:
+            self._undo.pop()()
+
+    def current_span_id(self) -> str | None:
+        """Id of the innermost event's span in this context: a model call, tool, agent, task, crew or flow."""
+        if current() is None or self not in self._installed or self._listener is None:
+            return None
+        return self._listener.current_span_id()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until CrewAI has handed over every event so far."""
+        if self in self._installed and self._listener is not None:
+            self._listener.flush(timeout_s)
+
+    def worker_env(self) -> Mapping[str, str]:
+        """CrewAI's own switches against telemetry, trace uploads and version checks."""
+        return dict(_QUIET)
+
+
+@contextmanager
+def _scope(capture: Capture) -> Generator[None]:
+    """One attempt: begins outside of every crew, and ends with no span open."""
+    listener = CrewAITracer._listener  # pyright: ignore[reportPrivateUsage]  # this module's own
+    if listener is None:
+        yield
+        return
+    with listener.fresh_context():
+        try:
+            yield
+        finally:
+            listener.flush(_SCOPE_END_S)
+            listener.close(capture)
+
+
+def _set_environment() -> Undo:
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return undo

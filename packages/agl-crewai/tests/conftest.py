@@ -1,0 +1,45 @@
+"""How the adapter's rollouts are run: calls recorded in the process, or by the gateway."""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from agl.capture.otel import OtelTracer
+from agl.capture.wire import WireTracer
+from agl_crewai.tracer import CrewAITracer
+from agl_testing.adapters import Played, play
+from agl_testing.model_server import ScriptedModelServer
+
+Play = Callable[[Any, Sequence[Any]], list[Played]]
+
+os.environ.update(CrewAITracer().worker_env())  # as a session does it, before the agents import CrewAI
+
+with warnings.catch_warnings():  # CrewAI warns of itself while it is imported
+    warnings.simplefilter("ignore")
+    import crewai  # noqa: F401
+
+
+def tracers() -> list[Any]:
+    """As a session installs them."""
+    return [CrewAITracer(), OtelTracer(), WireTracer()]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    for name, value in CrewAITracer().worker_env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CREWAI_STORAGE_DIR", str(tmp_path_factory.mktemp("crewai")))
+    yield
+
+
+@pytest.fixture(params=["wire", "gateway"])
+def run(request: pytest.FixtureRequest, model_server: ScriptedModelServer) -> Play:
+    """Runs an agent on tasks at once and gives what was recorded."""
+    gateway: Any = None
+    if request.param == "gateway":
+        gateway = pytest.importorskip("agl_gateway.embedded", reason="agl-gateway is not installed").EmbeddedGateway()
+    return partial(play, server=model_server, tracers=tracers(), gateway=gateway)

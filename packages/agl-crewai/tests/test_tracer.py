@@ -1,0 +1,216 @@
+"""The tracer passes the tests that every tracer passes, and leaves CrewAI as it found it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crewai.events import crewai_event_bus
+from crewai.events.types.tool_usage_events import ToolUsageFinishedEvent, ToolUsageStartedEvent
+from crewai.flow.flow import Flow, start
+
+from agl.capture import Capture, SpanRecorder, activate
+from agl.capture.operation import operation
+from agl.schemas import Span
+from agl_crewai.tracer import CrewAITracer
+from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CrewAI's own, of its own parts
+
+
+class Looking(Flow[Any]):
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__(suppress_flow_events=False)
+        self._look = look
+
+    @start()
+    def look(self) -> str:
+        self._look()
+        return "seen"
+
+
+def look(probe: Probe) -> None:
+    Looking(probe).kickoff()
+
+
+def fail(error: Exception) -> None:
+    def work() -> None:
+        raise error
+
+    Looking(work).kickoff()
+
+
+class TestCrewAITracer(TracerConformance):
+    @pytest.fixture
+    def scenario(self) -> TracerScenario:
+        return TracerScenario(tracer=CrewAITracer(), run=look, fail=fail)
+
+
+@pytest.fixture
+def recorder() -> SpanRecorder:
+    return SpanRecorder()
+
+
+def attempt(recorder: SpanRecorder, *tracers: CrewAITracer) -> Capture:
+    return Capture(
+        rollout_id="ro-1",
+        attempt_id="ro-1.1",
+        trace_id="1" * 32,
+        root_span_id="1" * 16,
+        record=recorder.record,
+        current_span_id=lambda: next((found for t in tracers if (found := t.current_span_id())), None),
+    )
+
+
+def handlers() -> list[Any]:
+    buses = (crewai_event_bus._sync_handlers, crewai_event_bus._async_handlers)
+    return [handler for bus in buses for found in bus.values() for handler in found]
+
+
+def test_bus_and_environment_are_restored_by_the_last_tracer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CREWAI_DISABLE_TELEMETRY", "perhaps")
+    monkeypatch.delenv("CREWAI_TRACING_ENABLED")
+    before = handlers()
+    first, second = CrewAITracer(), CrewAITracer()
+    first.install()
+    second.install()
+    first.uninstall()
+    assert len(before) < len(handlers())
+    assert ("true", "false") == (os.environ["CREWAI_DISABLE_TELEMETRY"], os.environ["CREWAI_TRACING_ENABLED"])
+    second.uninstall()
+    assert set(before) == set(handlers())
+    assert ("perhaps", None) == (os.environ["CREWAI_DISABLE_TELEMETRY"], os.environ.get("CREWAI_TRACING_ENABLED"))
+
+
+def test_two_tracers_record_once(recorder: SpanRecorder) -> None:
+    tracers = (CrewAITracer(), CrewAITracer())
+    for tracer in tracers:
+        tracer.install()
+    with activate(attempt(recorder, *tracers)):
+        look(lambda: None)
+    for tracer in tracers:
+        tracer.uninstall()
+    spans = recorder.drain()
+    assert ["invoke_node look", "invoke_workflow Looking"] == sorted(span.name for span in spans)
+    assert "OTEL_SDK_DISABLED" not in os.environ
+
+
+def names(spans: list[Span]) -> dict[str, str]:
+    by_id = {span.span_id: span.name for span in spans}
+    return {span.name: by_id.get(span.parent_id or "", "") for span in spans}
+
+
+def test_operations_and_flows_nest_in_each_other(recorder: SpanRecorder) -> None:
+    tracer = CrewAITracer()
+    tracer.install()
+
+    def inside() -> None:
+        with operation("inner"):
+            Looking(lambda: None).kickoff()
+
+    with activate(attempt(recorder, tracer)), operation("outer"):
+        Looking(inside).kickoff()
+    tracer.uninstall()
+    spans = recorder.drain()
+    found = {(span.name, next((p.name for p in spans if p.span_id == span.parent_id), "")) for span in spans}
+    assert {
+        ("outer", ""),
+        ("invoke_workflow Looking", "outer"),
+        ("invoke_node look", "invoke_workflow Looking"),
+        ("inner", "invoke_node look"),
+        ("invoke_workflow Looking", "inner"),
+    } == found
+
+
+def test_scope_that_crewai_never_ends_is_recorded_with_the_attempt(recorder: SpanRecorder) -> None:
+    tracer = CrewAITracer()
+    tracer.install()
+    with activate(attempt(recorder, tracer)):
+        crewai_event_bus.emit(None, ToolUsageStartedEvent(tool_name="search", tool_args={"q": "x"}))
+    with activate(attempt(recorder, tracer)):
+        assert tracer.current_span_id() is None, "the open scope ends with its attempt"
+    tracer.uninstall()
+    (span,) = recorder.drain()
+    assert ("execute_tool search", "error", "CrewAI did not end it") == (span.name, span.status, span.status_message)
+
+
+def test_tool_that_reports_a_failure_is_an_error(recorder: SpanRecorder) -> None:
+    failure = pytest.importorskip("crewai.tools.tool_failure", reason="this CrewAI has no such failures").ToolFailure
+    tracer = CrewAITracer()
+    tracer.install()
+    start = ToolUsageStartedEvent(tool_name="search", tool_args={"q": "x"})
+    times = {"started_at": start.timestamp, "finished_at": start.timestamp}
+    end = ToolUsageFinishedEvent(
+        tool_name="search", tool_args={"q": "x"}, output="sorry", failure=failure(message="no index"), **times
+    )
+    with activate(attempt(recorder, tracer)):
+        crewai_event_bus.emit(None, start)
+        crewai_event_bus.emit(None, end)
+    tracer.uninstall()
+    (span,) = recorder.drain()
+    assert ("error", "no index", "ToolFailure") == (span.status, span.status_message, span.attributes["error.type"])
+
+
+def test_end_that_arrives_before_its_start_is_kept(recorder: SpanRecorder) -> None:
+    from agl_crewai.listener import Listener
+
+    start = ToolUsageStartedEvent(tool_name="search", tool_args={})
+    times = {"started_at": start.timestamp, "finished_at": start.timestamp}
+    end = ToolUsageFinishedEvent(tool_name="search", tool_args={}, output="found", **times)
+    end.started_event_id = start.event_id
+    stranger = ToolUsageFinishedEvent(tool_name="other", tool_args={}, output="found", **times)
+    stranger.started_event_id = start.event_id
+    listener, capture = Listener(), attempt(recorder)
+    with activate(capture):
+        listener.hear(None, end)
+        assert 0 == len(recorder)
+        listener.hear(None, start)
+        assert ["ok"] == [span.status for span in recorder.drain()]
+        listener.hear(None, stranger)
+        listener.hear(None, start)
+        assert 0 == len(recorder), "another tool's end does not end it"
+        listener.close(capture)
+    assert ["error"] == [span.status for span in recorder.drain()]
+
+
+ORDER = """
+import importlib, json, sys, warnings
+warnings.simplefilter("ignore")
+from agl.capture import Capture, SpanRecorder, activate
+from agl_crewai.tracer import CrewAITracer
+
+tracer, recorder = CrewAITracer(), SpanRecorder()
+assert "crewai" not in sys.modules, "the framework is imported on install only"
+if sys.argv[1] == "agent first":
+    flow = importlib.import_module("flow_agent").flow
+tracer.install()
+if sys.argv[1] == "tracer first":
+    flow = importlib.import_module("flow_agent").flow
+capture = Capture(rollout_id="r", attempt_id="r.1", trace_id="1" * 32, root_span_id="1" * 16,
+                  record=recorder.record, current_span_id=tracer.current_span_id)
+with activate(capture):
+    flow.kickoff()
+print(json.dumps(sorted(span.name for span in recorder.drain())))
+"""
+
+FLOW = """
+from crewai.flow.flow import Flow, start
+
+class Small(Flow):
+    @start()
+    def begin(self):
+        return "done"
+
+flow = Small()
+"""
+
+
+@pytest.mark.parametrize("order", ["agent first", "tracer first"])
+def test_order_of_imports_does_not_matter(order: str, tmp_path: Path) -> None:
+    (tmp_path / "flow_agent.py").write_text(FLOW)
+    command = [sys.executable, "-c", ORDER, order]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    assert '["invoke_node begin", "invoke_workflow Small"]' == done.stdout.strip().splitlines()[-1]
