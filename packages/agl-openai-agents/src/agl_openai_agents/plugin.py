@@ -1,0 +1,17 @@
+"""What this package registers; imports nothing of what it names."""
+
+from collections.abc import Iterable
+
+from agl.hookspecs import hookimpl
+from agl.records import TracerEntry
+
+
+@hookimpl
+def agl_tracers() -> Iterable[TracerEntry]:
+    """The OpenAI Agents SDK."""
+    yield TracerEntry(
+        name="openai-agents",
+        factory="agl_openai_agents.tracer:OpenAIAgentsTracer",
+        summary="agents, tools and hand-offs of the OpenAI Agents SDK",
+        frameworks=("agents",),
+    )

@@ -1,0 +1,61 @@
+"""Who made each model call in the OpenAI Agents SDK, through its trace processors.
+
+Ours takes the place of those that are there, among them the SDK's own exporter, which posts every prompt to its
+vendor. Outside rollouts it passes everything on to them, so that a program's own tracing goes on. The model calls
+themselves are recorded by the gateway or the wire hook; the ``chat`` spans made here say where they belong.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from agl.capture import Capture, process
+
+if TYPE_CHECKING:
+    from agl_openai_agents._place import Place
+    from agl_openai_agents._processor import RolloutProcessor
+
+
+class OpenAIAgentsTracer:
+    """Observes the OpenAI Agents SDK; see the module."""
+
+    def __init__(self) -> None:
+        self._processor: RolloutProcessor | None = None
+        self._place: Place | None = None
+
+    def install(self) -> None:
+        """Take the place of the SDK's processors; idempotent."""
+        from agl_openai_agents._place import Place  # loads the SDK
+        from agl_openai_agents._processor import RolloutProcessor
+
+        if self._place is None:
+            self._processor = RolloutProcessor()
+            self._place = Place(self._processor)
+            self._place.take()
+            process.add_scope(self._scope)
+
+    def uninstall(self) -> None:
+        """Put the processors back that were there, and what the program added since."""
+        if self._place is not None:
+            process.remove_scope(self._scope)
+            self._place.give_back()
+            self._place = None
+
+    def current_span_id(self) -> str | None:
+        """Id of the span in which a call of this context is made."""
+        opened = None if self._processor is None else self._processor.current_open()
+        return None if opened is None else opened.span_id
+
+    def flush(self, timeout_s: float) -> None:
+        """Nothing waits: a span is recorded while it ends."""
+
+    def worker_env(self) -> Mapping[str, str]:
+        """Nothing: what would turn the exporter off would turn the tracer off, too."""
+        return {}
+
+    @contextmanager
+    def _scope(self, _: Capture) -> Generator[None]:
+        """Around one attempt: a program that was imported since may have set processors of its own."""
+        if self._place is not None:
+            self._place.take()
+        yield

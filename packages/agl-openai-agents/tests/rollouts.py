@@ -1,0 +1,195 @@
+"""Runs agents as an experiment does and gives back what was recorded, beside what the model server saw."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl.capture.otel import OtelTracer
+from agl.capture.wire import WireTracer
+from agl.contracts import RolloutQuery, Tracer, Upstream
+from agl.ids import new_rollout_id
+from agl.run.agent import AgentSpec
+from agl.run.local import AsyncRunner
+from agl.run.setup import RunSetup
+from agl.run.worker import Worker, WorkerSetup
+from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, unpack_ids
+from agl.stores.memory import MemoryStore
+from agl.train.transitions import build_episode
+from agl_gateway.embedded import EmbeddedGateway
+from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+MARK = re.compile(r"#\d+#")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """One finished rollout."""
+
+    mark: str
+    attempt: Attempt
+    spans: list[Span]
+    episode: Episode
+
+    @property
+    def calls(self) -> list[ModelCall]:
+        return [span.call for span in self.spans if span.call is not None]
+
+    @property
+    def who(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Agent and path of every call that trains, in order."""
+        return [(t.agent, t.path) for t in self.episode.transitions if not t.reject]
+
+    def named(self, name: str) -> Span:
+        (found,) = [span for span in self.spans if span.name == name]
+        return found
+
+
+class Script:
+    """What the model says: it calls each offered tool once, then answers; it fails where the prompt asks for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._faults: dict[str, list[int]] = {}
+
+    def __call__(self, request: ModelRequest) -> Reply | Status:
+        text = json.dumps(request.body)
+        mark = mark_of(text)
+        if "fail twice" in text:
+            with self._lock:
+                left = self._faults.setdefault(mark, [500, 429])
+                if left:
+                    return Status(code=left.pop(), retry_after=0.01)
+        if "refuse" in text:
+            return Status(code=400)
+        tools = [tool.get("function", tool)["name"] for tool in request.body.get("tools", ())]
+        answered = any(turn.role == "tool" for turn in request.turns)
+        if tools and not answered:
+            calls = tuple(ToolCall(name, _arguments(name, mark)) for name in tools)
+            return Reply(tool_calls=calls, chunk_delay=0.001)
+        return Reply(text=f"answer to {mark}", chunk_delay=0.001)
+
+
+def _arguments(tool: str, mark: str) -> dict[str, str]:
+    return {} if tool.startswith("transfer") else {"input" if tool == "consult" else "question": f"{tool} {mark}"}
+
+
+def mark_of(text: str) -> str:
+    found = MARK.search(text)
+    assert found, text
+    return found[0]
+
+
+def play(
+    agent: Any, server: ScriptedModelServer, tracer: Tracer, *, count: int = 1, gateway: bool = False, task: str = ""
+) -> list[Played]:
+    """Run ``count`` rollouts at once; each asks about its own mark."""
+    return asyncio.run(_play(agent, server, tracer, count=count, gateway=gateway, task=task))
+
+
+async def _play(
+    agent: Any, server: ScriptedModelServer, tracer: Tracer, *, count: int, gateway: bool, task: str
+) -> list[Played]:
+    store = MemoryStore("memory://")
+    upstream = Upstream(name="main", base_url=server.base_url, model="scripted", is_trained=True)
+    proxy = EmbeddedGateway() if gateway else None
+    url = "" if proxy is None else await proxy.start(store=store, upstreams=[upstream], secret=SECRET)
+    llm = LLM(endpoint=f"{url}/v1" if url else server.base_url, model="scripted")
+
+    async def resources(_: Rollout) -> dict[str, Any]:
+        return {"main": llm}
+
+    setup = RunSetup(
+        agent=AgentSpec.of(agent),
+        store=store,
+        secret=SECRET,
+        resources=resources,
+        gateway_url=url,
+        gateway=proxy,
+        upstreams=(upstream,),
+        tracers=[("adapter", tracer), ("otel", OtelTracer()), ("wire", WireTracer())],
+        concurrency=count,
+    )
+    rollouts = [Rollout(rollout_id=new_rollout_id(), task={"question": f"#{i}# {task}"}) for i in range(count)]
+    async with Worker(WorkerSetup(store=store, runner=AsyncRunner(setup), concurrency=count, gateway=proxy)):
+        await store.enqueue(rollouts)
+        played = [await _finished(store, rollout.rollout_id) for rollout in rollouts]
+    if proxy is not None:
+        await proxy.stop()
+    return played
+
+
+async def _finished(store: MemoryStore, rollout_id: str) -> Played:
+    cursor = 0
+    async with asyncio.timeout(30):
+        while True:
+            (rollout,) = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
+            if rollout.is_finished:
+                break
+            changes = await store.changes(after=cursor, wait_s=5)
+            cursor = changes[-1].cursor if changes else cursor
+    (attempt,) = await store.attempts(rollout_id)
+    spans = await store.spans(rollout_id)
+    episode = build_episode(rollout, attempt, spans)
+    return Played(mark=mark_of(str(rollout.task)), attempt=attempt, spans=spans, episode=episode)
+
+
+def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int = 0) -> None:
+    """No call lost or misplaced, ids equal to the server's, one tree, nothing left open."""
+    for run in played:
+        sent = [call for call in server.calls if mark_of(call.body.decode()) == run.mark]
+        assert len(sent) == len(run.calls)
+        assert {run.mark} == {mark_of(json.dumps(call.request)) for call in run.calls}
+        answered = {ids.response_id: ids for ids in map(sent_ids, sent) if ids}
+        good = [call for call in run.calls if not call.error]
+        assert (len(sent) - errors, len(answered)) == (len(good), len(good))
+        for call in good:
+            ids = answered[call.response["id"]]
+            assert (ids.prompt, ids.response) == (unpack_ids(call.prompt_ids), unpack_ids(call.response_ids))
+        check_tree(run)
+    assert len(server.calls) == sum(len(run.calls) for run in played)
+
+
+def check_tree(run: Played) -> None:
+    """One tree, in which every model call lies in a span that the framework reported."""
+    ids = {span.span_id: span for span in run.spans}
+    assert len(ids) == len(run.spans)
+    assert [] == [span.name for span in run.spans if "still open" in span.status_message]
+    roots = [span for span in run.spans if span.parent_id is None]
+    assert ["rollout"] == [span.name for span in roots]
+    assert [] == [span.name for span in run.spans if span.parent_id is not None and span.parent_id not in ids]
+    parents = [ids[str(span.attributes["agl.framework_span_id"])] for span in run.spans if span.call is not None]
+    assert {"chat", "execute_tool"} >= {str(parent.attributes.get("gen_ai.operation.name")) for parent in parents}
+
+
+@dataclass(frozen=True)
+class SentIds:
+    """The tokens of one answer as the server sent them."""
+
+    response_id: str
+    prompt: list[int]
+    response: list[int]
+
+
+def sent_ids(call: Any) -> SentIds | None:
+    if call.status != 200:
+        return None
+    lines = call.sent.decode().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")] or [json.loads(call.sent)]
+    newest = events[-1].get("response", events[-1])
+    if "output_messages" in newest:
+        prompt, response = (_tokens(newest[name]) for name in ("input_messages", "output_messages"))
+        return SentIds(newest["id"], prompt, response)
+    prompts = [event["prompt_token_ids"] for event in events if event.get("prompt_token_ids")]
+    choices = [choice for event in events for choice in event.get("choices", ())]
+    return SentIds(
+        events[0]["id"], prompts[0], [token for choice in choices for token in choice.get("token_ids") or ()]
+    )
+
+
+def _tokens(messages: Any) -> list[int]:
+    return [token for message in messages for token in message["tokens"]]
