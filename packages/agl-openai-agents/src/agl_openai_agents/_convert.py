@@ -2,15 +2,17 @@
 
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from agl import semconv
 from agl.capture import Capture
 from agl.capture.emitters import failure, plain
 from agl.ids import new_span_id
 from agl.schemas import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _PASSED = frozenset({"task", "turn"})
 """Kinds that only divide an agent's work; what happens in them belongs to the span around them."""
@@ -91,7 +93,7 @@ def _workflow(trace: Any) -> tuple[str, str, dict[str, Any]]:
 
 def _described(span: Any) -> tuple[str, str, dict[str, Any]]:
     """Operation, name and attributes of a span; no operation for one that the program made itself."""
-    data, kind = span.span_data, span.span_data.type
+    data, kind = span.span_data, str(span.span_data.type)
     name = str(getattr(data, "name", None) or "")
     operation = "" if kind == "custom" else _OPERATIONS.get(kind, kind)
     if kind == "agent":
@@ -106,7 +108,7 @@ def _described(span: Any) -> tuple[str, str, dict[str, Any]]:
         model = str(_model_of(data) or "")
         return operation, model, {semconv.REQUEST_MODEL: model} if model else {}
     if kind == "custom":
-        return operation, name, {str(key): plain(value) for key, value in (data.data or {}).items()}
+        return operation, name, cast("dict[str, Any]", plain(data.data or {}))
     return operation, name, {}
 
 

@@ -1,12 +1,14 @@
-"""Where a trace processor stands in the SDK, and whether the SDK traces at all: taken, kept, and given back.
+"""What of the SDK's process-wide settings the tracer changes, and how it gives them back.
 
-The SDK can set both and tell neither, so the private fields are read here, and nowhere else.
+These are the trace processors, whether the SDK traces at all, and which API its default model speaks. The SDK can set
+them and tells none, so private fields are read here, and nowhere else.
 """
 
 import os
 from typing import Any
 
-from agents import set_trace_processors, set_tracing_disabled
+from agents import set_default_openai_api, set_trace_processors, set_tracing_disabled
+from agents.models import _openai_shared
 from agents.tracing import TracingProcessor, get_trace_provider
 
 from agl_openai_agents._processor import RolloutProcessor
@@ -20,6 +22,7 @@ class Place:
     def __init__(self, processor: RolloutProcessor) -> None:
         self._processor = processor
         self._flag: bool | None = None
+        self._is_chat_forced = False
 
     def take(self) -> None:
         """Stand alone among the SDK's processors, those that were there behind; again where the program changed it."""
@@ -35,6 +38,15 @@ class Place:
             self._processor.is_forwarding = False
             set_tracing_disabled(False)
 
+    def speak_chat(self) -> None:
+        """Let models that nobody chose an API for speak chat completions.
+
+        The Responses API has no log-probabilities of tool calls, so that nothing could be trained.
+        """
+        if not self._is_chat_forced and _openai_shared.get_use_responses_by_default():
+            self._is_chat_forced = True
+            set_default_openai_api("chat_completions")
+
     def give_back(self) -> None:
         """The SDK as it was, with what the program added since."""
         added = [item for item in _processors() if item is not self._processor]
@@ -42,6 +54,8 @@ class Place:
         set_trace_processors([*self._processor.others, *added])
         if not self._processor.is_forwarding:
             _restore(self._flag)
+        if self._is_chat_forced:
+            set_default_openai_api("responses")
 
 
 def _processors() -> tuple[TracingProcessor, ...]:

@@ -2,14 +2,16 @@
 
 import logging
 import sys
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
 from agl.capture import Capture, current
 from agl.capture.context import innermost
 from agl_openai_agents._convert import Open, open_, span_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
 

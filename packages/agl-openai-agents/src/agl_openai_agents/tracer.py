@@ -3,6 +3,7 @@
 Ours takes the place of those that are there, among them the SDK's own exporter, which posts every prompt to its
 vendor. Outside rollouts it passes everything on to them, so that a program's own tracing goes on. The model calls
 themselves are recorded by the gateway or the wire hook; the ``chat`` spans made here say where they belong.
+Where a policy is in training, agents that chose no API speak chat completions instead of Responses.
 """
 
 from collections.abc import Generator, Mapping
@@ -54,8 +55,10 @@ class OpenAIAgentsTracer:
         return {}
 
     @contextmanager
-    def _scope(self, _: Capture) -> Generator[None]:
+    def _scope(self, capture: Capture) -> Generator[None]:
         """Around one attempt: a program that was imported since may have set processors of its own."""
         if self._place is not None:
             self._place.take()
+            if any(upstream.is_trained for upstream in capture.upstreams):
+                self._place.speak_chat()
         yield
