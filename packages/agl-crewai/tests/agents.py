@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import crewai
 import openai
-from crewai import LLM as CrewLLM
 from crewai import Agent, Crew, Process, Task
 from crewai.flow.flow import Flow, listen, start
 from crewai.tools import tool
@@ -11,11 +11,11 @@ from crewai.tools import tool
 from agl.schemas import LLM
 
 
-def model_of(llm: LLM, **options: Any) -> CrewLLM:
-    return CrewLLM(model=f"openai/{llm.model}", base_url=llm.base_url, api_key=llm.api_key or "none", **options)
+def model_of(llm: LLM, **options: Any) -> crewai.LLM:
+    return crewai.LLM(model=llm.model, provider="openai", base_url=llm.base_url, api_key=llm.api_key or "none", **options)
 
 
-def agent_of(role: str, llm: CrewLLM, **options: Any) -> Agent:
+def agent_of(role: str, llm: crewai.LLM, **options: Any) -> Agent:
     return Agent(role=role, goal=f"be a {role}", backstory="none", llm=llm, **options)
 
 
@@ -31,7 +31,7 @@ def divide(a: int, b: int) -> float:
     return a / b
 
 
-def crew_of(task: Any, llm: CrewLLM, **options: Any) -> Crew:
+def crew_of(task: Any, llm: crewai.LLM, **options: Any) -> Crew:
     writer = agent_of("writer", llm, **options)
     return Crew(
         name="office",

@@ -2,13 +2,12 @@
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
-from agl.capture.otel import OtelTracer
 from agl.capture.wire import WireTracer
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.adapters import Played, play
@@ -18,9 +17,11 @@ Play = Callable[[Any, Sequence[Any]], list[Played]]
 
 os.environ.update(CrewAITracer().worker_env())  # as a session does it, before the agents import CrewAI
 
-with warnings.catch_warnings():  # CrewAI warns of itself while it is imported
+with warnings.catch_warnings():  # CrewAI, and the older OpenTelemetry that it may need, warn of themselves
     warnings.simplefilter("ignore")
     import crewai  # noqa: F401
+
+    from agl.capture.otel import OtelTracer
 
 
 def tracers() -> list[Any]:
@@ -29,11 +30,10 @@ def tracers() -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     for name, value in CrewAITracer().worker_env().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CREWAI_STORAGE_DIR", str(tmp_path_factory.mktemp("crewai")))
-    yield
 
 
 @pytest.fixture(params=["wire", "gateway"])

@@ -14,7 +14,6 @@ from crewai.flow.flow import Flow, start
 
 from agl.capture import Capture, SpanRecorder, activate
 from agl.capture.operation import operation
-from agl.schemas import Span
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -96,11 +95,6 @@ def test_two_tracers_record_once(recorder: SpanRecorder) -> None:
     spans = recorder.drain()
     assert ["invoke_node look", "invoke_workflow Looking"] == sorted(span.name for span in spans)
     assert "OTEL_SDK_DISABLED" not in os.environ
-
-
-def names(spans: list[Span]) -> dict[str, str]:
-    by_id = {span.span_id: span.name for span in spans}
-    return {span.name: by_id.get(span.parent_id or "", "") for span in spans}
 
 
 def test_operations_and_flows_nest_in_each_other(recorder: SpanRecorder) -> None:

@@ -96,11 +96,9 @@ def _method(event: Any) -> Attributes:
 
 
 def _task(event: Any) -> Attributes:
-    """A task's name is a node's; its description, which stands for the name where there is none, is too long for one."""
-    name = getattr(event.task, "name", None)
-    return (
-        {semconv.OPERATION: "invoke_task"} if not name else {semconv.OPERATION: "invoke_task", semconv.NODE: str(name)}
-    )
+    """A task's name is a node's. Its description, CrewAI's name of a task that has none, is too long for one."""
+    name, found = getattr(event.task, "name", None), {semconv.OPERATION: "invoke_task"}
+    return {**found, semconv.NODE: str(name)} if name else found
 
 
 def _agent(event: Any) -> Attributes:
@@ -165,7 +163,7 @@ def _error(end: Any) -> object | None:
 def _error_type(end: Any, error: object) -> str:
     kind = getattr(end, "error_type", None)
     if not isinstance(kind, type):
-        kind = None if isinstance(error, str) else cast("type[object]", type(error))
+        kind = None if isinstance(error, str) else type(error)
     return kind.__qualname__ if kind else _UNKNOWN_ERROR
 
 
