@@ -12,7 +12,9 @@ from agl.schemas import LLM
 
 
 def model_of(llm: LLM, **options: Any) -> crewai.LLM:
-    return crewai.LLM(model=llm.model, provider="openai", base_url=llm.base_url, api_key=llm.api_key or "none", **options)
+    return crewai.LLM(
+        model=llm.model, provider="openai", base_url=llm.base_url, api_key=llm.api_key or "none", **options
+    )
 
 
 def agent_of(role: str, llm: crewai.LLM, **options: Any) -> Agent:
