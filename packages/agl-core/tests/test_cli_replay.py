@@ -158,7 +158,7 @@ def test_replay_names_where_the_agent_diverged(record, monkeypatch):
     assert "user: what is 7*7?; message 1 (user) was 'what is 2+3?', is 'what is 7*7?'" in found["diverged"][0]
     sides = [found[name]["episode"]["rollout"] for name in ("recorded", "replayed")]
     assert ["succeeded", "failed"] == [side["status"] for side in sides]
-    assert ["experiment", "experiment-replay"] == [side["experiment"] for side in sides]
+    assert ["experiment-dev", "experiment-replay"] == [side["experiment"] for side in sides]
     assert "status was 'succeeded', is 'failed'" in found["changed"]
 
 
@@ -235,7 +235,7 @@ def test_replay_without_a_file_needs_a_recorded_command(record):
     record("chat", Reply(text="five"))
     result = CliRunner().invoke(cli, ["replay", "latest"])
     assert 1 == result.exit_code
-    assert "name its file: agl replay experiment-1-dev" in result.stderr
+    assert "name its file: agl replay experiment-dev-1-dev" in result.stderr
 
 
 def test_replay_runs_a_recorded_command_again(record, tmp_path):

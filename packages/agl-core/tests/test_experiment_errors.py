@@ -1,5 +1,7 @@
 """Bad input: each a one-paragraph error with the next step, before anything runs."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ BASE: dict[str, Any] = {
 def plan(
     changes: dict[str, Any] | None = None, *, who: Any = agent, train: Any = ({"q": 1},), folder: Path = Path()
 ) -> Plan:
-    manager = PluginManager.from_environment(load=False)
+    manager = PluginManager()
     manager.register(ToyPlugin(), name="toy")
     data = {**BASE, **(changes or {})}
     return make_plan(parse_config(data), folder=folder, manager=manager, agent=who, train=train)
@@ -169,3 +171,25 @@ def test_invalid_toml_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text("[experiment\n")
     with pytest.raises(ConfigError, match=r"no valid TOML: .*line 1"):
         load_config(tmp_path / "e.toml")
+
+
+def test_agent_module_that_raises_is_a_readable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raising_agent.py").write_text("raise ValueError('no database')\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match="'raising_agent' raised ValueError when it was imported: no database"):
+        plan(who="raising_agent:solve", folder=tmp_path)
+
+
+def test_agent_that_makes_its_client_at_import_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import os\nKEY = os.environ['OPENAI_API_KEY']\ndef solve(task): ...\n"
+    (tmp_path / "keyed_agent.py").write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    assert "keyed_agent:solve" == plan(who="keyed_agent:solve", folder=tmp_path).agent.path
+    assert "OPENAI_API_KEY" not in os.environ
+
+
+def test_plan_without_any_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are no tasks"):
+        plan({"algorithm": []}, train=())

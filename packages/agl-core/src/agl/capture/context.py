@@ -31,6 +31,8 @@ class Capture:
         upstreams: The configured policies; calls to their models are redirected to the gateway.
         current_span_id: Id of the framework span that is current, from the installed tracers; ``None`` if none.
         closers: Called once when the attempt's activation ends; model calls that are still open record themselves.
+        starts: When the open spans of frameworks started, in nanoseconds of any clock, by span id. Where several
+            frameworks have a current span, the one that started last is the innermost.
     """
 
     rollout_id: str
@@ -43,6 +45,7 @@ class Capture:
     upstreams: tuple[Upstream, ...] = ()
     current_span_id: Callable[[], str | None] = field(default=lambda: None, repr=False)
     closers: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]], repr=False)
+    starts: dict[str, int] = field(default_factory=dict[str, int], repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class RolloutProcessor(SpanProcessor):
             return
         try:
             self._open[_id_of(span)] = _Open(capture, _parent_of(span, capture), span)
+            capture.starts[_id_of(span)] = time.perf_counter_ns()
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The start of the OpenTelemetry span %r could not be observed.", span.name)
 
@@ -72,6 +73,7 @@ class RolloutProcessor(SpanProcessor):
         try:
             opened = self._open.pop(_id_of(span), None)
             if opened is not None:
+                opened.capture.starts.pop(_id_of(span), None)
                 opened.capture.record(_converted(span, opened))
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The OpenTelemetry span %r could not be recorded.", span.name)

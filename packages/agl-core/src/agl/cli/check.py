@@ -19,15 +19,15 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None
     """Check the experiment in FILE: keys, datasets, plugins, parameters, who tunes what. Starts nothing."""
     plan = make_trainer(file, settings, manager=manager).plan()
     asyncio.run(check_components(plan))
-    click.echo(_summary(plan))
+    click.echo(_summary(plan, file))
 
 
-def _summary(plan: Plan) -> str:
+def _summary(plan: Plan, file: Path) -> str:
     config = plan.config
     lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
     lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
         lines.append(f"{algorithm.label}: {algorithm.use} tunes {', '.join(algorithm.resources)}{agents}")
-    lines.append("no problem found; start with: agl run FILE")
+    lines.append(f"no problem found; start with: agl run {file}")
     return "\n".join(lines)

@@ -18,15 +18,16 @@ from agl.schemas import Episode
 @pass_manager
 def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
     """Run the agent of FILE on a few training tasks and show what was seen."""
-    result = make_trainer(file, settings, manager=manager).dev(tasks=tasks)
+    trainer = make_trainer(file, settings, manager=manager)
+    result = trainer.dev(tasks=tasks)
     if as_json:
         print_json(result)
         return
     for episode in result.episodes:
-        click.echo(describe_episode(episode))
+        click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
 
 
-def describe_episode(episode: Episode) -> str:
+def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
     """A few lines on a rollout: how it ended, its reward, its calls, and why some train nothing."""
     rollout = episode.rollout
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
@@ -37,5 +38,7 @@ def describe_episode(episode: Episode) -> str:
         who = call.agent or "agent"
         tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
         fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"
+        if call.reject == "missing_token_ids" and not is_trained:
+            fate = "recorded"
         lines.append(f"  {who} turn {call.turn}: {tokens}, {fate}")
     return "\n".join(lines)

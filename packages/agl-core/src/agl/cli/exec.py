@@ -17,9 +17,8 @@ from agl.plugins import PluginManager
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
 _NO_CALLS = (
-    "agl: no model call was seen. With --upstream or OPENAI_BASE_URL, a client that names a base URL of its own goes "
-    "past the gateway: let it read OPENAI_BASE_URL, or leave both out, and a Python program is recorded from within, "
-    "where its clients use httpx."
+    "agl: no model call was seen. A Python program is recorded where its clients use httpx, as the openai and "
+    "anthropic ones do; any other program where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
 )
 
 

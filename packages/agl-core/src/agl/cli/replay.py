@@ -150,7 +150,8 @@ def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayS
     if server is not None:
         config = _served_by(server, trainer.config, past.resources)
         trainer = Trainer.from_config(config, folder=file.absolute().parent, plugins=manager, progress=Quiet())
-    result: DevResult = trainer.dev(train_dataset=[past.rollout.task], tasks=1)
+    name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
+    result: DevResult = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
     episode = result.episodes[0]
     store_of_run = _store_of(file)
     spans = with_store(manager, store_of_run, lambda store: all_spans(store, episode.rollout.rollout_id))

@@ -44,7 +44,7 @@ class Collected(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.group(invoke_without_command=True)
 @store_option
 @filter_options
-@click.option("--limit", default=50, show_default=True, help="Rollouts at most, newest first.")
+@click.option("--limit", default=50, show_default=True, help="Rollouts at most, in descending order of id.")
 @json_option
 @pass_manager
 @click.pass_context
@@ -58,7 +58,7 @@ def runs(
     limit: int,
     as_json: bool,
 ) -> None:
-    """List recorded rollouts, newest first."""
+    """List recorded rollouts in descending order of id: within an experiment the newest first."""
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
         return
@@ -154,6 +154,7 @@ async def _remove(store: Store, rollout_ids: Sequence[str], *, force: bool) -> i
 async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, *, is_dry_run: bool) -> Collected:
     running = await unfinished_experiments(store)
     finished = [rollout async for page in pages(store, query) for rollout in page]
+    finished.sort(key=lambda rollout: rollout.finished_at)
     old = [rollout for rollout in finished[: max(0, len(finished) - keep)] if rollout.finished_at <= before]
     chosen = [rollout.rollout_id for rollout in old if rollout.experiment not in running]
     for start in range(0, 0 if is_dry_run else len(chosen), _BATCH):

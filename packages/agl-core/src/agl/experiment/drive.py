@@ -97,6 +97,15 @@ class Driver:
             for logger in self._loggers:
                 logger.log(metrics)
 
+    async def record(self, tasks: Sequence[Json]) -> None:
+        """Run every task once and say how it went: what an experiment without an algorithm is for."""
+        collected = await self.collector("record", None)(tasks, step=1, mode="test")
+        rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
+        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
+        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        self.progress.update("record rollouts", 0, 0)
+        self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
+
     async def validate(self, step: int) -> float | None:
         """Mean reward on the validation tasks with what is live now; a failed or unrewarded rollout counts 0.
 
@@ -194,7 +203,7 @@ class DrivenAlgorithm:
             train=plan.train,
             val=plan.val,
             seed=plan.config.experiment.seed,
-            workdir=_make_folder(plan.workdir / config.label),
+            workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.label),
             folder=plan.folder,
             store=session.store,
             credit=plan.manager.build(plan.manager.credit(credit.use), **credit.params),

@@ -110,7 +110,11 @@ def _root(claim: Claim) -> Span:
 async def _capture(
     stack: AsyncExitStack, manager: PluginManager, store: Store, claim: Claim, upstream: str, spool: Spool
 ) -> tuple[Gateway | None, dict[str, str]]:
-    """Start a gateway if there is one and it has somewhere to send calls; else let the program record itself."""
+    """Let the program record itself, and start a gateway if there is one and it has somewhere to send calls.
+
+    The gateway records every program that reads the environment; a Python program that calls another URL records
+    those calls within.
+    """
     try:
         entry = manager.gateway("gateway") if upstream else None
     except UnknownComponentError:
@@ -120,10 +124,11 @@ async def _capture(
     gateway: Gateway = manager.build(entry)
     stack.push_async_callback(gateway.stop)
     secret = load_secret()
-    target = Upstream(name="upstream", base_url=upstream, aliases=("*",), api_key_env="OPENAI_API_KEY")
+    key = "OPENAI_API_KEY" if os.environ.get("OPENAI_API_KEY") else ""
+    target = Upstream(name="upstream", base_url=upstream, aliases=("*",), api_key_env=key)
     url = await gateway.start(store=store, upstreams=[target], secret=secret)
     token = issue_token(AttemptTokens(secret), claim.rollout, claim.attempt)
-    return gateway, client_environment(f"{url}/v1", token)
+    return gateway, {**spool.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
 
 
 async def _run(

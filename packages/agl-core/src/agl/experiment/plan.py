@@ -1,11 +1,15 @@
 """Everything that can be checked before the first rollout, checked; and what is then known about the experiment."""
 
+import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from agl.contracts import Store
 from agl.errors import ConfigError
@@ -14,6 +18,7 @@ from agl.experiment.dataset import as_tasks, check_hidden
 from agl.plugins import PluginManager
 from agl.records import AlgorithmEntry
 from agl.run.agent import BUILT_IN_PARAMETERS, AgentSpec
+from agl.run.setup import PLACEHOLDER_KEY
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -48,6 +53,12 @@ class Plan:
     def name(self) -> str:
         """The experiment's name."""
         return self.config.experiment.name
+
+    def renamed(self, name: str) -> "Plan":
+        """The same experiment under another name and with a work directory of its own, which a dry run uses."""
+        section = msgspec.structs.replace(self.config.experiment, name=name)
+        config = msgspec.structs.replace(self.config, experiment=section)
+        return replace(self, config=config, workdir=self.workdir / name)
 
     def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
         """The registered record of an algorithm."""
@@ -93,6 +104,7 @@ def make_plan(
         workdir=folder / (section.workdir or f"runs/{section.name}"),
     )
     _check_section(plan)
+    _check_tasks(plan)
     _check_components(plan)
     _check_algorithms(plan)
     _check_agent(plan)
@@ -119,10 +131,6 @@ def _check_section(plan: Plan) -> None:
     for name in (section.name, *config.policy, *plan.resources, *(a.label for a in config.algorithm)):
         if not NAME.fullmatch(name):
             raise ConfigError(f"the name {name!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
-    if config.algorithm and not plan.train:
-        raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
-    if section.validate_every and not plan.val:
-        raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
         raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
@@ -133,7 +141,17 @@ def _check_section(plan: Plan) -> None:
         raise ConfigError("runner.timeout_s must be above 0 seconds")
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
-    check_hidden(plan.train, section.hidden, name="train")
+
+
+def _check_tasks(plan: Plan) -> None:
+    section = plan.config.experiment
+    if plan.config.algorithm and not plan.train:
+        raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
+    if not (plan.train or plan.val):
+        raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
+    if section.validate_every and not plan.val:
+        raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
+    check_hidden([*plan.train, *plan.val], section.hidden, name="train or val")
 
 
 def _check_components(plan: Plan) -> None:
@@ -213,11 +231,25 @@ def _tunable(plan: Plan) -> list[str]:
     return sorted({*plan.config.policy, *plan.resources})
 
 
+@contextmanager
+def _placeholder_keys() -> Generator[None]:
+    """Let a module be imported that makes a client at its top: the key of such a client is replaced in every call."""
+    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
+    os.environ.update(dict.fromkeys(missing, PLACEHOLDER_KEY))
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
+
 def _check_agent(plan: Plan) -> None:
     if plan.agent.command:
         return
+    with _placeholder_keys():
+        loaded = plan.agent.load()
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
-    for parameter in plan.agent.load().parameters[1:]:
+    for parameter in loaded.parameters[1:]:
         if parameter not in known:
             near = get_close_matches(parameter, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

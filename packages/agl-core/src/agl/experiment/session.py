@@ -104,7 +104,9 @@ class Session:
     async def _start_policies(self) -> dict[str, LLM]:
         manager, trained = self.plan.manager, self.plan.trained_policies()
         for name, config in self.plan.config.policy.items():
-            policy: Policy = manager.build(manager.policy(config.use), name=name, **config.params)
+            policy: Policy = manager.build(
+                manager.policy(config.use), name=name, **_from_folder(config.params, self.plan)
+            )
             self.policies[name] = policy
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
                 raise ConfigError(no_token_ids(name, config.use))
@@ -202,6 +204,14 @@ class Session:
         for _, tracer in tracers:
             os.environ.update(tracer.worker_env())
         return tracers
+
+
+def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A policy's parameters, with a ``model`` that is a folder beside the experiment file made absolute."""
+    model = params.get("model")
+    if isinstance(model, str) and (plan.folder / model).is_dir():
+        return {**params, "model": str((plan.folder / model).absolute())}
+    return dict(params)
 
 
 def _open_store(plan: Plan) -> Any:

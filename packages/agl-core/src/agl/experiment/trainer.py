@@ -206,13 +206,15 @@ class Trainer:
         train_dataset: Iterable[Json] | str | Path | None = None,
         *,
         tasks: int = 3,
+        record_as: str = "",
     ) -> Any:
         """Run the agent on a few tasks without training; returns a :class:`DevResult`.
 
-        Shows what would be recorded: calls, rewards, rows, and why a call would reach none.
+        Shows what would be recorded: calls, rewards, rows, and why a call would reach none. The rollouts belong to an
+        experiment of their own, ``record_as`` or ``NAME-dev``, so that a trainer may run at the same time.
         """
         plan = self.plan(agent, train_dataset)
-        return run_anywhere(lambda: self._dev(plan, tasks))
+        return run_anywhere(lambda: self._dev(plan, tasks, record_as))
 
     async def _fit(self, plan: Plan, *, resume: bool, fresh: bool) -> FitResult:
         started = time.monotonic()
@@ -242,18 +244,18 @@ class Trainer:
             for logger in loggers:
                 logger.close()
 
-    async def _dev(self, plan: Plan, tasks: int) -> DevResult:
+    async def _dev(self, plan: Plan, tasks: int, record_as: str) -> DevResult:
         progress = self._progress or default_progress()
+        name = plan.name
+        plan = plan.renamed(record_as or f"{name}-dev")
         session = Session(plan)
         try:
             store = await session.open_store()
-            previous = await saved.load_experiment(store, plan.name)
+            previous = await saved.load_experiment(store, name)
             state = ExperimentState(run=previous.run if previous else 1, live=previous.live if previous else {})
             await session.start(state)
             driver = Driver(session, state, progress=progress, loggers=())
             chosen = list(plan.train or plan.val)[:tasks]
-            if not chosen:
-                raise ConfigError("there are no tasks; set [experiment] train to a JSON-lines file")
             config = plan.config.algorithm[0] if plan.config.algorithm else None
             collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
             collected = await collect(chosen, step=0, mode="test")
@@ -304,6 +306,8 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
         if every and driver.state.turn % every == 0:
             validated, newest = driver.state.turn, await driver.validate(driver.state.turn)
 
+    if not configs and plan.train:
+        await driver.record(plan.train)
     schedule = plan.config.schedule
     if schedule.mode == "sequential":
         await sequential(turns, after_step=after_step)

@@ -95,6 +95,11 @@ def import_attribute(path: str, folder: str = "") -> Any:
         raise ConfigError(
             f"no module {module_name!r} for the agent {path!r}; looked in {where} and sys.path"
         ) from error
+    except Exception as error:  # whatever a person's module raises is reported as theirs
+        raise ConfigError(
+            f"the agent's module {module_name!r} raised {type(error).__name__} when it was imported: {error}; "
+            "make it importable first, or use --debug to see where it happened"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError:

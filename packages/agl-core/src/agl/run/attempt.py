@@ -93,13 +93,11 @@ def _with_token(llm: LLM, token: str) -> LLM:
 
 def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture:
     tracers = tuple(scope.tracers)
+    starts: dict[str, int] = {}
 
     def current_span_id() -> str | None:
-        for tracer in tracers:
-            span_id = tracer.current_span_id()
-            if span_id is not None:
-                return span_id
-        return None
+        found = [span_id for tracer in tracers if (span_id := tracer.current_span_id()) is not None]
+        return max(found, key=lambda span_id: starts.get(span_id, 0), default=None)
 
     return Capture(
         rollout_id=rollout.rollout_id,
@@ -111,6 +109,7 @@ def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture
         gateway_url=scope.gateway_url,
         upstreams=tuple(scope.upstreams),
         current_span_id=current_span_id,
+        starts=starts,
     )
 
 

@@ -29,6 +29,8 @@ class SpoolSettings(Record, frozen=True, kw_only=True):
     trace_id: str
     root_span_id: str
     upstreams: tuple[Upstream, ...] = ()
+    gateway_url: str = ""
+    token: str = ""
 
 
 class Spool:
@@ -38,8 +40,10 @@ class Spool:
         self._file = file
         self._root = root
 
-    def environment(self, upstreams: Sequence[Upstream] = ()) -> dict[str, str]:
-        """Variables that make a Python program record itself."""
+    def environment(
+        self, upstreams: Sequence[Upstream] = (), *, gateway_url: str = "", token: str = ""
+    ) -> dict[str, str]:
+        """Variables that make a Python program record itself; with a gateway, what does not go through that."""
         settings = SpoolSettings(
             file=str(self._file),
             rollout_id=self._root.rollout_id,
@@ -47,6 +51,8 @@ class Spool:
             trace_id=self._root.trace_id,
             root_span_id=self._root.span_id,
             upstreams=tuple(upstreams),
+            gateway_url=gateway_url,
+            token=token,
         )
         path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH")]))
         return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
@@ -71,6 +77,7 @@ class Spool:
 def record_this_process() -> None:
     """Activate the capture for the rest of this process; called by the injected ``sitecustomize``."""
     from agl.capture.context import Capture, activate
+    from agl.capture.wire import WireTracer
 
     settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
     lock = threading.Lock()
@@ -87,5 +94,8 @@ def record_this_process() -> None:
         root_span_id=settings.root_span_id,
         record=record,
         upstreams=settings.upstreams,
+        gateway_url=settings.gateway_url,
+        token=settings.token,
     )
+    WireTracer().install()
     activate(capture).__enter__()

@@ -1,0 +1,155 @@
+"""Frameworks that emit the GenAI conventions' spans themselves need no adapter: the OpenTelemetry tracer is one.
+
+Tested with Microsoft's agent-framework and with pydantic-ai; skipped where they are not installed. A person switches
+on the framework's own instrumentation, which is one line in each.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("agl_testing.adapters", reason="agl-testing is not installed")
+
+from agl import semconv
+from agl.capture.otel import OtelTracer
+from agl.capture.wire import WireTracer
+from agl.schemas import LLM
+from agl_testing.adapters import Played, check_rollouts, play
+from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, Step, ToolCall
+
+ONE = [{"marker": "task-0;"}]
+MANY = [{"marker": f"task-{number};"} for number in range(8)]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def divide(a: int, b: int) -> float:
+    """Divide two numbers."""
+    return a / b
+
+
+async def agent_framework(task: Any, llm: LLM) -> str:
+    from agent_framework import Agent
+    from agent_framework.openai import OpenAIChatCompletionClient
+
+    client = OpenAIChatCompletionClient(model=llm.model, base_url=llm.base_url, api_key=llm.api_key or "none")
+    agent = Agent(client, "Add.", name="calc", tools=[add, divide])
+    return (await agent.run(task["marker"])).text
+
+
+async def agent_framework_streamed(task: Any, llm: LLM) -> str:
+    from agent_framework import Agent
+    from agent_framework.openai import OpenAIChatCompletionClient
+
+    client = OpenAIChatCompletionClient(model=llm.model, base_url=llm.base_url, api_key=llm.api_key or "none")
+    agent = Agent(client, "Add.", name="calc", tools=[add, divide])
+    return "".join([update.text async for update in agent.run(task["marker"], stream=True)])
+
+
+def _pydantic_agent(llm: LLM) -> Any:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=llm.base_url, api_key=llm.api_key or "none")
+    return Agent(OpenAIChatModel(llm.model, provider=provider), name="calc", tools=[add, divide])
+
+
+async def pydantic_ai(task: Any, llm: LLM) -> str:
+    return str((await _pydantic_agent(llm).run(task["marker"])).output)
+
+
+async def pydantic_ai_streamed(task: Any, llm: LLM) -> str:
+    async with _pydantic_agent(llm).run_stream(task["marker"]) as result:
+        return str(await result.get_output())
+
+
+def _instrument(framework: str) -> None:
+    if framework == "agent_framework":
+        from agent_framework.observability import enable_instrumentation
+
+        enable_instrumentation(enable_sensitive_data=True)
+    else:
+        from pydantic_ai import Agent
+
+        Agent.instrument_all()
+
+
+Agent = Callable[[Any, LLM], Any]
+PLAIN: dict[str, Agent] = {"agent_framework": agent_framework, "pydantic_ai": pydantic_ai}
+STREAMED: dict[str, Agent] = {"agent_framework": agent_framework_streamed, "pydantic_ai": pydantic_ai_streamed}
+
+
+@pytest.fixture(params=PLAIN)
+def framework(request: pytest.FixtureRequest) -> str:
+    """A framework with its own instrumentation on."""
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param.replace('_', '-')} is not installed")
+    _instrument(request.param)
+    return request.param
+
+
+def use(*calls: ToolCall) -> Callable[[ModelRequest], Step]:
+    """Call the tools once, then answer."""
+
+    def respond(request: ModelRequest) -> Step:
+        is_first = not any(turn.role in ("assistant", "tool") for turn in request.turns)
+        return Reply(tool_calls=calls) if is_first and calls else Reply(text="done")
+
+    return respond
+
+
+SUM = use(ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": 3, "b": 4}))
+
+
+def run(agent: Agent, tasks: list[Any], server: ScriptedModelServer) -> list[Played]:
+    return play(agent, tasks, server=server, tracers=[OtelTracer(), WireTracer()])
+
+
+def test_agent_and_its_tools_are_known(framework: str, model_server: ScriptedModelServer) -> None:
+    model_server.respond_with(SUM)
+    (item,) = run(PLAIN[framework], ONE, model_server)
+    assert ("succeeded", ["calc", "calc"]) == (item.outcome.status, item.agents), item.outcome.error
+    check_rollouts([item], model_server)
+    tools = item.named("execute_tool add")
+    assert 2 == len(tools)
+    assert {"add"} == {tool.attributes[semconv.TOOL_NAME] for tool in tools}
+    assert ["invoke_agent calc"] == item.path_of(item.calls[0])[:1]
+    assert [] == [span.name for span in item.spans if span.status == "error"]
+
+
+def test_streamed_answers(framework: str, model_server: ScriptedModelServer) -> None:
+    model_server.respond_with(SUM)
+    (item,) = run(STREAMED[framework], ONE, model_server)
+    assert ("succeeded", ["calc", "calc"]) == (item.outcome.status, item.agents), item.outcome.error
+    check_rollouts([item], model_server)
+
+
+def test_retry_is_one_call(framework: str, model_server: ScriptedModelServer) -> None:
+    model_server.enqueue(Status(code=429, retry_after=0.01), Reply(text="at last"))
+    (item,) = run(PLAIN[framework], ONE, model_server)
+    assert ("succeeded", ["superseded", ""]) == (item.outcome.status, [c.reject for c in item.episode.transitions])
+    check_rollouts([item], model_server)
+
+
+def test_failing_model_call_is_the_agents_error(framework: str, model_server: ScriptedModelServer) -> None:
+    model_server.respond_with(lambda _: Status(code=400, message="no such thing"))
+    (item,) = run(PLAIN[framework], ONE, model_server)
+    assert "failed" == item.outcome.status
+    assert ["error"] == [span.status for span in item.named("invoke_agent calc")]
+    check_rollouts([item], model_server)
+
+
+@pytest.mark.parametrize("agents", [PLAIN, STREAMED], ids=["plain", "streamed"])
+def test_rollouts_at_once_keep_apart(
+    framework: str, model_server: ScriptedModelServer, agents: dict[str, Agent]
+) -> None:
+    model_server.respond_with(SUM)
+    played = run(agents[framework], MANY, model_server)
+    assert [["calc", "calc"]] * 8 == [item.agents for item in played]
+    check_rollouts(played, model_server)

@@ -1,0 +1,59 @@
+"""``agl exec``: any program is recorded once, with its output and exit status passed through."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_testing.model_server import ScriptedModelServer
+
+StartAgl = Callable[..., Any]
+
+PROGRAM = """
+import sys, openai
+client = openai.OpenAI({where} max_retries=0)
+text = client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "what is 4?"}}])
+print(text.choices[0].message.content)
+sys.exit(3)
+"""
+
+
+def record(agl: StartAgl, folder: Path, *words: str) -> tuple[int, str, str]:
+    process = agl("exec", *words, cwd=folder)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("how", ["upstream", "upstream and a URL of its own", "a URL of its own"])
+def test_program_is_recorded_whichever_way_it_finds_its_model(
+    agl: StartAgl, tmp_path: Path, server: ScriptedModelServer, how: str
+) -> None:
+    where = f"base_url={server.base_url!r}," if "URL" in how else ""
+    upstream = ("--upstream", server.base_url) if "upstream" in how else ()
+
+    code, out, err = record(agl, tmp_path, *upstream, "--", sys.executable, "-c", PROGRAM.format(where=where))
+
+    assert (3, "4\n") == (code, out)
+    assert "agl: recorded 1 model calls" in err, err
+    shown = agl("show", "latest", "--json", "--store", "sqlite:///runs/agl.db", cwd=tmp_path)
+    text, _ = shown.communicate(timeout=60)
+    spans = json.loads(text)["spans"]
+    assert ["m"] == [span["call"]["model"] for span in spans if span.get("call")]
+
+
+def test_command_that_does_not_exist_is_a_readable_error(agl: StartAgl, tmp_path: Path) -> None:
+    code, _, err = record(agl, tmp_path, "--", "no-such-program-at-all")
+
+    assert 1 == code
+    assert "cannot start 'no-such-program-at-all'" in err
+    assert "Traceback" not in err
+
+
+def test_program_without_a_call_is_recorded_and_says_what_to_check(agl: StartAgl, tmp_path: Path) -> None:
+    code, _, err = record(agl, tmp_path, "--", sys.executable, "-c", "pass")
+
+    assert 0 == code
+    assert "no model call was seen" in err
