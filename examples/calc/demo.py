@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
-WORK = HERE / "work"
+WORK = HERE / "out"
 
 
 def call(*words: str) -> None:
@@ -67,9 +67,9 @@ def main() -> None:
     before, after = draw(WORK / "run" / "metrics.jsonl", WORK / "reward.png")
     print(f"\nvalidation reward on tasks never trained on: {before:.2f} before, {after:.2f} after, {seconds:.0f} s")
     print(f"reward curve: {WORK / 'reward.png'}")
-    print("look at the newest run:       agl show latest --store sqlite:///work/runs.db")
-    print("why its calls were trained:   agl why latest --store sqlite:///work/runs.db")
-    print("good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store sqlite:///work/runs.db")
+    print("look at the newest run:       agl show latest --store sqlite:///out/runs.db")
+    print("why its calls were trained:   agl why latest --store sqlite:///out/runs.db")
+    print("good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store sqlite:///out/runs.db")
     print(f"(in {HERE})")
 
 

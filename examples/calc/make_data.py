@@ -1,4 +1,4 @@
-"""Write the tasks and the dialogues of the example: `python make_data.py --out work/data --seed 0`.
+"""Write the tasks and the dialogues of the example: `python make_data.py --out out/data --seed 0`.
 
 Tasks are expressions such as `3*7+9`. Training, validation and dialogue expressions are three disjoint sets.
 
@@ -80,7 +80,7 @@ def write_lines(path: Path, rows: list[dict[str, object]] | list[dict[str, str]]
 def main() -> None:
     """Write train.jsonl, val.jsonl and dialogues.jsonl."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("work/data"))
+    parser.add_argument("--out", type=Path, default=Path("out/data"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

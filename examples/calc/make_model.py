@@ -1,4 +1,4 @@
-"""Make a small chat model from nothing: `python make_model.py --data work/data --out work/model --seed 0`.
+"""Make a small chat model from nothing: `python make_model.py --data out/data --out out/model --seed 0`.
 
 The tokenizer is trained on the rendered dialogues, the chat template is the string below, and the weights are
 random: nothing is downloaded. What comes out is an ordinary Hugging Face directory.
@@ -92,8 +92,8 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 def main() -> None:
     """Write the model directory."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, default=Path("work/data"))
-    parser.add_argument("--out", type=Path, default=Path("work/model"))
+    parser.add_argument("--data", type=Path, default=Path("out/data"))
+    parser.add_argument("--out", type=Path, default=Path("out/model"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     tokenizer = make_tokenizer(options.data / "dialogues.jsonl")
