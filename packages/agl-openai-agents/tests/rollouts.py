@@ -85,14 +85,14 @@ def mark_of(text: str) -> str:
 
 
 def play(
-    agent: Any, server: ScriptedModelServer, tracer: Tracer, *, count: int = 1, gateway: bool = False, task: str = ""
+    agent: Any, server: ScriptedModelServer, *tracers: Tracer, count: int = 1, gateway: bool = False, task: str = ""
 ) -> list[Played]:
     """Run ``count`` rollouts at once; each asks about its own mark."""
-    return asyncio.run(_play(agent, server, tracer, count=count, gateway=gateway, task=task))
+    return asyncio.run(_play(agent, server, tracers, count=count, gateway=gateway, task=task))
 
 
 async def _play(
-    agent: Any, server: ScriptedModelServer, tracer: Tracer, *, count: int, gateway: bool, task: str
+    agent: Any, server: ScriptedModelServer, tracers: Sequence[Tracer], *, count: int, gateway: bool, task: str
 ) -> list[Played]:
     store = MemoryStore("memory://")
     upstream = Upstream(name="main", base_url=server.base_url, model="scripted", is_trained=True)
@@ -111,7 +111,11 @@ async def _play(
         gateway_url=url,
         gateway=proxy,
         upstreams=(upstream,),
-        tracers=[("adapter", tracer), ("otel", OtelTracer()), ("wire", WireTracer())],
+        tracers=[
+            *((type(tracer).__name__, tracer) for tracer in tracers),
+            ("otel", OtelTracer()),
+            ("wire", WireTracer()),
+        ],
         concurrency=count,
     )
     rollouts = [Rollout(rollout_id=new_rollout_id(), task={"question": f"#{i}# {task}"}) for i in range(count)]

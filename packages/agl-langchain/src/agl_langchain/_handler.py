@@ -5,6 +5,7 @@ there when the request leaves. Nothing here raises: what goes wrong is logged, a
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
@@ -220,6 +221,7 @@ class RunHandler(BaseCallbackHandler):
     def _open(self, run_id: UUID, run: Run) -> None:
         self._runs[run_id] = run
         run.capture.closers[id(run)] = lambda: self._close(run_id)
+        run.capture.starts[run.span_id] = time.perf_counter_ns()
 
     def _close(self, run_id: UUID) -> None:
         """The attempt ends before the run does."""
@@ -232,6 +234,7 @@ class RunHandler(BaseCallbackHandler):
         if run is not None:
             run.is_open = False
             run.capture.closers.pop(id(run), None)
+            run.capture.starts.pop(run.span_id, None)
         return run
 
     def _end(self, run_id: UUID, output: Any) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
@@ -88,6 +89,8 @@ class RolloutProcessor(TracingProcessor):
             opened = open_(source, capture, parent_id=self._parent_of(source, capture))
             self._open[key] = opened
             capture.closers[id(opened)] = lambda: self._close(key)
+            if opened.is_recorded:
+                capture.starts[opened.span_id] = time.perf_counter_ns()
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
@@ -107,6 +110,7 @@ class RolloutProcessor(TracingProcessor):
             return False
         opened.capture.closers.pop(id(opened), None)
         if opened.is_recorded:
+            opened.capture.starts.pop(opened.span_id, None)
             self._record(opened, is_ended=True)
         return True
 
