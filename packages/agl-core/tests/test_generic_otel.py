@@ -33,39 +33,47 @@ def divide(a: int, b: int) -> float:
     return a / b
 
 
-async def agent_framework(task: Any, llm: LLM) -> str:
+def api_of(llm: LLM) -> Any:
+    """OpenAI's client, to be closed in the loop that used it."""
+    import openai
+
+    return openai.AsyncOpenAI(base_url=llm.base_url, api_key=llm.api_key or "none")
+
+
+def framework_agent(llm: LLM, api: Any) -> Any:
     from agent_framework import Agent
     from agent_framework.openai import OpenAIChatCompletionClient
 
-    client = OpenAIChatCompletionClient(model=llm.model, base_url=llm.base_url, api_key=llm.api_key or "none")
-    agent = Agent(client, "Add.", name="calc", tools=[add, divide])
-    return (await agent.run(task["marker"])).text
+    client = OpenAIChatCompletionClient(model=llm.model, async_client=api)
+    return Agent(client, "Add.", name="calc", tools=[add, divide])
+
+
+async def agent_framework(task: Any, llm: LLM) -> str:
+    async with api_of(llm) as api:
+        return (await framework_agent(llm, api).run(task["marker"])).text
 
 
 async def agent_framework_streamed(task: Any, llm: LLM) -> str:
-    from agent_framework import Agent
-    from agent_framework.openai import OpenAIChatCompletionClient
-
-    client = OpenAIChatCompletionClient(model=llm.model, base_url=llm.base_url, api_key=llm.api_key or "none")
-    agent = Agent(client, "Add.", name="calc", tools=[add, divide])
-    return "".join([update.text async for update in agent.run(task["marker"], stream=True)])
+    async with api_of(llm) as api:
+        return "".join([part.text async for part in framework_agent(llm, api).run(task["marker"], stream=True)])
 
 
-def _pydantic_agent(llm: LLM) -> Any:
+def pydantic_agent(llm: LLM, api: Any) -> Any:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    provider = OpenAIProvider(base_url=llm.base_url, api_key=llm.api_key or "none")
-    return Agent(OpenAIChatModel(llm.model, provider=provider), name="calc", tools=[add, divide])
+    model = OpenAIChatModel(llm.model, provider=OpenAIProvider(openai_client=api))
+    return Agent(model, name="calc", tools=[add, divide])
 
 
 async def pydantic_ai(task: Any, llm: LLM) -> str:
-    return str((await _pydantic_agent(llm).run(task["marker"])).output)
+    async with api_of(llm) as api:
+        return str((await pydantic_agent(llm, api).run(task["marker"])).output)
 
 
 async def pydantic_ai_streamed(task: Any, llm: LLM) -> str:
-    async with _pydantic_agent(llm).run_stream(task["marker"]) as result:
+    async with api_of(llm) as api, pydantic_agent(llm, api).run_stream(task["marker"]) as result:
         return str(await result.get_output())
 
 
@@ -121,6 +129,13 @@ def test_agent_and_its_tools_are_known(framework: str, model_server: ScriptedMod
     assert {"add"} == {tool.attributes[semconv.TOOL_NAME] for tool in tools}
     assert ["invoke_agent calc"] == item.path_of(item.calls[0])[:1]
     assert [] == [span.name for span in item.spans if span.status == "error"]
+
+
+def test_failed_tool_is_an_error(framework: str, model_server: ScriptedModelServer) -> None:
+    model_server.respond_with(use(ToolCall("divide", {"a": 1, "b": 0})))
+    (item,) = run(PLAIN[framework], ONE, model_server)
+    assert ["error"] == [span.status for span in item.named("execute_tool divide")]
+    check_rollouts([item], model_server)
 
 
 def test_streamed_answers(framework: str, model_server: ScriptedModelServer) -> None:
