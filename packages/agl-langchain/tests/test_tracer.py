@@ -212,6 +212,20 @@ def test_the_handler_given_by_hand_records_nothing_twice(tracer: LangChainTracer
     assert ["invoke_workflow step"] == [span.name for span in observe(work, tracer)]
 
 
+def test_a_lit_agent_finds_the_handler(server: ScriptedModelServer, tracer: LangChainTracer):
+    class Solver(agl.LitAgent[Any]):
+        def rollout(self, task: Any, resources: Any, rollout: agl.Rollout) -> None:
+            config = {"callbacks": [self.tracer.get_langchain_handler()]}
+            agents.chain(resources["main"]).invoke(task, config)
+            with pytest.raises(AttributeError, match="no tracer of this run has 'get_other_handler'"):
+                self.tracer.get_other_handler()
+
+    (run,) = play(Solver(), server, tracer)
+    assert run.attempt.error is None
+    check([run], server)
+    assert [("writer", ("writer",))] == run.who
+
+
 def test_the_handler_alone_is_enough_where_the_tracer_is_not_installed(tracer: LangChainTracer):
     spans: list[agl.Span] = []
     chain = RunnableLambda(lambda text: text).with_config(run_name="step")

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from agl.capture import process
-from agl.contracts import Upstream
+from agl.contracts import Tracer, Upstream
 from agl.schemas import Span
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ class Capture:
         closers: Called once when the attempt's activation ends; model calls that are still open record themselves.
         starts: When the open spans of frameworks started, in nanoseconds of any clock, by span id. Where several
             frameworks have a current span, the one that started last is the innermost.
+        tracers: The installed tracers.
     """
 
     rollout_id: str
@@ -46,6 +47,7 @@ class Capture:
     current_span_id: Callable[[], str | None] = field(default=lambda: None, repr=False)
     closers: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]], repr=False)
     starts: dict[str, int] = field(default_factory=dict[str, int], repr=False)
+    tracers: tuple[Tracer, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture
         upstreams=tuple(scope.upstreams),
         current_span_id=current_span_id,
         starts=starts,
+        tracers=tracers,
     )
 
 

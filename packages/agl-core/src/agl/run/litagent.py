@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from agl.capture.context import current
+from agl.contracts import Tracer
 from agl.schemas import Json, NamedResources, Rollout
 
 T = TypeVar("T")
@@ -16,11 +18,42 @@ F = TypeVar("F", bound=Callable[..., Any])
 MARK = "__agl_agent__"
 
 
+class Tracers:
+    """The installed tracers as one object: an attribute is that of the first one that has it."""
+
+    def __init__(self, tracers: tuple[Tracer, ...]) -> None:
+        self._tracers = tracers
+
+    def __getattr__(self, name: str) -> Any:
+        for tracer in self._tracers:
+            if hasattr(tracer, name):
+                return getattr(tracer, name)
+        found = [type(tracer).__name__ for tracer in self._tracers]
+        raise AttributeError(
+            f"no tracer of this run has {name!r}; it has {found}. Use it inside a rollout, and name the tracer that "
+            "has it in the experiment's tracers"
+        )
+
+
+class _CurrentTracers:
+    """Gives the tracers of the running attempt; an agent that sets an attribute of this name has its own."""
+
+    def __get__(self, agent: object, owner: type) -> Tracers:
+        capture = current()
+        return Tracers(capture.tracers if capture else ())
+
+
 class LitAgent(Generic[T]):
     """An agent as a class: override :meth:`rollout`, as a function or a coroutine function.
 
     One instance serves many rollouts at once, so keep per-rollout state in local variables.
+
+    Attributes:
+        tracer: The tracers of the running attempt, for what a tracer offers besides its contract, such as a handler
+            that an agent passes to its framework by hand.
     """
+
+    tracer = _CurrentTracers()
 
     def rollout(self, task: T, resources: NamedResources, rollout: Rollout) -> Any:
         """Run the agent on one task.
