@@ -3,6 +3,7 @@
 Each package is tested in an environment of its own, made with pip; there is no joint lock.
 """
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,27 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 PYTHONS = ["3.11", "3.12", "3.13"]
 TORCH = "torch==2.13.0"
 TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7"]
-PARTS = ["lint", "types", "core", "openai2", "testing", "gateway", "torch", "integration", "docs", "wheels"]
+LIGHT = ["agl-core", "agl-gateway", "agl-testing"]
+"""Packages that need neither torch nor an agent framework."""
+
+ADAPTERS = {
+    "agl-langchain": {
+        "oldest": ["langchain==1.0.0", "langchain-core==1.0.0", "langgraph==1.0.0", "langchain-openai==1.0.0"],
+        "newest": ["langchain", "langgraph", "langchain-openai"],
+    },
+    "agl-openai-agents": {
+        "oldest": ["openai-agents==0.20.0"],
+        "newest": ["openai-agents", "-e", "packages/agl-langchain", "langgraph", "langchain-openai"],
+    },
+    "agl-autogen": {
+        "oldest": ["autogen-agentchat==0.7.0", "autogen-core==0.7.0", "autogen-ext[openai]==0.7.0", "openai>=2,<3"],
+        "newest": ["autogen-agentchat", "autogen-ext[openai]"],
+    },
+    "agl-crewai": {"oldest": ["crewai==1.15.0"], "newest": ["crewai"]},
+}
+"""Every framework's oldest supported and newest release; each pair in an environment of its own."""
+
+PARTS = ["lint", "types", "core", "openai2", "generic", "testing", "gateway", "torch", "integration", "docs", "wheels"]
 
 
 def found(pythons: list[str]) -> list[str]:
@@ -51,23 +72,29 @@ def pytest(session: nox.Session, *paths: str) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that must pass: lint, types, layers, every package, integration, docs, package builds."""
     for part in PARTS:
-        session.notify(part)
+        names = [f"core-{python}" for python in found(PYTHONS)] if part == "core" else [part]
+        for name in names:
+            session.notify(name)
+    for package in ADAPTERS:
+        for versions in ("oldest", "newest"):
+            session.notify(f"adapter({package}-{versions})")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, and the layers between and within packages."""
-    install(session, "agl-core", "agl-gateway", "agl-testing", extras=("ruff==0.17.*", "import-linter==2.16"))
+    install(session, *LIGHT, extras=("ruff==0.17.*", "import-linter==2.16"))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("lint-imports", env={"PYTHONPATH": str(ROOT / "packages" / "agl-algo-torch" / "src")})
+    sources = [str(ROOT / "packages" / name / "src") for name in PACKAGES if name not in LIGHT]
+    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(sources)})
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Pyright, strict; the packages that need torch are checked in their own session."""
-    install(session, "agl-core", "agl-gateway", "agl-testing", extras=("pyright==1.1.414",))
-    session.run("pyright", *(f"packages/{name}/src" for name in PACKAGES if name != "agl-algo-torch"), "tests/typing")
+    """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
+    install(session, *LIGHT, extras=("pyright==1.1.414",))
+    session.run("pyright", *(f"packages/{name}/src" for name in LIGHT), "tests/typing")
 
 
 @nox.session(python=found(PYTHONS))
@@ -82,6 +109,32 @@ def openai2(session: nox.Session) -> None:
     """The capture tests with openai 2, which uses httpx where openai 3 uses httpx2."""
     install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=2,<3"))
     pytest(session, "packages/agl-core/tests", "-k", "wire or capture")
+
+
+@nox.session
+def generic(session: nox.Session) -> None:
+    """Frameworks that emit the standard spans themselves, through the core's OpenTelemetry tracer."""
+    frameworks = (
+        "agent-framework-core>=1.23,<2",
+        "agent-framework-openai>=1.17,<2",
+        "pydantic-ai-slim[openai]>=2.62,<3",
+    )
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, *frameworks))
+    pytest(session, "packages/agl-core/tests/test_generic_otel.py")
+
+
+@nox.session
+@nox.parametrize(
+    ("package", "versions"),
+    [nox.param(p, v, id=f"{p}-{v}") for p in ADAPTERS for v in ("oldest", "newest")],
+)
+def adapter(session: nox.Session, package: str, versions: str) -> None:
+    """One framework's adapter with one release of its framework: tests, and types with the newest."""
+    tools = (*TEST_TOOLS, "pyright==1.1.414")
+    install(session, *LIGHT, package, extras=(*tools, *ADAPTERS[package][versions]))
+    pytest(session, f"packages/{package}/tests")
+    if versions == "newest":
+        session.run("pyright", f"packages/{package}/src")
 
 
 @nox.session
@@ -149,7 +202,7 @@ def wheels(session: nox.Session) -> None:
     shutil.rmtree(out, ignore_errors=True)
     for name in PACKAGES:
         session.run("python", "-m", "build", "-q", "--outdir", str(out), f"packages/{name}", silent=True)
-    light = [path for path in sorted(out.glob("*.whl")) if "algo_torch" not in path.name]
+    light = [path for path in sorted(out.glob("*.whl")) if path.name.split("-")[0].replace("_", "-") in LIGHT]
     session.install("-q", *map(str, light))
     session.chdir(out)
     session.run("agl", "plugins", "check")
