@@ -236,6 +236,8 @@ def test_the_handler_alone_is_enough_where_the_tracer_is_not_installed(tracer: L
 
 
 def test_uploads_to_langsmith_are_off_inside_rollouts_only(monkeypatch: pytest.MonkeyPatch, tracer: LangChainTracer):
+    for name in ("LANGCHAIN_TRACING_V2", "LANGSMITH_TRACING_V2", "LANGCHAIN_TRACING"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LANGSMITH_TRACING", "true")
     utils.get_env_var.cache_clear()
     seen: list[Any] = []
