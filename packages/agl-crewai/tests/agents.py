@@ -7,6 +7,7 @@ import openai
 from crewai import Agent, Crew, Process, Task
 from crewai.flow.flow import Flow, listen, start
 from crewai.tools import tool
+from opentelemetry import trace
 
 from agl.schemas import LLM
 
@@ -132,6 +133,21 @@ def model_call_in_a_tool(task: Any, llm: LLM) -> str:
         return answer.choices[0].message.content or ""
 
     return str(crew_of(task, model_of(llm), tools=[ask]).kickoff())
+
+
+def between_foreign_spans(task: Any, llm: LLM) -> str:
+    """A crew within somebody's span, and somebody's span within the crew's tool."""
+    foreign = trace.get_tracer("foreign")
+
+    @tool("ask")
+    def ask(question: str) -> str:
+        """Ask the model."""
+        with foreign.start_as_current_span("inner"), openai.OpenAI(base_url=llm.base_url, api_key="none") as client:
+            messages: Any = [{"role": "user", "content": f"{task['marker']} {question}"}]
+            return str(client.chat.completions.create(model=llm.model, messages=messages))
+
+    with foreign.start_as_current_span("outer"):
+        return str(crew_of(task, model_of(llm), tools=[ask]).kickoff())
 
 
 class StoppedError(Exception):

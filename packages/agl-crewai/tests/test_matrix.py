@@ -158,6 +158,16 @@ def test_model_call_in_a_tool(run: Play, model_server: ScriptedModelServer) -> N
     assert ["execute_tool ask", "chat scripted"] == item.path_of(item.calls[1])[-2:]
 
 
+def test_spans_of_others_around_and_within_a_crew_make_one_tree(run: Play, model_server: ScriptedModelServer) -> None:
+    model_server.respond_with(CASES["thread"][1])
+    (item,) = run(agents.between_foreign_spans, ONE)
+    check_rollouts([item], model_server)
+    first, second, third = (item.path_of(call) for call in item.calls)
+    crew = ["outer", *CREW, "invoke_workflow AgentExecutor"]
+    assert [*crew, "chat scripted", "chat scripted"] == first == third
+    assert [*crew, "execute_tool ask", "inner", "chat scripted"] == second
+
+
 @pytest.mark.parametrize("code", [429, 500])
 def test_retries_are_one_call(run: Play, model_server: ScriptedModelServer, code: int) -> None:
     model_server.enqueue(Status(code=code, retry_after=0.01), Reply(text="Final Answer: at last"))

@@ -1,5 +1,6 @@
 """The one place where CrewAI's events become our spans."""
 
+import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, cast
@@ -27,6 +28,11 @@ Attributes = dict[str, Any]
 def span_id(event_id: str) -> str:
     """The id of the span of the event with this id, a UUID: half of its digits."""
     return event_id.replace("-", "")[:16]
+
+
+def clock_of(event: Any) -> int:
+    """When the event was emitted, by ``time.perf_counter_ns``; its handler runs somewhat later."""
+    return time.perf_counter_ns() - (time.time_ns() - _ns(event.timestamp))
 
 
 def belong(start: Any, end: Any) -> bool:

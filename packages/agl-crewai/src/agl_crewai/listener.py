@@ -6,6 +6,7 @@ Handlers run in a copy of the emitter's context, so the rollout is the one that 
 import importlib
 import logging
 import pkgutil
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,8 +75,12 @@ class Listener:
 
     def current_span_id(self) -> str | None:
         """Id of the span of the innermost scope in this context."""
-        event_id = get_current_parent_id()
-        return None if event_id is None else _convert.span_id(event_id)
+        event_id, capture = get_current_parent_id(), current()
+        if event_id is None or capture is None:
+            return None
+        span_id = _convert.span_id(event_id)
+        capture.starts.setdefault(span_id, time.perf_counter_ns())  # its handler may not have run yet
+        return span_id
 
     def flush(self, timeout_s: float) -> None:
         """Wait for the handlers of every event so far."""
@@ -95,6 +100,7 @@ class Listener:
                 del self._open[opened.event.event_id]
             self._early = {key: early for key, early in self._early.items() if early[0] is not capture}
         for opened in left:
+            capture.starts.pop(_convert.span_id(opened.event.event_id), None)
             capture.record(_convert.unended(opened.event, capture, opened.parent_id))
 
     def _begin(self, opened: _Open) -> None:
@@ -104,6 +110,7 @@ class Listener:
                 end = None
             if end is None:
                 self._open[opened.event.event_id] = opened
+                opened.capture.starts[_convert.span_id(opened.event.event_id)] = _convert.clock_of(opened.event)
         if end is not None:
             self._record(opened, end)
 
@@ -126,6 +133,7 @@ class Listener:
         return started_id
 
     def _record(self, opened: _Open, end: BaseEvent) -> None:
+        opened.capture.starts.pop(_convert.span_id(opened.event.event_id), None)
         opened.capture.record(_convert.span_of(opened.event, end, opened.capture, opened.parent_id))
 
 

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.trace import NonRecordingSpan, SpanContext, StatusCode, TraceFlags, format_span_id, format_trace_id
 
 from agl.capture import process
-from agl.capture.context import Capture, current, current_scope, innermost
+from agl.capture.context import Capture, current, current_scope, framework_span_id, innermost
 from agl.capture.emitters import plain
 from agl.schemas import Span, SpanEvent, SpanStatus
 
@@ -159,12 +159,19 @@ def _root_of(capture: Capture) -> SpanContext:
 
 
 def _parent_of(span: ReadableSpan, capture: Capture) -> str:
-    """OpenTelemetry's parent, unless one of our operations was opened within that parent."""
+    """OpenTelemetry's parent, unless an operation, or another framework's span, is within that parent."""
     parent_id = format_span_id(span.parent.span_id) if span.parent else capture.root_span_id
-    if parent_id == capture.root_span_id:
+    if parent_id == capture.root_span_id or _is_within(capture, parent_id):
         return innermost(capture)
     scope = current_scope()
     return scope.span_id if scope is not None and scope.framework_id == parent_id else parent_id
+
+
+def _is_within(capture: Capture, parent_id: str) -> bool:
+    """Whether a framework's current span began within OpenTelemetry's current one, the span's parent."""
+    found = format_span_id(trace.get_current_span().get_span_context().span_id)
+    inner = framework_span_id(capture) if found == parent_id else None
+    return inner is not None and capture.starts.get(inner, 0) > capture.starts.get(parent_id, 0)
 
 
 def _id_of(span: ReadableSpan) -> str:
