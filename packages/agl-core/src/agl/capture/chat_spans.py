@@ -1,4 +1,4 @@
-"""Turns model calls that were recorded in the process into spans, as the gateway does with those that it relays."""
+"""Model calls as spans, by the GenAI conventions: those recorded in the process, and those that the gateway relays."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -19,11 +19,12 @@ def chat_spans(
     rollout_id: str,
     attempt_id: str,
     trace_id: str,
-    parent_id: str,
+    parent_id: str | None,
+    framework_span_id: str,
     start_ns: int,
     end_ns: int,
 ) -> list[Span]:
-    """One span per call, all below ``parent_id``, the span in which the request was made."""
+    """One span per call, all below ``parent_id``; ``framework_span_id`` is kept where the client sent one."""
     return [
         Span(
             rollout_id=rollout_id,
@@ -37,14 +38,14 @@ def chat_spans(
             end_ns=end_ns,
             status="error" if call.error else "ok",
             status_message=call.error,
-            attributes={**_attributes(call), semconv.FRAMEWORK_SPAN_ID: parent_id},
+            attributes=_attributes(call, framework_span_id),
             call=call,
         )
         for call in calls
     ]
 
 
-def _attributes(call: ModelCall) -> dict[str, Any]:
+def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
     answer = _mapping(call.response)
     found: dict[str, Any] = {
         semconv.OPERATION: _OPERATIONS.get(call.dialect, semconv.OP_CHAT),
@@ -54,6 +55,7 @@ def _attributes(call: ModelCall) -> dict[str, Any]:
         semconv.FINISH_REASONS: [call.finish_reason] if call.finish_reason else None,
         semconv.MODEL_VERSION: call.model_version,
         semconv.ERROR_TYPE: _error_type(call),
+        semconv.FRAMEWORK_SPAN_ID: framework_span_id,
         **_usage(_mapping(answer.get("usage")), call),
     }
     return {name: value for name, value in found.items() if value not in (None, "")}

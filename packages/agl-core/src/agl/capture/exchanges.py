@@ -97,6 +97,7 @@ class OpenCall:
             attempt_id=capture.attempt_id,
             trace_id=capture.trace_id,
             parent_id=self._parent_id,
+            framework_span_id=self._parent_id,
             start_ns=self._start_ns,
             end_ns=time.time_ns(),
         ):

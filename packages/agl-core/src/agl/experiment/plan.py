@@ -2,8 +2,7 @@
 
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,7 +17,7 @@ from agl.experiment.dataset import as_tasks, check_hidden
 from agl.plugins import PluginManager
 from agl.records import AlgorithmEntry
 from agl.run.agent import BUILT_IN_PARAMETERS, AgentSpec
-from agl.run.setup import PLACEHOLDER_KEY
+from agl.run.setup import PLACEHOLDER_KEY, environment
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
@@ -231,22 +230,11 @@ def _tunable(plan: Plan) -> list[str]:
     return sorted({*plan.config.policy, *plan.resources})
 
 
-@contextmanager
-def _placeholder_keys() -> Generator[None]:
-    """Let a module be imported that makes a client at its top: the key of such a client is replaced in every call."""
-    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
-    os.environ.update(dict.fromkeys(missing, PLACEHOLDER_KEY))
-    try:
-        yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
-
-
 def _check_agent(plan: Plan) -> None:
     if plan.agent.command:
         return
-    with _placeholder_keys():
+    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
+    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # a client made at the top of the module asks for one
         loaded = plan.agent.load()
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
     for parameter in loaded.parameters[1:]:

@@ -1,7 +1,6 @@
 """A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
 
 import logging
-import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -18,7 +17,7 @@ from agl.experiment.lock import ExperimentLock
 from agl.experiment.plan import Plan
 from agl.experiment.state import ExperimentState
 from agl.run.liveness import worker_is_dead
-from agl.run.setup import RunSetup
+from agl.run.setup import RunSetup, environment
 from agl.run.worker import Worker, WorkerSetup
 from agl.schemas import LLM, Outcome, ResourceVersion
 
@@ -202,7 +201,7 @@ class Session:
         names = dict.fromkeys((*self.plan.config.tracers, "otel", "wire"))
         tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
         for _, tracer in tracers:
-            os.environ.update(tracer.worker_env())
+            self._stack.enter_context(environment(tracer.worker_env()))
         return tracers
 
 

@@ -1,6 +1,8 @@
 """What a runner needs to know, apart from the attempt that it runs."""
 
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agl.contracts import Gateway, Store, Tracer, Upstream
@@ -49,6 +51,21 @@ class RunSetup:
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
         """Variables by which clients find the model: for OpenAI's and Anthropic's libraries, and who read those."""
         return client_environment(self.base_url, token) if self.base_url else {}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Generator[None]:
+    """Set environment variables, and give back what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def client_environment(base_url: str, token: str) -> dict[str, str]:
