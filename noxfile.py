@@ -25,12 +25,18 @@ LIGHT = ["agl-core", "agl-gateway", "agl-testing"]
 
 ADAPTERS = {
     "agl-langchain": {
-        "oldest": ["langchain==1.0.0", "langchain-core==1.0.0", "langgraph==1.0.0", "langchain-openai==1.0.0"],
-        "newest": ["langchain", "langgraph", "langchain-openai"],
+        "oldest": [
+            "langchain==1.0.0",
+            "langchain-core==1.0.0",
+            "langgraph==1.0.0",
+            "langchain-openai==1.0.0",
+            "openai>=2,<3",
+        ],
+        "newest": ["langchain", "langgraph", "langchain-openai", "openai>=3,<4"],
     },
     "agl-openai-agents": {
-        "oldest": ["openai-agents==0.20.0"],
-        "newest": ["openai-agents", "-e", "packages/agl-langchain", "langgraph", "langchain-openai"],
+        "oldest": ["openai-agents==0.20.0", "openai>=2,<3"],
+        "newest": ["openai-agents", "openai>=3,<4", "-e", "packages/agl-langchain", "langgraph", "langchain-openai"],
     },
     "agl-autogen": {
         "oldest": ["autogen-agentchat==0.7.0", "autogen-core==0.7.0", "autogen-ext[openai]==0.7.0", "openai>=2,<3"],
