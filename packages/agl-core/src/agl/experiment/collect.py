@@ -34,6 +34,7 @@ class FinishFeed:
         self._store = store
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._reader: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
 
     async def __aenter__(self) -> "FinishFeed":
         """Start to read at the feed's end."""
@@ -47,7 +48,9 @@ class FinishFeed:
             await asyncio.gather(self._reader, return_exceptions=True)
 
     def watch(self, rollout_id: str) -> "asyncio.Future[None]":
-        """A future that ends when the rollout is finished; ask before enqueueing."""
+        """A future that ends when the rollout is finished; ask before enqueueing. Raises what ended the reading."""
+        if self._error is not None:
+            raise self._error
         return self._waiting.setdefault(rollout_id, asyncio.get_running_loop().create_future())
 
     def forget(self, rollout_id: str) -> None:
@@ -67,7 +70,8 @@ class FinishFeed:
                     cursor = change.cursor
                     if change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled"):
                         self.resolve(change.key)
-        except Exception as error:  # noqa: BLE001  # handed to everybody who waits
+        except Exception as error:  # noqa: BLE001  # handed to everybody who waits, now or later
+            self._error = error
             for future in self._waiting.values():
                 if not future.done():
                     future.set_exception(error)
