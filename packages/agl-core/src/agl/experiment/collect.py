@@ -173,17 +173,21 @@ class Collector:
             self._progress(done, len(rollouts), "")
             return episode
 
+        tasks: list[asyncio.Task[Episode]] = []
         try:
             for rollout in await self._store.enqueue(rollouts):
                 if rollout.is_finished:
                     self._feed.resolve(rollout.rollout_id)
-            work = asyncio.gather(*(finished(rollout) for rollout in rollouts))
+            tasks = [asyncio.create_task(finished(rollout)) for rollout in rollouts]
+            work = asyncio.gather(*tasks)
             await asyncio.wait({work, self._failure}, return_when=asyncio.FIRST_COMPLETED)
             if self._failure.done() and not work.done():
-                work.cancel()
                 self._failure.result()
             return await work
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             for rollout_id in futures:
                 self._feed.forget(rollout_id)
 
@@ -242,6 +246,18 @@ async def read_episode(store: Store, rollout_id: str, *, selection: EpisodeSelec
         policy=selection.policy,
         options=selection.options,
     )
+
+
+async def cancel_unfinished(store: Store, experiment: str) -> None:
+    """Cancel what a stopped run left queued or running, so that a fresh start does not pay for it."""
+    after = ""
+    while True:
+        query = RolloutQuery(experiment=experiment, status=("queued", "running"), after=after)
+        page = await store.rollouts(query)
+        if not page:
+            return
+        after = page[-1].rollout_id
+        await store.cancel([rollout.rollout_id for rollout in page])
 
 
 async def read_spans(store: Store, rollout_id: str) -> list[Span]:

@@ -28,8 +28,8 @@ async def sequential(turns: Sequence[Turn], *, after_step: Callable[[], Awaitabl
     for turn in turns:
         if turn.is_finished:
             continue
-        await turn.begin()
         try:
+            await turn.begin()
             while not turn.is_finished:
                 await turn.step()
                 await after_step()
@@ -60,15 +60,18 @@ async def concurrent(turns: Sequence[Turn], *, after_step: Callable[[], Awaitabl
     """All at once; the first failure stops the others."""
 
     async def run(turn: Turn) -> None:
-        await turn.begin()
         try:
+            await turn.begin()
             while not turn.is_finished:
                 await turn.step()
                 await after_step()
         finally:
             await turn.end()
 
-    async with asyncio.TaskGroup() as group:
-        for turn in turns:
-            if not turn.is_finished:
-                group.create_task(run(turn))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for turn in turns:
+                if not turn.is_finished:
+                    group.create_task(run(turn))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures

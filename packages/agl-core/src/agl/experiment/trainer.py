@@ -13,6 +13,7 @@ import msgspec
 from agl.contracts import Logger, Store
 from agl.errors import ConfigError
 from agl.experiment import state as saved
+from agl.experiment.collect import cancel_unfinished
 from agl.experiment.config import (
     AlgorithmConfig,
     ComponentConfig,
@@ -269,6 +270,7 @@ async def _begin(store: Store, name: str, *, resume: bool, fresh: bool) -> Exper
     previous = await saved.load_experiment(store, name)
     if previous is None or fresh:
         state = ExperimentState(run=previous.run + 1 if previous else 1, owner=worker_name())
+        await cancel_unfinished(store, name)
     elif previous.status == "finished":
         raise ConfigError(f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start")
     elif not resume:

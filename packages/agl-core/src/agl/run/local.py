@@ -6,16 +6,21 @@ its model calls: use the `process` runner for agents that do.
 """
 
 import asyncio
+import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from agl.capture.recorder import SpanRecorder
 from agl.capture.token import AttemptTokens
-from agl.errors import ConfigError
+from agl.errors import ConfigError, StoreError
 from agl.run.attempt import AttemptScope, run_attempt
 from agl.run.setup import RunSetup
 from agl.run.tokens import issue_token
 from agl.schemas import Claim, Outcome
+
+_LOG = logging.getLogger("agl.run")
 
 FLUSH_S = 1.0
 """Seconds between writes of the spans of running attempts: what a crash of this process can cost."""
@@ -31,6 +36,7 @@ class AsyncRunner:
         self._agent = setup.agent.load()
         self._tokens = AttemptTokens(setup.secret)
         self._recorders: dict[str, SpanRecorder] = {}
+        self._flushing = asyncio.Lock()
         self._environment: list[str] = []
         self._executor: ThreadPoolExecutor | None = None
         self._flusher: asyncio.Task[None] | None = None
@@ -68,16 +74,32 @@ class AsyncRunner:
         )
         self._recorders[attempt_id] = recorder
         try:
-            return await run_attempt(self._agent, claim.rollout, claim.attempt, scope=scope)
+            outcome = await run_attempt(self._agent, claim.rollout, claim.attempt, scope=scope)
         finally:
             del self._recorders[attempt_id]
+        async with self._flushing:  # what is being written is there before the attempt ends
+            rest = recorder.drain()
+        return msgspec.structs.replace(outcome, spans=(*outcome.spans, *rest)) if rest else outcome
 
     async def _flush_loop(self) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
-            spans = [span for recorder in list(self._recorders.values()) for span in recorder.drain()]
-            if spans:
-                await self._setup.store.append_spans(spans)
+            async with self._flushing:
+                await self._flush()
+
+    async def _flush(self) -> None:
+        """Write what waits; what the store refuses goes back and is written with the attempt's end."""
+        drained = [(recorder, recorder.drain()) for recorder in list(self._recorders.values())]
+        spans = [span for _, own in drained for span in own]
+        if not spans:
+            return
+        try:
+            await self._setup.store.append_spans(spans)
+        except StoreError as error:
+            _LOG.warning("%d spans could not be written yet: %s", len(spans), error)
+            for recorder, own in drained:
+                for span in own:
+                    recorder.record(span)
 
     async def stop(self) -> None:
         """Uninstall the tracers and let the threads go."""

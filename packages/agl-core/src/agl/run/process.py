@@ -55,7 +55,7 @@ class ProcessRunner:
             resources=await setup.resources(claim.rollout),
             token=issue_token(self._tokens, claim.rollout, claim.attempt),
         )
-        child = self._idle.pop() if self._idle else await self._new_child()
+        child = await self._idle_child() or await self._new_child()
         try:
             outcome = await self._converse(child, run)
         except BaseException:
@@ -66,6 +66,15 @@ class ProcessRunner:
         else:
             await self._discard(child)
         return outcome
+
+    async def _idle_child(self) -> "_Child | None":
+        """A child that waits, those that died while they waited left out."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            await self._discard(child)
+        return None
 
     async def _converse(self, child: "_Child", run: ChildRun) -> Outcome:
         limit = run.rollout.retry.timeout_s
@@ -80,6 +89,8 @@ class ProcessRunner:
                     if isinstance(message, ChildSpans):
                         await self._setup.store.append_spans(message.spans)
         except TimeoutError:
+            if limit is None:
+                raise
             await child.kill()
             text = f"the agent ran longer than {limit:g} s and its process was killed"
             return Outcome(attempt_id=attempt_id, status="timeout", error=ErrorInfo(type="TimeoutError", message=text))

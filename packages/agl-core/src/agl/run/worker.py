@@ -87,8 +87,8 @@ class Worker:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
         await self._setup.runner.stop()
-        if self.failure is not None and not self.failure.done():
-            self.failure.cancel()
+        if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
+            self.failure.exception()  # whoever waited has seen it; nobody else needs a warning
 
     def _spawn(self, work: Awaitable[None]) -> "asyncio.Task[None]":
         async def guarded() -> None:
@@ -124,7 +124,14 @@ class Worker:
         self._agents += 1
         task = asyncio.create_task(self._run(claim))
         self._running[key] = task
-        task.add_done_callback(lambda _: self._running.pop(key, None))
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
+        """Forget an attempt; an outcome that the store did not take breaks the worker, loudly and at once."""
+        self._running.pop(key, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self.failure is not None and not self.failure.done():
+            self.failure.set_exception(error)
 
     async def _renew_loop(self) -> None:
         while True:
