@@ -174,20 +174,21 @@ class Collector:
             return episode
 
         tasks: list[asyncio.Task[Episode]] = []
+        work: list[asyncio.Future[list[Episode]]] = []
         try:
             for rollout in await self._store.enqueue(rollouts):
                 if rollout.is_finished:
                     self._feed.resolve(rollout.rollout_id)
             tasks = [asyncio.create_task(finished(rollout)) for rollout in rollouts]
-            work = asyncio.gather(*tasks)
-            await asyncio.wait({work, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done() and not work.done():
+            work.append(asyncio.gather(*tasks))
+            await asyncio.wait({*work, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done() and not work[0].done():
                 self._failure.result()
-            return await work
+            return await work[0]
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, *work, return_exceptions=True)
             for rollout_id in futures:
                 self._feed.forget(rollout_id)
 

@@ -119,6 +119,7 @@ async def _run_limited(
 ) -> tuple[AttemptStatus, ErrorInfo | None, Any]:
     invocation = _Invocation(agent, rollout, resources, executor=scope.executor)
     task = asyncio.ensure_future(invocation.run())
+    task.add_done_callback(_notice)
     try:
         done, _ = await asyncio.wait({task}, timeout=rollout.retry.timeout_s)
     except asyncio.CancelledError:
@@ -160,6 +161,7 @@ class _Invocation:
                 return await self._agent.call(*self._arguments)
             context = contextvars.copy_context()
             self._future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, self._in_thread)
+            self._future.add_done_callback(_notice)
             value = await asyncio.shield(self._future)
             return await value if inspect.isawaitable(value) else value
         except (SystemExit, KeyboardInterrupt) as error:
@@ -181,10 +183,7 @@ class _Invocation:
         self._interrupt()
         task.cancel()
         waiting = {task} if self._future is None else {task, self._future}
-        done, pending = await asyncio.wait(waiting, timeout=STOP_GRACE_S)
-        for future in done:
-            if not future.cancelled():
-                future.exception()
+        _, pending = await asyncio.wait(waiting, timeout=STOP_GRACE_S)
         return not pending
 
     def _interrupt(self) -> None:
@@ -193,6 +192,12 @@ class _Invocation:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread), ctypes.py_object(AttemptStopped)
                 )
+
+
+def _notice(future: "asyncio.Future[Any]") -> None:
+    """Look at how a stopped agent ended, so that the event loop does not report it to the person as forgotten."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
