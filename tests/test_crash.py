@@ -103,9 +103,7 @@ def test_worker_processes_killed_at_random_points_cost_only_their_attempt(
     process = agl("run", str(file), "--quiet", cwd=file.parent)
     killed = 0
     started = time.monotonic()
-    metrics = file.parent / "runs" / "toy" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.05)
+    wait_for_a_step(file, process)
     while process.poll() is None and killed < 15 and time.monotonic() - started < 60:
         time.sleep(rng.uniform(0.1, 0.4))
         children = children_of(process.pid)
@@ -120,7 +118,7 @@ def test_worker_processes_killed_at_random_points_cost_only_their_attempt(
 def test_interrupt_finishes_cleanly_and_says_how_to_resume(agl: StartAgl, experiment: Callable[..., Path]) -> None:
     file = experiment(steps=50, pause_s=0.2)
     process = agl("run", str(file), cwd=file.parent)
-    time.sleep(3.0)
+    wait_for_a_step(file, process)
     process.terminate()
     out, err = process.communicate(timeout=30)
 
@@ -137,7 +135,7 @@ def test_interrupt_finishes_cleanly_and_says_how_to_resume(agl: StartAgl, experi
 def test_second_trainer_is_refused_while_the_first_runs(agl: StartAgl, experiment: Callable[..., Path]) -> None:
     file = experiment(steps=50, pause_s=0.3)
     first = agl("run", str(file), "--quiet", cwd=file.parent)
-    time.sleep(2.5)
+    wait_for_a_step(file, first)
     second = agl("run", str(file), "--resume", cwd=file.parent)
     _, err = second.communicate(timeout=30)
     first.kill()
@@ -145,6 +143,13 @@ def test_second_trainer_is_refused_while_the_first_runs(agl: StartAgl, experimen
 
     assert 1 == second.returncode
     assert f"process {first.pid} runs this experiment already" in err
+
+
+def wait_for_a_step(file: Path, process: "subprocess.Popen[str]") -> None:
+    """Return once the experiment has finished a step, or the process has ended."""
+    metrics = file.parent / "runs" / "toy" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
 
 
 def children_of(pid: int) -> list[int]:
