@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from agl.contracts.capture import Policy
 from agl.contracts.store import Metric, Store
-from agl.schemas import CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
+from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
 
 
 class Credit(Protocol):
@@ -98,11 +98,24 @@ class CollectFn(Protocol):
         n: int = 1,
         mode: Literal["train", "val", "test"] = "train",
         resources: Mapping[str, str] | None = None,
+        key: str = "",
+        keeps_all: bool = False,
     ) -> Collected:
         """Run every task ``n`` times as one group each.
 
-        Rollout ids follow from (experiment, algorithm, step, mode, position), so that a step that is repeated
+        Rollout ids follow from (experiment, algorithm, step, mode, key, position), so that a step that is repeated
         after a crash finds what it had already paid for.
+
+        Args:
+            tasks: What to run.
+            step: The step that asks.
+            n: Rollouts per task.
+            mode: What they are for.
+            resources: Versions to pin by name; the live ones elsewhere.
+            key: Tells several requests of one step and mode apart, which may then run at the same time; letters,
+                digits, ``_`` and ``-``.
+            keeps_all: Give failed and unrewarded training rollouts as they are, instead of applying the
+                experiment's policies for them; validation and test rollouts always come as they are.
         """
         ...
 
@@ -116,6 +129,27 @@ class PublishFn(Protocol):
         """Returns once new rollouts get this version and, for weights, the policy serves it.
 
         The version is ``<experiment>-<run>-<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
+        """
+        ...
+
+
+class ProposeFn(Protocol):
+    """Stores a new version of a resource that the algorithm tunes, without making it live."""
+
+    async def __call__(
+        self,
+        name: str,
+        resource: Resource,
+        *,
+        step: int,
+        key: str,
+        parent: str = "",
+        metadata: Mapping[str, Json] | None = None,
+    ) -> ResourceVersion:
+        """Returns the version, which ``collect(resources={name: version})`` can pin.
+
+        The version is ``<experiment>-<run>-<algorithm>-<step>-<key>``, and its metadata say ``candidate: true``.
+        The same content again is harmless. Refuses a name that the algorithm does not tune.
         """
         ...
 
@@ -136,6 +170,9 @@ class AlgorithmContext:
         credit: The configured credit assignment.
         collect: See :class:`CollectFn`.
         publish: See :class:`PublishFn`.
+        propose: See :class:`ProposeFn`.
+        live: Name and live version of every resource, tuned or not.
+        endpoint: Where a policy of the experiment serves, by name: for algorithms that ask a model themselves.
         current: The live version of a resource by name.
         policy: The running policy by name.
         progress: ``progress(done, total, text)``: drives this algorithm's progress bar within a step.
@@ -154,6 +191,9 @@ class AlgorithmContext:
     credit: Credit
     collect: CollectFn
     publish: PublishFn
+    propose: ProposeFn
+    live: Callable[[], Mapping[str, str]]
+    endpoint: Callable[[str], LLM]
     current: Callable[[str], ResourceVersion]
     policy: Callable[[str], Policy]
     progress: Callable[[int, int, str], None]

@@ -12,7 +12,7 @@ from agl.codec import to_json
 from agl.contracts import Collected, RolloutQuery, Store
 from agl.errors import ConfigError, MissingTokenIdsError, RunError
 from agl.experiment.config import AlgorithmConfig
-from agl.experiment.plan import Plan
+from agl.experiment.plan import NAME, Plan
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span
 from agl.train.scores import ScoreOptions
 from agl.train.transitions import EpisodeOptions, build_episode
@@ -113,6 +113,8 @@ class Collector:
         self._live = live
         self._progress = progress
         self._failure = failure
+        self._asked: int = 0
+        self._done: int = 0
         self._selection = _selection(plan, algorithm)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
@@ -124,27 +126,32 @@ class Collector:
         n: int = 1,
         mode: Literal["train", "val", "test"] = "train",
         resources: Mapping[str, str] | None = None,
+        key: str = "",
+        keeps_all: bool = False,
     ) -> Collected:
         """See :class:`agl.contracts.CollectFn`."""
+        if key and not NAME.fullmatch(key):
+            raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
         pinned = {**self._live(), **(resources or {})}
+        prefix = f"{step:05d}-{key}-" if key else f"{step:05d}-"
         rollouts = [
-            self._rollout(task, (step, position, sample), mode, pinned)
+            self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
             for position, task in enumerate(tasks)
             for sample in range(n)
         ]
         episodes = await self._run_all(rollouts)
-        if mode != "train":
+        if mode != "train" or keeps_all:
             return Collected(episodes=tuple(episodes))
         kept, dropped = self._apply_policies(episodes)
         if self._needs_ids:
             _check_trainable(episodes)
         return Collected(episodes=tuple(kept), dropped=dropped)
 
-    def _rollout(self, task: Json, place: tuple[int, int, int], mode: Any, pinned: dict[str, str]) -> Rollout:
+    def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:
         section, runner = self._plan.config.experiment, self._plan.config.runner
-        step, position, sample = place
+        step, position = place
         return Rollout(
-            rollout_id=f"{section.name}-{self._run}-{self._label}-{mode}-{step:05d}-{position:05d}-{sample:03d}",
+            rollout_id=f"{section.name}-{self._run}-{self._label}-{mode}-{position}",
             task=task,
             experiment=section.name,
             group_id=group_id_of(task, section.group_key),
@@ -162,15 +169,12 @@ class Collector:
 
     async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
         futures = {rollout.rollout_id: self._feed.watch(rollout.rollout_id) for rollout in rollouts}
-        done = 0
-        self._progress(0, len(rollouts), "")
+        self._count(asked=len(rollouts))
 
         async def finished(rollout: Rollout) -> Episode:
-            nonlocal done
             await futures[rollout.rollout_id]
             episode = await read_episode(self._store, rollout.rollout_id, selection=self._selection)
-            done += 1
-            self._progress(done, len(rollouts), "")
+            self._count(done=1)
             return episode
 
         tasks: list[asyncio.Task[Episode]] = []
@@ -191,6 +195,14 @@ class Collector:
             await asyncio.gather(*tasks, *work, return_exceptions=True)
             for rollout_id in futures:
                 self._feed.forget(rollout_id)
+
+    def _count(self, *, asked: int = 0, done: int = 0) -> None:
+        """Show how far all requests that are under way now have come together."""
+        if self._done == self._asked:
+            self._done, self._asked = 0, 0
+        self._asked += asked
+        self._done += done
+        self._progress(self._done, self._asked, "")
 
     def _apply_policies(self, episodes: Sequence[Episode]) -> tuple[list[Episode], dict[str, int]]:
         section = self._plan.config.experiment

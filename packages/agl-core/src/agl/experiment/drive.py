@@ -209,6 +209,9 @@ class DrivenAlgorithm:
             credit=plan.manager.build(plan.manager.credit(credit.use), **credit.params),
             collect=driver.collector(config.label, config),
             publish=self._publish,
+            propose=self._propose,
+            live=session.live.versions,
+            endpoint=session.endpoint,
             current=session.live.current,
             policy=self._policy,
             progress=lambda done, total, text: driver.progress.update(config.label, done, total, text),
@@ -224,10 +227,32 @@ class DrivenAlgorithm:
     async def _publish(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
+        version = self._version(name, resource, step=step, metadata=metadata)
+        version = await self._driver.session.publish(version)
+        self._published.append(f"{name}@{version.version}")
+        return version
+
+    async def _propose(
+        self,
+        name: str,
+        resource: Resource,
+        *,
+        step: int,
+        key: str,
+        parent: str = "",
+        metadata: Mapping[str, Json] | None = None,
+    ) -> ResourceVersion:
+        version = self._version(name, resource, step=step, metadata={**(metadata or {}), "candidate": True})
+        named = msgspec.structs.replace(version, version=f"{version.version}-{key}", parent=parent or version.parent)
+        return await self._driver.session.live.publish(named)
+
+    def _version(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
+    ) -> ResourceVersion:
         driver, config = self._driver, self._config
         if name not in config.resources:
             raise ConfigError(f"algorithm {config.label!r} may not publish {name!r}; it tunes {config.resources}")
-        version = ResourceVersion(
+        return ResourceVersion(
             name=name,
             version=f"{driver.name}-{driver.state.run}-{config.label}-{step}",
             resource=resource,
@@ -237,9 +262,6 @@ class DrivenAlgorithm:
             created_at=time.time(),
             metadata=dict(metadata or {}),
         )
-        version = await driver.session.publish(version)
-        self._published.append(f"{name}@{version.version}")
-        return version
 
 
 def _make_folder(path: Path) -> Path:

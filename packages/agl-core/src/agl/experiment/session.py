@@ -43,6 +43,7 @@ class Session:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.policies: dict[str, Policy] = {}
+        self._endpoints: dict[str, LLM] = {}
         self._gateway: Gateway | None = None
         self._gateway_url = ""
         self._stack = AsyncExitStack()
@@ -60,7 +61,7 @@ class Session:
     async def start(self, state: ExperimentState) -> None:
         """Start the rest: policies at their live versions, the gateway, the worker."""
         await self._reclaim_lost()
-        endpoints = await self._start_policies()
+        self._endpoints = endpoints = await self._start_policies()
         upstreams = self._upstreams(endpoints)
         await self._start_gateway(upstreams)
         self.live = LiveResources(self.store, self._agent_llms(endpoints))
@@ -71,6 +72,12 @@ class Session:
     async def close(self) -> None:
         """Stop everything in reverse order."""
         await self._stack.aclose()
+
+    def endpoint(self, name: str) -> LLM:
+        """Where a policy serves, past the gateway; raises :class:`ConfigError` that lists what there is."""
+        if name not in self._endpoints:
+            raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._endpoints)}")
+        return self._endpoints[name]
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
         """Store a version and make it live; a policy serves it before this returns."""

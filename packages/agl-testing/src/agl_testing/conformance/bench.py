@@ -78,6 +78,7 @@ class AlgorithmBench:
         self.workdir = workdir
         self.store = MemoryStore("memory://")
         self.published: list[ResourceVersion] = []
+        self.proposed: dict[tuple[str, str], ResourceVersion] = {}
         self.collected: dict[str, Episode] = {}
         self.requests = 0
         self._credit: Credit = credit or EpisodeCredit()
@@ -120,6 +121,9 @@ class AlgorithmBench:
             credit=self._credit,
             collect=self.collect,
             publish=self.publish,
+            propose=self.propose,
+            live=lambda: {name: version.version for name, version in self._live.items()},
+            endpoint=self._llms.__getitem__,
             current=self._live.__getitem__,
             policy=self._policies.__getitem__,
             progress=lambda done, total, text: None,
@@ -134,12 +138,15 @@ class AlgorithmBench:
         n: int = 1,
         mode: Literal["train", "val", "test"] = "train",
         resources: Mapping[str, str] | None = None,
+        key: str = "",
+        keeps_all: bool = False,
     ) -> Collected:
         """Play every task ``n`` times, or find what an earlier process already paid for."""
+        del keeps_all  # the bench has no policies for failed rollouts
         self.requests += 1
         episodes: list[Episode] = []
         for position, task in enumerate(task for task in tasks for _ in range(n)):
-            group = f"{NAME}-{step}-{mode}-{position // n}"
+            group = f"{NAME}-{step}-{mode}-{key}{'-' if key else ''}{position // n}"
             order = self._order(task, f"{group}-{position % n}", group, mode=mode, pinned=resources or {})
             if order.rollout.rollout_id not in self.collected:
                 played = self.scenario.play(order)
@@ -169,6 +176,31 @@ class AlgorithmBench:
         self.published = [*(old for old in self.published if (old.name, old.step) != (name, step)), version]
         return version
 
+    async def propose(
+        self,
+        name: str,
+        resource: Resource,
+        *,
+        step: int,
+        key: str,
+        parent: str = "",
+        metadata: Mapping[str, Json] | None = None,
+    ) -> ResourceVersion:
+        """Keep a version of a tuned resource that is not live."""
+        if name not in self.scenario.tunes:
+            raise ConfigError(f"{NAME!r} proposed {name!r} and tunes only {list(self.scenario.tunes)}")
+        version = ResourceVersion(
+            name=name,
+            version=f"{NAME}-{step}-{key}",
+            resource=resource,
+            parent=parent or self._live[name].version,
+            algorithm=NAME,
+            step=step,
+            metadata={**(metadata or {}), "candidate": True},
+        )
+        self.proposed[(name, version.version)] = version
+        return version
+
     def _order(
         self,
         task: Json,
@@ -180,7 +212,8 @@ class AlgorithmBench:
     ) -> RolloutOrder:
         versions = {v.name: v for v in self._live.values()}
         for name, wanted in pinned.items():
-            versions[name] = next((v for v in self.published if (v.name, v.version) == (name, wanted)), versions[name])
+            known = [*self.published, *self.proposed.values()]
+            versions[name] = next((v for v in known if (v.name, v.version) == (name, wanted)), versions[name])
         rollout = Rollout(
             rollout_id=rollout_id,
             task=task,
