@@ -176,6 +176,7 @@ class AlgorithmContext:
         current: The live version of a resource by name.
         policy: The running policy by name.
         progress: ``progress(done, total, text)``: drives this algorithm's progress bar within a step.
+        say: Tells the person one line, such as what the algorithm plans to spend.
         clock: Unix seconds.
     """
 
@@ -197,6 +198,7 @@ class AlgorithmContext:
     current: Callable[[str], ResourceVersion]
     policy: Callable[[str], Policy]
     progress: Callable[[int, int, str], None]
+    say: Callable[[str], None]
     clock: Callable[[], float]
 
 

@@ -215,6 +215,7 @@ class DrivenAlgorithm:
             current=session.live.current,
             policy=self._policy,
             progress=lambda done, total, text: driver.progress.update(config.label, done, total, text),
+            say=lambda text: driver.progress.say(f"{config.label}: {text}"),
             clock=time.time,
         )
 

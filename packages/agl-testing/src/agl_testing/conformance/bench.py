@@ -127,6 +127,7 @@ class AlgorithmBench:
             current=self._live.__getitem__,
             policy=self._policies.__getitem__,
             progress=lambda done, total, text: None,
+            say=lambda text: None,
             clock=time.time,
         )
 
