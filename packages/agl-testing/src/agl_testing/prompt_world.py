@@ -1,0 +1,245 @@
+"""A world in which prompts can be optimised without a real model, and every prompt's expected score is known.
+
+A clerk completes order forms. An order names the fields to fill in, and each field has to be written in a certain
+style: *date as ISO 8601*, *amount as EUR*. The task model knows none of that. It obeys the lines of its prompt that
+say ``Write the <field> as <style>.`` (of two lines about one field the later one), writes every other field plainly,
+and slips now and then. So a prompt is as good as the lines that it holds, whatever stands around them.
+
+- *Rules* are the (field, style) pairs that orders ask for; *free* fields are right when they are written plainly.
+- *Distractors* are all other lines: about fields that no order has, or styles that are not asked for.
+- The *trap* is the line ``Write the answer as brief.`` Many answers are criticised for being wordy and the line ends
+  that, but a brief clerk leaves fields out, so the score falls.
+- *Noise*: with probability ``noise`` a field is written in a random style.
+- *Sparse*: a task scores 1 if all its fields are right, else 0; otherwise it scores the share that is right.
+- *Roles*: a rule belongs to one prompt, and the same line in another prompt does nothing.
+
+All randomness follows from seeds that are passed in, so equal seeds give equal runs whatever the concurrency.
+:mod:`agl_testing.prompt_world_run` has the agent, the reward and the model server of this world, and
+:mod:`agl_testing.prompt_world_optimizer` a critic and editor for it.
+"""
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Literal
+
+import msgspec
+
+from agl.schemas import Json, PromptTemplate
+
+LINE = re.compile(r"Write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
+"""A line that the task model obeys: (field, style)."""
+
+FIELDS = re.compile(r"Fields: ([a-z, ]+)\.")
+"""Where an order names what to fill in."""
+
+PLAIN = "plain"
+STYLES = (PLAIN, "ISO 8601", "EUR", "upper case", "digits only", "full words")
+VOCABULARY = ("date", "amount", "name", "street", "phone", "quantity", "weather", "colour")
+"""Fields that a guess may be about; the last two are in no order."""
+
+TRAP = ("answer", "brief")
+Engine = Literal["f-string", "jinja", "plain"]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """A style that orders ask for, and the role whose prompt has to say so."""
+
+    field: str
+    style: str
+    role: str = "clerk"
+
+    @property
+    def line(self) -> str:
+        """The sentence that makes the task model follow the rule."""
+        return line_of(self.field, self.style)
+
+
+class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of one world; make a variant with ``msgspec.structs.replace``.
+
+    Attributes:
+        rules: What has to be found out.
+        free: Fields that need no rule; they belong to the first role.
+        noise: Probability that a field is written in a random style.
+        harm: Probability that a clerk with the trap in the prompt leaves a field out.
+        nagging: Share of the answers that are criticised for being wordy.
+        fewest: Fields in an order at least; ``most`` at most.
+        is_sparse: Whether only a complete answer scores.
+        train_size: Number of training tasks; ``val_size`` of validation tasks.
+        engine: How the seed prompts write their placeholder.
+        seed: Of the tasks.
+    """
+
+    rules: tuple[Rule, ...]
+    free: tuple[str, ...] = ("note", "city")
+    noise: float = 0.05
+    harm: float = 0.4
+    nagging: float = 0.2
+    fewest: int = 2
+    most: int = 4
+    is_sparse: bool = False
+    train_size: int = 40
+    val_size: int = 32
+    engine: Engine = "f-string"
+    seed: int = 0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles in order of their first rule; each has a prompt."""
+        return tuple(dict.fromkeys(rule.role for rule in self.rules))
+
+    @property
+    def train(self) -> list[Json]:
+        """Training tasks; ``expected`` is to be hidden from the agent."""
+        return self._tasks("train", self.train_size)
+
+    @property
+    def val(self) -> list[Json]:
+        """Validation tasks, none of which is a training task."""
+        return self._tasks("val", self.val_size)
+
+    def seeds(self) -> dict[str, PromptTemplate]:
+        """The prompts to start from, by resource name: they hold no rule."""
+        return {prompt_name(role): self._template(role, ()) for role in self.roles}
+
+    def solution(self) -> dict[str, PromptTemplate]:
+        """Prompts that hold every rule and nothing else, by resource name."""
+        lines = {role: [rule.line for rule in self.rules if rule.role == role] for role in self.roles}
+        return {prompt_name(role): self._template(role, lines[role]) for role in self.roles}
+
+    def expected(self, prompts: Mapping[str, str], tasks: Sequence[Json] | None = None) -> float:
+        """The exact mean score of prompts (texts by resource name) on ``tasks``, the validation tasks by default."""
+        chosen = self.val if tasks is None else tasks
+        return sum(self._expected_of(prompts, task) for task in chosen) / len(chosen)
+
+    def gap_closed(self, prompts: Mapping[str, str]) -> float:
+        """How far prompts are on the way from the seeds (0.0) to the solution (1.0), by expected score."""
+        low = self.expected({name: prompt.template for name, prompt in self.seeds().items()})
+        high = self.expected({name: prompt.template for name, prompt in self.solution().items()})
+        return (self.expected(prompts) - low) / (high - low)
+
+    def _expected_of(self, prompts: Mapping[str, str], task: Any) -> float:
+        chances: list[float] = []
+        for role, fields in task["fields"].items():
+            obeyed = obeyed_styles(prompts[prompt_name(role)])
+            kept = 1.0 - self.harm if is_brief(obeyed) else 1.0
+            for field in fields:
+                is_right = obeyed.get(field, PLAIN) == task["expected"][field]
+                chances.append(kept * ((1.0 - self.noise) * is_right + self.noise / len(STYLES)))
+        return prod(chances) if self.is_sparse else sum(chances) / len(chances)
+
+    def _template(self, role: str, lines: Sequence[str]) -> PromptTemplate:
+        place = {"f-string": "{order}", "jinja": "{{ order }}", "plain": ""}[self.engine]
+        parts = [f"You are the {role}.", "Complete the order.", *lines, place]
+        return PromptTemplate(template="\n".join(part for part in parts if part), engine=self.engine)
+
+    def _tasks(self, split: str, count: int) -> list[Json]:
+        return [self._task(split, number) for number in range(count)]
+
+    def _task(self, split: str, number: int) -> Json:
+        draw = random.Random(f"{self.seed}|{split}|{number}")
+        owners = {**{rule.field: rule.role for rule in self.rules}, **dict.fromkeys(self.free, self.roles[0])}
+        chosen = draw.sample(sorted(owners), draw.randint(self.fewest, self.most))
+        styles = {rule.field: rule.style for rule in self.rules}
+        fields = {role: [field for field in chosen if owners[field] == role] for role in self.roles}
+        return {
+            "id": f"{split}-{number:03d}",
+            "fields": {role: names for role, names in fields.items() if names},
+            "expected": {field: styles.get(field, PLAIN) for field in chosen},
+        }
+
+
+def easy(seed: int = 0) -> PromptWorld:
+    """Five rules, little noise, partial credit."""
+    return PromptWorld(rules=_RULES, seed=seed)
+
+
+def noisy(seed: int = 0) -> PromptWorld:
+    """Every fourth field is written in a random style."""
+    return PromptWorld(rules=_RULES, noise=0.25, seed=seed)
+
+
+def sparse(seed: int = 0) -> PromptWorld:
+    """Only complete answers score."""
+    return PromptWorld(rules=_RULES, is_sparse=True, seed=seed)
+
+
+def duo(seed: int = 0) -> PromptWorld:
+    """A writer and a checker with a prompt each; every second rule is the checker's."""
+    roles = ("writer", "checker")
+    rules = tuple(msgspec.structs.replace(rule, role=roles[index % 2]) for index, rule in enumerate((*_RULES, _SIXTH)))
+    return PromptWorld(rules=rules, seed=seed)
+
+
+WORLDS = {"easy": easy, "noisy": noisy, "sparse": sparse, "two-prompt": duo}
+"""The four settings by name."""
+
+
+def prompt_name(role: str) -> str:
+    """The resource that holds a role's prompt."""
+    return f"{role}_prompt"
+
+
+def line_of(field: str, style: str) -> str:
+    """A line that the task model obeys."""
+    return f"Write the {field} as {style}."
+
+
+def obeyed_styles(prompt: str) -> dict[str, str]:
+    """What a prompt says about each field; of two lines about one field the later one."""
+    return dict(LINE.findall(prompt))
+
+
+def is_brief(styles: Mapping[str, str]) -> bool:
+    """Whether a prompt holds the trap."""
+    return styles.get(TRAP[0]) == TRAP[1]
+
+
+def order_text(task_id: str, fields: Sequence[str]) -> str:
+    """What the task model reads of a task."""
+    return f"Order {task_id}. Fields: {', '.join(fields)}."
+
+
+def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str]:
+    """The task model: from a prompt with its order to a style per field. It knows nothing of the rules.
+
+    A field that it leaves out is missing from the result.
+    """
+    styles = obeyed_styles(text)
+    found = FIELDS.search(text)
+    fields = found[1].split(", ") if found else []
+    answer: dict[str, str] = {}
+    for field in fields:
+        draw = random.Random(f"{seed}|{field}")
+        is_slip, slip, is_left_out = draw.random() < world.noise, draw.choice(STYLES), draw.random() < world.harm
+        if not (is_left_out and is_brief(styles)):
+            answer[field] = slip if is_slip else styles.get(field, PLAIN)
+    return answer
+
+
+def judge(world: PromptWorld, task: Any, answer: Mapping[str, str], *, is_short: bool, seed: str) -> tuple[float, str]:
+    """The score of an answer and what to say about it: one sentence per wrong field, and nagging about length."""
+    expected: dict[str, str] = task["expected"]
+    owners = {field: role for role, fields in task["fields"].items() for field in fields}
+    wrong = {field: style for field, style in expected.items() if answer.get(field) != style}
+    said = [
+        f"[{owners[field]}] {field}: expected {style}, found {answer.get(field, 'nothing')}."
+        for field, style in wrong.items()
+    ]
+    if not is_short and random.Random(f"{seed}|nagging").random() < world.nagging:
+        role = next(iter(task["fields"]))
+        said.append(f"[{role}] {TRAP[0]}: expected {TRAP[1]}, found wordy.")
+    score = float(not wrong) if world.is_sparse else 1.0 - len(wrong) / len(expected)
+    return score, " ".join(said)
+
+
+_RULES = (
+    Rule("date", "ISO 8601"),
+    Rule("amount", "EUR"),
+    Rule("name", "upper case"),
+    Rule("phone", "digits only"),
+    Rule("quantity", "full words"),
+)
+_SIXTH = Rule("street", "upper case")

@@ -1,0 +1,122 @@
+"""A scripted critic and editor for :mod:`agl_testing.prompt_world`: an optimiser's model behind an OpenAI endpoint.
+
+They know only the text of their request, as a language model would:
+
+- *Complaints*, sentences such as ``[clerk] date: expected EUR, found plain.``, wherever they stand. The critic picks
+  one that is about the role of the prompt, the more frequent the likelier, and advises the line that answers it. With
+  probability ``1 - skill`` it misreads it and advises something else about that role.
+- *Advice*, sentences such as ``Advice: Write the date as EUR.``, which an earlier call of the critic gave.
+- *The prompt*: the first block between ``` fences or between a tag and its end (``<prompt>..</prompt>``) that holds
+  the sentence ``You are the <role>.`` and a placeholder; where none has a placeholder, the first with the sentence.
+
+The editor takes the advice that the request holds, or else what it would advise itself, and answers with the advice
+and the new prompt between ``` fences. Without complaints it guesses. A model whose name contains ``critic`` gives
+the advice alone. So the same endpoint serves optimisers with one call per proposal and with two.
+
+The same request gets the same answer, whenever it comes: to get another, send another ``seed`` in the request's body.
+"""
+
+import hashlib
+import random
+import re
+import threading
+from typing import Any, Literal
+
+from agl.codec import to_json
+from agl_testing.model_server import Garbage, ModelRequest, Reply, Status, Step
+from agl_testing.prompt_world import LINE, STYLES, VOCABULARY, line_of
+
+Mode = Literal["honest", "dead", "corrupt", "garbage", "silent", "broken"]
+"""``dead`` answers 503, ``corrupt`` sends what no API sends, ``garbage`` talks about something else, ``silent`` says
+nothing, ``broken`` loses the prompt's placeholder or invents another."""
+
+COMPLAINT = re.compile(r"\[([a-z]+)\] ([a-z ]+): expected ([A-Za-z0-9 ]+), found ([A-Za-z0-9 ]+)\.")
+ADVICE = re.compile(rf"Advice: ({LINE.pattern})")
+_FENCED = re.compile(r"```[a-z]*\n(.*?)\n?```", re.DOTALL)
+_TAGGED = re.compile(r"<([A-Za-z_]+)[^<>]*>\s*([^<]*?)\s*</\1>")
+_ROLE = re.compile(r"You are the ([a-z]+)\.")
+_PLACE = re.compile(r"\{+ ?[a-z_]+ ?\}+")
+
+
+class ScriptedOptimizer:
+    """Answers critics' and editors' requests; pass :meth:`respond` to a scripted model server.
+
+    Args:
+        skill: Probability that the critic reads a complaint right.
+        mode: How it misbehaves; may be changed while it serves.
+        after: From which call on it misbehaves.
+        delay_s: Seconds that each answer takes.
+        seed: Of all that it draws.
+    """
+
+    def __init__(
+        self, *, skill: float = 0.75, mode: Mode = "honest", after: int = 0, delay_s: float = 0.0, seed: int = 0
+    ) -> None:
+        self.mode: Mode = mode
+        self.calls = 0
+        self._skill = skill
+        self._after = after
+        self._delay_s = delay_s
+        self._seed = seed
+        self._lock = threading.Lock()
+
+    def respond(self, request: ModelRequest) -> Step:
+        """The answer to one request."""
+        with self._lock:
+            self.calls += 1
+            is_honest = self.mode == "honest" or self.calls <= self._after
+        if not is_honest and self.mode == "dead":
+            return Status(code=503)
+        if not is_honest and self.mode == "corrupt":
+            return Garbage()
+        text = "\n\n".join(turn.text for turn in request.turns)
+        model = str(request.body.get("model", ""))
+        said = self.answer(text, model=model, seed=request.body.get("seed"))
+        return Reply(text=said if is_honest else self._spoil(said), delay=self._delay_s)
+
+    def answer(self, text: str, *, model: str = "editor", seed: Any = None) -> str:
+        """What the model says to a request's text; pure."""
+        draw = random.Random(hashlib.sha256(to_json([self._seed, seed, text])).hexdigest())
+        prompt = find_prompt(text)
+        given = [match[0] for match in ADVICE.findall(text)]
+        advice = given[-1:] or [self._advise(text, prompt, draw)]
+        said = f"Advice: {advice[0]}"
+        return said if "critic" in model else f"{said}\n\n```\n{edit(prompt, advice[0])}\n```"
+
+    def _advise(self, text: str, prompt: str, draw: random.Random) -> str:
+        role = _ROLE.search(prompt)
+        held = set(LINE.findall(prompt))
+        complaints = [
+            (field, style)
+            for about, field, style, _ in COMPLAINT.findall(text)
+            if role is None or about == role[1]
+            if (field, style) not in held
+        ]
+        if not complaints:
+            return line_of(draw.choice(VOCABULARY), draw.choice(STYLES))
+        field, style = draw.choice(complaints)
+        if draw.random() < self._skill:
+            return line_of(field, style)
+        return line_of(*draw.choice([(field, draw.choice(STYLES)), (draw.choice(VOCABULARY), style)]))
+
+    def _spoil(self, said: str) -> str:
+        if self.mode == "broken":
+            return _PLACE.sub("{customer}" if len(said) % 2 else "", said)
+        return "" if self.mode == "silent" else "The weather is fine today, and I have nothing to add."
+
+
+def find_prompt(text: str) -> str:
+    """The prompt that a request is about; empty when it shows none."""
+    blocks = [(match.start(), match[1]) for match in _FENCED.finditer(text)]
+    blocks += [(match.start(), match[2]) for match in _TAGGED.finditer(text)]
+    prompts = [body for _, body in sorted(blocks) if _ROLE.search(body)]
+    return next((body for body in prompts if _PLACE.search(body)), prompts[0] if prompts else "")
+
+
+def edit(prompt: str, line: str) -> str:
+    """The prompt with a line about a field added, or put in the place of an older one about it."""
+    field = LINE.findall(line)[0][0]
+    kept = [old for old in prompt.split("\n") if field not in dict(LINE.findall(old))]
+    places = [index for index, old in enumerate(kept) if _PLACE.search(old)]
+    where = places[-1] if places else len(kept)
+    return "\n".join([*kept[:where], line, *kept[where:]])
