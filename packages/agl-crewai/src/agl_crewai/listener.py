@@ -101,6 +101,7 @@ class Listener:
             self._early = {key: early for key, early in self._early.items() if early[0] is not capture}
         for opened in left:
             capture.starts.pop(_convert.span_id(opened.event.event_id), None)
+            capture.opened.pop(_convert.span_id(opened.event.event_id), None)
             capture.record(_convert.unended(opened.event, capture, opened.parent_id))
 
     def _begin(self, opened: _Open) -> None:
@@ -110,7 +111,11 @@ class Listener:
                 end = None
             if end is None:
                 self._open[opened.event.event_id] = opened
-                opened.capture.starts[_convert.span_id(opened.event.event_id)] = _convert.clock_of(opened.event)
+                span_id = _convert.span_id(opened.event.event_id)
+                opened.capture.starts[span_id] = _convert.clock_of(opened.event)
+                opened.capture.opened[span_id] = lambda: _convert.unended(
+                    opened.event, opened.capture, opened.parent_id
+                )
         if end is not None:
             self._record(opened, end)
 
@@ -134,6 +139,7 @@ class Listener:
 
     def _record(self, opened: _Open, end: BaseEvent) -> None:
         opened.capture.starts.pop(_convert.span_id(opened.event.event_id), None)
+        opened.capture.opened.pop(_convert.span_id(opened.event.event_id), None)
         opened.capture.record(_convert.span_of(opened.event, end, opened.capture, opened.parent_id))
 
 

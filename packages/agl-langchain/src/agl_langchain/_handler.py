@@ -222,6 +222,7 @@ class RunHandler(BaseCallbackHandler):
         self._runs[run_id] = run
         run.capture.closers[id(run)] = lambda: self._close(run_id)
         run.capture.starts[run.span_id] = time.perf_counter_ns()
+        run.capture.opened[run.span_id] = lambda: span_of(run, is_ended=False)
 
     def _close(self, run_id: UUID) -> None:
         """The attempt ends before the run does."""
@@ -235,6 +236,7 @@ class RunHandler(BaseCallbackHandler):
             run.is_open = False
             run.capture.closers.pop(id(run), None)
             run.capture.starts.pop(run.span_id, None)
+            run.capture.opened.pop(run.span_id, None)
         return run
 
     def _end(self, run_id: UUID, output: Any) -> None:

@@ -91,6 +91,7 @@ class RolloutProcessor(TracingProcessor):
             capture.closers[id(opened)] = lambda: self._close(key)
             if opened.is_recorded:
                 capture.starts[opened.span_id] = time.perf_counter_ns()
+                capture.opened[opened.span_id] = lambda: span_of(opened, is_ended=False)
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
@@ -111,6 +112,7 @@ class RolloutProcessor(TracingProcessor):
         opened.capture.closers.pop(id(opened), None)
         if opened.is_recorded:
             opened.capture.starts.pop(opened.span_id, None)
+            opened.capture.opened.pop(opened.span_id, None)
             self._record(opened, is_ended=True)
         return True
 

@@ -34,6 +34,7 @@ class Capture:
         starts: When the open spans of frameworks started, in nanoseconds of any clock, by span id. Where several
             frameworks have a current span, the one that started last is the innermost.
         tracers: The installed tracers.
+        opened: How each open span would look if it ended now, by span id; what :func:`agl.capture.who` reads.
     """
 
     rollout_id: str
@@ -48,6 +49,7 @@ class Capture:
     closers: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]], repr=False)
     starts: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     tracers: tuple[Tracer, ...] = field(default=(), repr=False)
+    opened: dict[str, Callable[[], Span]] = field(default_factory=dict[str, Callable[[], Span]], repr=False)
 
 
 @dataclass(frozen=True, slots=True)

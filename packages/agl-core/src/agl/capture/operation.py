@@ -57,11 +57,13 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
             self._scope = Scope(new_span_id(), framework_span_id(capture))
             set_scope(self._scope)
             self._start = time.time_ns()
+            capture.opened[self._scope.span_id] = self._now
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._capture is not None and self._scope is not None:
             set_scope(self._outer)
+            self._capture.opened.pop(self._scope.span_id, None)
             self._capture.record(self._span(self._capture, self._scope, error))
 
     async def __aenter__(self) -> Self:
@@ -92,6 +94,10 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
                 return await function(*args, **kwargs)
 
         return cast("F", run_async if inspect.iscoroutinefunction(function) else run)
+
+    def _now(self) -> Span:
+        assert self._capture is not None and self._scope is not None  # noqa: S101  # registered while both are set
+        return self._span(self._capture, self._scope, None)
 
     def _span(self, capture: Capture, scope: Scope, error: BaseException | None) -> Span:
         attributes: dict[str, Any] = plain(self._attributes)

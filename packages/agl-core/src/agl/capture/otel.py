@@ -63,8 +63,10 @@ class RolloutProcessor(SpanProcessor):
         if capture is None or not self._users:
             return
         try:
-            self._open[_id_of(span)] = _Open(capture, _parent_of(span, capture), span)
-            capture.starts[_id_of(span)] = time.perf_counter_ns()
+            span_id, opened = _id_of(span), _Open(capture, _parent_of(span, capture), span)
+            self._open[span_id] = opened
+            capture.opened[span_id] = lambda: _converted(span, opened)
+            capture.starts[span_id] = time.perf_counter_ns()
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The start of the OpenTelemetry span %r could not be observed.", span.name)
 
@@ -74,6 +76,7 @@ class RolloutProcessor(SpanProcessor):
             opened = self._open.pop(_id_of(span), None)
             if opened is not None:
                 opened.capture.starts.pop(_id_of(span), None)
+                opened.capture.opened.pop(_id_of(span), None)
                 opened.capture.record(_converted(span, opened))
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The OpenTelemetry span %r could not be recorded.", span.name)
