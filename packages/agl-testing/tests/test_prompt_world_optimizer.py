@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from agl_testing.prompt_world import easy, obeyed_styles
-from agl_testing.prompt_world_optimizer import Mode, ScriptedOptimizer, edit, find_prompt
+from agl_testing.prompt_world_optimizer import Mode, ScriptedOptimizer, edit, find_prompts
 from agl_testing.prompt_world_run import model_server
 
 PROMPT = "You are the clerk.\nComplete the order.\n{order}"
@@ -25,12 +25,12 @@ def test_critic_turns_a_complaint_that_it_never_saw_before_into_advice() -> None
 
 def test_editor_follows_the_advice_it_is_given() -> None:
     said = ask(ScriptedOptimizer(), f"Edit <template>{PROMPT}</template> by this: Advice: Write the fax as EUR.")
-    assert "You are the clerk.\nComplete the order.\nWrite the fax as EUR.\n{order}" == find_prompt(said)
+    assert "You are the clerk.\nComplete the order.\nWrite the fax as EUR.\n{order}" == find_prompts(said)[0]
 
 
 def test_one_call_gives_critique_and_prompt() -> None:
     said = ask(ScriptedOptimizer(skill=1.0), f"```\n{PROMPT}\n```\nIt went wrong: {SAID}")
-    assert {"fax": "seven words"} == obeyed_styles(find_prompt(said))
+    assert {"fax": "seven words"} == obeyed_styles(find_prompts(said)[0])
 
 
 def test_complaints_about_another_role_are_left_to_it() -> None:
@@ -59,9 +59,26 @@ def test_edit_replaces_a_line_about_the_same_field() -> None:
 
 def test_template_is_preferred_to_rendered_prompts() -> None:
     shown = "<run>You are the clerk. Order 7.</run>"
-    assert PROMPT == find_prompt(f"{shown}\n```text\n{PROMPT}\n```")
-    assert "You are the clerk. Order 7." == find_prompt(f"<all>{shown}</all>")
-    assert "" == find_prompt("nothing here")
+    assert [PROMPT, "You are the clerk. Order 7."] == find_prompts(f"{shown}\n```text\n{PROMPT}\n```")
+    assert ["You are the clerk. Order 7."] == find_prompts(f"<all>{shown}</all>")
+    assert [] == find_prompts("nothing here")
+
+
+def test_answer_stands_between_the_tags_that_are_asked_for() -> None:
+    said = ScriptedOptimizer().answer(
+        f"<text>{PROMPT}</text> Advice: Write the fax as EUR. Answer between <n> and </n>."
+    )
+    assert said.endswith(f"<n>\n{edit(PROMPT, 'Write the fax as EUR.')}\n</n>")
+
+
+def test_editor_removes_one_line_and_merges_two_prompts_when_told_to() -> None:
+    date, name = "Write the date as EUR.", "Write the name as EUR."
+    both = edit(edit(PROMPT, date), name)
+    optimizer = ScriptedOptimizer()
+    shorter = {optimizer.answer(f"<text>{both}</text> Remove the one line that helps least.", seed=n) for n in range(9)}
+    assert {edit(PROMPT, date), edit(PROMPT, name)} == {find_prompts(said)[0] for said in shorter}
+    merged = optimizer.answer(f"<a>{edit(PROMPT, date)}</a><b>{edit(PROMPT, name)}</b> Give the merged text.")
+    assert [both] == find_prompts(merged)
 
 
 @pytest.mark.parametrize(("mode", "holds"), [("garbage", "weather"), ("silent", ""), ("broken", "You are the clerk.")])

@@ -10,8 +10,10 @@ They know only the text of their request, as a language model would:
   the sentence ``You are the <role>.`` and a placeholder; where none has a placeholder, the first with the sentence.
 
 The editor takes the advice that the request holds, or else what it would advise itself, and answers with the advice
-and the new prompt between ``` fences. Without complaints it guesses. A model whose name contains ``critic`` gives
-the advice alone. So the same endpoint serves optimisers with one call per proposal and with two.
+and the new prompt: between the tags that the request asks for (``between <new> and </new>``), else between ``` fences.
+Without complaints it guesses. Told to ``remove the one`` line it removes any, told to write one ``merged text`` it
+joins the lines of the first two prompts. A model whose name contains ``critic`` gives the advice alone. So one
+endpoint serves optimisers with one call per proposal and with two.
 
 The same request gets the same answer, whenever it comes: to get another, send another ``seed`` in the request's body.
 """
@@ -35,6 +37,7 @@ ADVICE = re.compile(rf"Advice: ({LINE.pattern})")
 _FENCED = re.compile(r"```[a-z]*\n(.*?)\n?```", re.DOTALL)
 _TAGGED = re.compile(r"<([A-Za-z_]+)[^<>]*>\s*([^<]*?)\s*</\1>")
 _ROLE = re.compile(r"You are the ([a-z]+)\.")
+_WANTED = re.compile(r"between <([A-Za-z_]+)> and </\1>")
 _PLACE = re.compile(r"\{+ ?[a-z_]+ ?\}+")
 
 
@@ -77,11 +80,15 @@ class ScriptedOptimizer:
     def answer(self, text: str, *, model: str = "editor", seed: Any = None) -> str:
         """What the model says to a request's text; pure."""
         draw = random.Random(hashlib.sha256(to_json([self._seed, seed, text])).hexdigest())
-        prompt = find_prompt(text)
+        prompts = find_prompts(text) or [""]
+        if "remove the one" in text.lower():
+            return _presented(_shortened(prompts[0], draw), text)
+        if "merged text" in text and len(prompts) > 1:
+            return _presented(merge(prompts[0], prompts[1]), text)
         given = [match[0] for match in ADVICE.findall(text)]
-        advice = given[-1:] or [self._advise(text, prompt, draw)]
-        said = f"Advice: {advice[0]}"
-        return said if "critic" in model else f"{said}\n\n```\n{edit(prompt, advice[0])}\n```"
+        advice = given[-1] if given else self._advise(text, prompts[0], draw)
+        said = f"Advice: {advice}"
+        return said if "critic" in model else f"{said}\n\n{_presented(edit(prompts[0], advice), text)}"
 
     def _advise(self, text: str, prompt: str, draw: random.Random) -> str:
         role = _ROLE.search(prompt)
@@ -105,12 +112,12 @@ class ScriptedOptimizer:
         return "" if self.mode == "silent" else "The weather is fine today, and I have nothing to add."
 
 
-def find_prompt(text: str) -> str:
-    """The prompt that a request is about; empty when it shows none."""
+def find_prompts(text: str) -> list[str]:
+    """The prompts in a request in order, those with a placeholder first."""
     blocks = [(match.start(), match[1]) for match in _FENCED.finditer(text)]
     blocks += [(match.start(), match[2]) for match in _TAGGED.finditer(text)]
     prompts = [body for _, body in sorted(blocks) if _ROLE.search(body)]
-    return next((body for body in prompts if _PLACE.search(body)), prompts[0] if prompts else "")
+    return sorted(prompts, key=lambda body: _PLACE.search(body) is None)
 
 
 def edit(prompt: str, line: str) -> str:
@@ -120,3 +127,23 @@ def edit(prompt: str, line: str) -> str:
     places = [index for index, old in enumerate(kept) if _PLACE.search(old)]
     where = places[-1] if places else len(kept)
     return "\n".join([*kept[:where], line, *kept[where:]])
+
+
+def merge(prompt: str, other: str) -> str:
+    """The prompt with every line of the other one that says something about a field; the other's lines win."""
+    for match in LINE.finditer(other):
+        prompt = edit(prompt, match[0])
+    return prompt
+
+
+def _shortened(prompt: str, draw: random.Random) -> str:
+    lines = prompt.split("\n")
+    removable = [line for line in lines if LINE.search(line)]
+    if removable:
+        lines.remove(draw.choice(removable))
+    return "\n".join(lines)
+
+
+def _presented(prompt: str, request: str) -> str:
+    wanted = _WANTED.search(request)
+    return f"<{wanted[1]}>\n{prompt}\n</{wanted[1]}>" if wanted else f"```\n{prompt}\n```"
