@@ -33,7 +33,13 @@ class TracerEntry(Entry, frozen=True, kw_only=True):
 
 
 class RewardEntry(Entry, frozen=True, kw_only=True):
-    """Factory of a :class:`agl.contracts.RewardEmitter`."""
+    """Factory of a :class:`agl.contracts.RewardEmitter`.
+
+    Attributes:
+        takes_setup: Whether the factory also takes ``setup``, a :class:`agl.contracts.RewardSetup`.
+    """
+
+    takes_setup: bool = False
 
 
 class StoreEntry(Entry, frozen=True, kw_only=True):
@@ -46,10 +52,12 @@ class AlgorithmEntry(Entry, frozen=True, kw_only=True):
     Attributes:
         tunes: Kinds of resources it can tune: ``weights`` (a policy's) or ``prompt_template``, ``json``.
         needs_token_ids: Whether it trains on tokens; then a backend without ids is refused.
+        shares: Whether it can learn from rollouts that another algorithm paid for (``source``).
     """
 
     tunes: tuple[Literal["weights", "prompt_template", "json"], ...] = ("weights",)
     needs_token_ids: bool = True
+    shares: bool = False
 
 
 class CreditEntry(Entry, frozen=True, kw_only=True):

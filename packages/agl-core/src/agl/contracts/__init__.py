@@ -1,6 +1,6 @@
 """The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises."""
 
-from agl.contracts.capture import Gateway, Policy, RewardEmitter, Tracer, Upstream
+from agl.contracts.capture import Gateway, Policy, RewardEmitter, RewardSetup, Tracer, Upstream
 from agl.contracts.store import Change, Metric, RolloutQuery, Store
 from agl.contracts.training import (
     Algorithm,
@@ -12,6 +12,8 @@ from agl.contracts.training import (
     Params,
     ProposeFn,
     PublishFn,
+    Recorded,
+    RecordedFn,
     Runner,
     StepReport,
 )
@@ -30,7 +32,10 @@ __all__ = [
     "Policy",
     "ProposeFn",
     "PublishFn",
+    "Recorded",
+    "RecordedFn",
     "RewardEmitter",
+    "RewardSetup",
     "RolloutQuery",
     "Runner",
     "StepReport",

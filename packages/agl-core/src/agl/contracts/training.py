@@ -120,6 +120,50 @@ class CollectFn(Protocol):
         ...
 
 
+class Recorded(Record, frozen=True, kw_only=True):
+    """Finished training rollouts that other algorithms of the run paid for, in order of their ids.
+
+    Who paid is in each rollout's ``metadata`` (``algorithm`` and ``step``), with what in its ``resources``.
+
+    Attributes:
+        episodes: Those that the experiment's policies for failed rollouts and missing rewards keep.
+        dropped: Rollouts per reason that were left out; ``stale`` for those older than was asked for.
+        steps: The last finished step of every source, for the next request's ``after``.
+        is_over: No source will take another step.
+    """
+
+    episodes: tuple[Episode, ...] = ()
+    dropped: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    is_over: bool = False
+
+    def groups(self) -> list[list[Episode]]:
+        """The episodes by who paid, step and group id, in order of first appearance."""
+        groups: dict[tuple[str, str, str], list[Episode]] = {}
+        for episode in self.episodes:
+            who = episode.rollout.metadata
+            key = (str(who.get("algorithm")), str(who.get("step")), episode.rollout.group_id)
+            groups.setdefault(key, []).append(episode)
+        return list(groups.values())
+
+
+class RecordedFn(Protocol):
+    """Reads what the algorithms named in ``source`` paid for, so that another learns from it."""
+
+    async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
+        """The rollouts of the sources' finished steps above ``after``, a step by source.
+
+        With the schedule ``concurrent`` it waits until there is such a step or no source takes another one; where
+        algorithms take turns it returns at once.
+
+        Args:
+            after: ``steps`` of the answer before; nothing to read from the beginning.
+            max_age: Staleness: how many versions of a tuned resource may have followed the one that a rollout
+                ran with; ``None`` for any number.
+        """
+        ...
+
+
 class PublishFn(Protocol):
     """Publishes a new version of a resource that the algorithm tunes and makes it live."""
 
@@ -169,6 +213,8 @@ class AlgorithmContext:
         store: The experiment's store.
         credit: The configured credit assignment.
         collect: See :class:`CollectFn`.
+        sources: Names of the algorithms whose rollouts it was told to learn from; ``()`` for its own.
+        recorded: See :class:`RecordedFn`; refuses without ``sources``.
         publish: See :class:`PublishFn`.
         propose: See :class:`ProposeFn`.
         live: Name and live version of every resource, tuned or not.
@@ -191,6 +237,8 @@ class AlgorithmContext:
     store: Store
     credit: Credit
     collect: CollectFn
+    sources: tuple[str, ...]
+    recorded: RecordedFn
     publish: PublishFn
     propose: ProposeFn
     live: Callable[[], Mapping[str, str]]

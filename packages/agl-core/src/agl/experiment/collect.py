@@ -143,9 +143,16 @@ class Collector:
         if mode != "train" or keeps_all:
             return Collected(episodes=tuple(episodes))
         kept, dropped = self._apply_policies(episodes)
+        if episodes and not kept:
+            raise RunError(_nothing_left(episodes, dropped))
         if self._needs_ids:
             _check_trainable(episodes)
         return Collected(episodes=tuple(kept), dropped=dropped)
+
+    async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
+        """Episodes of finished rollouts that others asked for, with what the experiment's policies left out."""
+        episodes = [await read_episode(self._store, r.rollout_id, selection=self._selection) for r in rollouts]
+        return self._apply_policies(episodes)
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:
         section, runner = self._plan.config.experiment, self._plan.config.runner
@@ -216,8 +223,6 @@ class Collector:
                 kept.append(_with_reward(episode, section.penalty))
             else:
                 dropped[f"{episode.rollout.status}" if is_failed else "no reward"] += 1
-        if episodes and not kept:
-            raise RunError(_nothing_left(episodes, dropped))
         return kept, dict(dropped)
 
 

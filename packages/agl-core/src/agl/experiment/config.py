@@ -57,6 +57,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
         tunes: The resource, or the resources, that it changes.
         name: Its name within the experiment; ``use`` by default.
         agents: Regular expression over agent names: whose calls it trains on; ``""`` for all.
+        source: Names of the algorithms whose rollouts it learns from instead of collecting its own.
         params: Its own arguments.
     """
 
@@ -64,6 +65,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     tunes: str | tuple[str, ...] = ()
     name: str = ""
     agents: str = ""
+    source: str | tuple[str, ...] = ()
     params: dict[str, Json] = {}
 
     @property
@@ -75,6 +77,11 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     def resources(self) -> tuple[str, ...]:
         """Names of the resources that it tunes."""
         return (self.tunes,) if isinstance(self.tunes, str) else self.tunes
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the algorithms that it learns from."""
+        return (self.source,) if isinstance(self.source, str) else self.source
 
 
 class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

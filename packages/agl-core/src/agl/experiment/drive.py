@@ -15,6 +15,7 @@ from agl.experiment import state as saved
 from agl.experiment.collect import Collector
 from agl.experiment.config import AlgorithmConfig
 from agl.experiment.progress import Progress
+from agl.experiment.recorded import Reader, Sources
 from agl.experiment.session import Session
 from agl.experiment.state import AlgorithmState, ExperimentState
 from agl.schemas import Episode, Json, Resource, ResourceVersion
@@ -41,6 +42,7 @@ class Driver:
         self.progress = progress
         self._loggers = loggers
         self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
 
     @property
     def name(self) -> str:
@@ -82,8 +84,33 @@ class Driver:
                 algorithms={label: state},
                 trained={(label, report.step): report.trained} if report.trained else None,
             )
+        async with self._changed:
+            self._changed.notify_all()
         await self.log(label, report.step, report.metrics)
         self.session.plan.manager.notify("agl_step_finished", algorithm=label, report=report)
+
+    async def changed(self) -> None:
+        """Return after the next step that any algorithm finishes."""
+        async with self._changed:
+            await self._changed.wait()
+
+    def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> Reader:
+        """Reads the rollouts of an algorithm's sources."""
+        plan = self.session.plan
+        sources = Sources(
+            experiment=plan.name,
+            run=self.state.run,
+            labels=algorithm.sources,
+            tunes=algorithm.resources,
+            waits=plan.config.schedule.mode == "concurrent",
+        )
+        return Reader(
+            sources,
+            store=self.session.store,
+            collector=collector,
+            current=self.session.live.current,
+            changed=self.changed,
+        )
 
     async def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
         """Log numbers to the store and the loggers."""
@@ -196,6 +223,7 @@ class DrivenAlgorithm:
         session = driver.session
         plan = session.plan
         credit = plan.config.credit
+        collector = driver.collector(config.label, config)
         return AlgorithmContext(
             experiment=plan.name,
             name=config.label,
@@ -207,7 +235,9 @@ class DrivenAlgorithm:
             folder=plan.folder,
             store=session.store,
             credit=plan.manager.build(plan.manager.credit(credit.use), **credit.params),
-            collect=driver.collector(config.label, config),
+            collect=collector,
+            sources=config.sources,
+            recorded=driver.recorded(config, collector),
             publish=self._publish,
             propose=self._propose,
             live=session.live.versions,

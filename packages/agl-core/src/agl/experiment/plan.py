@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -182,10 +182,11 @@ def _check_algorithms(plan: Plan) -> None:
     for algorithm in plan.config.algorithm:
         if algorithm.label in labels:
             raise ConfigError(f'two algorithms are called {algorithm.label!r}; give one a name = "..."')
-        labels.add(algorithm.label)
         _check_pattern(algorithm)
         if not algorithm.resources:
             raise ConfigError(f"algorithm {algorithm.label!r} tunes nothing; set tunes to one of {_tunable(plan)}")
+        _check_sources(plan, algorithm, earlier=labels)
+        labels.add(algorithm.label)
         for name in algorithm.resources:
             _check_target(plan, algorithm, name)
             other = owners.setdefault(name, algorithm.label)
@@ -203,6 +204,31 @@ def _check_pattern(algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm {algorithm.label!r}: agents = {algorithm.agents!r} is no regular expression: {error}"
         ) from None
+
+
+def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collection[str]) -> None:
+    if not algorithm.sources:
+        return
+    if not plan.entry(algorithm).shares:
+        raise ConfigError(
+            f"algorithm {algorithm.label!r} ({algorithm.use}) collects its own rollouts only; remove its source"
+        )
+    others = {other.label: other for other in plan.config.algorithm if other.label != algorithm.label}
+    for source in algorithm.sources:
+        if source not in others:
+            near = get_close_matches(source, others, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the others are {sorted(others)}"
+            raise ConfigError(f"algorithm {algorithm.label!r} has the source {source!r}, which is no other one; {hint}")
+        if others[source].sources:
+            raise ConfigError(
+                f"algorithm {algorithm.label!r} has the source {source!r}, which itself learns from "
+                f"{list(others[source].sources)} and pays for no rollouts; name an algorithm that collects"
+            )
+        if plan.config.schedule.mode == "sequential" and source not in earlier:
+            raise ConfigError(
+                f"algorithm {algorithm.label!r} learns from {source!r}, which runs after it; put it behind {source!r}, "
+                'or use mode = "alternate" or "concurrent"'
+            )
 
 
 def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from agl.contracts import Algorithm, AlgorithmContext, Collected, Credit, Policy
+from agl.contracts import Algorithm, AlgorithmContext, Collected, Credit, Policy, Recorded
 from agl.errors import ConfigError
 from agl.schemas import LLM, Episode, Json, Resource, ResourceVersion, Rollout
 from agl.stores.memory import MemoryStore
@@ -73,7 +73,10 @@ class AlgorithmScenario:
 class AlgorithmBench:
     """The world of one scenario; ``async with`` starts its policies, once per simulated process."""
 
-    def __init__(self, scenario: AlgorithmScenario, workdir: Path, *, credit: Credit | None = None) -> None:
+    def __init__(
+        self, scenario: AlgorithmScenario, workdir: Path, *, credit: Credit | None = None, given: Recorded | None = None
+    ) -> None:
+        """``given`` is what another algorithm paid for; then the algorithm has a source, called ``payer``."""
         self.scenario = scenario
         self.workdir = workdir
         self.store = MemoryStore("memory://")
@@ -81,6 +84,8 @@ class AlgorithmBench:
         self.proposed: dict[tuple[str, str], ResourceVersion] = {}
         self.collected: dict[str, Episode] = {}
         self.requests = 0
+        self.sources = () if given is None else ("payer",)
+        self._given = given
         self._credit: Credit = credit or EpisodeCredit()
         self._live: dict[str, ResourceVersion] = {}
         self._policies: Mapping[str, Policy] = {}
@@ -120,6 +125,8 @@ class AlgorithmBench:
             store=self.store,
             credit=self._credit,
             collect=self.collect,
+            sources=self.sources,
+            recorded=self.recorded,
             publish=self.publish,
             propose=self.propose,
             live=lambda: {name: version.version for name, version in self._live.items()},
@@ -155,6 +162,15 @@ class AlgorithmBench:
                 self.collected[order.rollout.rollout_id] = episode
             episodes.append(self.collected[order.rollout.rollout_id])
         return Collected(episodes=tuple(episodes))
+
+    async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
+        """What the bench was given, as one finished step of an algorithm that is over; ``max_age`` is ignored."""
+        del max_age  # the bench gives what is young enough
+        if self._given is None:
+            raise ConfigError("the bench was given no rollouts, so the algorithm has no source")
+        if (after or {}).get("payer"):
+            return Recorded(steps={"payer": 1}, is_over=True)
+        return Recorded(episodes=self._given.episodes, dropped=self._given.dropped, steps={"payer": 1}, is_over=True)
 
     async def publish(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
