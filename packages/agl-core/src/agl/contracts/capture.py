@@ -1,7 +1,9 @@
 """Contracts of capture: tracers say who acted, the gateway and policies serve and record the model calls."""
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 from agl.contracts.store import Store
 from agl.schemas import LLM, Record, Resource, ResourceVersion, Reward, Rollout, Span
@@ -43,6 +45,22 @@ class RewardEmitter(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardSetup:
+    """What a reward emitter may use besides its parameters, if its entry says ``takes_setup``.
+
+    Attributes:
+        folder: What relative paths in the experiment are relative to.
+        policies: The experiment's model servers by name, at their own addresses: a call to one is not recorded as
+            an agent's. They have no endpoint while an experiment is only checked.
+        build: Makes another reward emitter from its name, or ``module:attribute``, and its parameters.
+    """
+
+    folder: Path
+    policies: Mapping[str, LLM]
+    build: Callable[[str, Mapping[str, Any]], RewardEmitter]
+
+
 class Upstream(Record, frozen=True, kw_only=True):
     """Where the gateway sends the calls of one policy.
 
@@ -54,6 +72,8 @@ class Upstream(Record, frozen=True, kw_only=True):
         api_key_env: Environment variable with the backend's key; the key stays in the gateway.
         is_trained: Whether an algorithm tunes it; then token ids are asked for, and their absence is an error.
         model_version: Version that serves now, when the backend does not say it in its answers.
+        agents: Regular expression: calls made by agents, nodes or roles whose whole name it matches go here,
+            whatever their model name is; ``""`` for none.
     """
 
     name: str
@@ -63,6 +83,7 @@ class Upstream(Record, frozen=True, kw_only=True):
     api_key_env: str = ""
     is_trained: bool = False
     model_version: str = ""
+    agents: str = ""
 
 
 class Gateway(Protocol):

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from agl.capture.token import load_secret
-from agl.contracts import Gateway, Policy, RewardEmitter, RolloutQuery, Store, Tracer, Upstream
+from agl.contracts import Gateway, Policy, RolloutQuery, Store, Tracer, Upstream
 from agl.errors import ConfigError, UnknownComponentError
-from agl.experiment.build import no_token_ids
+from agl.experiment.build import build_rewards, no_token_ids
 from agl.experiment.collect import FinishFeed
 from agl.experiment.live import LiveResources
 from agl.experiment.lock import ExperimentLock
@@ -189,15 +189,12 @@ class Session:
             plugins=manager.worker_env(),
             concurrency=config.runner.concurrency,
         )
-        rewards: list[tuple[str, RewardEmitter]] = [
-            (item.use, manager.build(manager.reward(item.use), **item.params)) for item in config.reward
-        ]
         return WorkerSetup(
             store=self.store,
             runner=manager.build(manager.runner(config.runner.use), setup=setup, **config.runner.params),
             experiment=plan.name,
             concurrency=config.runner.concurrency,
-            rewards=rewards,
+            rewards=build_rewards(plan, upstreams),
             gateway=self._gateway,
             requires_calls=bool(config.algorithm) and plan.needs_token_ids(),
             notify=manager.notify,
