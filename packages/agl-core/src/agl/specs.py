@@ -32,11 +32,15 @@ class AlgorithmSpec(Spec, frozen=True, kw_only=True):
     Attributes:
         tunes: Names of the resources that it tunes; empty for the only one that it can tune.
         agents: Pattern of the agents whose calls it trains; ``""`` for all.
+        source: Labels of the algorithms whose rollouts it learns from; empty for its own.
+        label: Its name within the experiment; ``""`` for the registered one.
     """
 
     kind: Kind = "algorithm"
     tunes: tuple[str, ...] = ()
     agents: str = ""
+    source: tuple[str, ...] = ()
+    label: str = ""
 
 
 def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like those below
@@ -46,6 +50,8 @@ def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like thos
     *,
     tunes: str | Iterable[str] = (),
     agents: str = "",
+    source: str | Iterable[str] = (),
+    label: str = "",
     **params: Any,
 ) -> AlgorithmSpec:
     """The algorithm of any plugin by its registered name.
@@ -55,13 +61,17 @@ def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like thos
         config: Its parameters as one mapping; or pass them as keyword arguments, but not one in both ways.
         tunes: The resource or resources that it tunes.
         agents: Regular expression for the agents whose calls it trains.
+        source: Label or labels of the algorithms whose rollouts it learns from, instead of collecting its own.
+        label: Its name within the experiment, where two are of one kind.
         params: Its parameters.
     """
     both = sorted(set(config or ()) & params.keys())
     if both:
         raise ConfigError(f"the algorithm {name!r} gets {both} both in its mapping and as keyword; give each once")
     names = (tunes,) if isinstance(tunes, str) else tuple(tunes)
-    return AlgorithmSpec(name=name, params={**(config or {}), **params}, tunes=names, agents=agents)
+    sources = (source,) if isinstance(source, str) else tuple(source)
+    settings = {**(config or {}), **params}
+    return AlgorithmSpec(name=name, params=settings, tunes=names, agents=agents, source=sources, label=label)
 
 
 def Policy(name: str, /, **params: Any) -> Spec:  # noqa: N802

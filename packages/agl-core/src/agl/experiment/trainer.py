@@ -429,7 +429,9 @@ def _algorithm(spec: str | AlgorithmSpec, adapter: Mapping[str, str], *, tunable
         raise ConfigError(f"adapter has unknown keys {unknown}; it takes agent_match, a regular expression")
     tunes = spec.tunes or (tuple(tunable) if len(tunable) == 1 else ())
     agents = spec.agents or adapter.get("agent_match", "")
-    return AlgorithmConfig(use=spec.name, tunes=tunes, agents=agents, params=dict(spec.params))
+    return AlgorithmConfig(
+        use=spec.name, tunes=tunes, name=spec.label, agents=agents, source=spec.source, params=dict(spec.params)
+    )
 
 
 def _schedule(mode: str) -> ScheduleConfig:
