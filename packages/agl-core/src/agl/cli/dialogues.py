@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from agl.capture.dialects import call_messages
+from agl.capture.dialects import call_messages, comparable
 from agl.schemas import Episode, ModelCall, Span
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
@@ -36,11 +36,6 @@ def chat_tools(call: ModelCall) -> list[Any]:
     if call.dialect == "chat":
         return given
     return [_function(tool) for tool in given if "name" in tool]
-
-
-def comparable(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as they compare: whether an empty part is there, null or empty depends on the client alone."""
-    return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
 
 
 def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:

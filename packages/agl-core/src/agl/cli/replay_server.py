@@ -13,11 +13,10 @@ from typing import Any, TypeGuard
 import msgspec
 
 from agl import codec
-from agl.capture.dialects import call_messages, dialect_of
-from agl.cli.dialogues import comparable
+from agl.capture.answers import answer_of, asked, encode_answer, exchanges_of, key_of
+from agl.capture.dialects import dialect_of
 from agl.cli.output import short
 from agl.cli.replay_report import nearest
-from agl.cli.replay_streams import stream_of
 from agl.schemas import Dialect, ModelCall
 
 _REFUSED = 400
@@ -37,9 +36,9 @@ class ReplayServer:
         self.served = 0
         self._lock = threading.Lock()
         self._answers: dict[bytes, deque[list[ModelCall]]] = defaultdict(deque)
-        self._recorded = [(call.dialect, _messages(call.dialect, call.request)) for call in calls]
-        for exchange in _exchanges(calls):
-            self._answers[_key(exchange[0].dialect, exchange[0].request)].append(exchange)
+        self._recorded = [(call.dialect, asked(call.dialect, call.request)) for call in calls]
+        for exchange in exchanges_of(calls):
+            self._answers[key_of(exchange[0].dialect, exchange[0].request)].append(exchange)
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._http.serve_forever, name="agl-replay", daemon=True)
 
@@ -68,7 +67,7 @@ class ReplayServer:
         """Status, content type and body for one request."""
         dialect = dialect_of(path)
         with self._lock:
-            waiting = self._answers.get(_key(dialect, body)) if dialect else None
+            waiting = self._answers.get(key_of(dialect, body)) if dialect else None
             if dialect is None or not waiting:
                 return _REFUSED, "application/json", _error(self._note(dialect, path, body))
             exchange = waiting.popleft()
@@ -76,12 +75,11 @@ class ReplayServer:
         return _recorded(dialect, exchange, is_streamed=_is_object(body) and body.get("stream") is True)
 
     def _note(self, dialect: Dialect | None, path: str, body: Any) -> str:
-        messages = call_messages(_asked(dialect, body)) if dialect else []
+        messages = asked(dialect, body) if dialect else []
         what = (
             f"{messages[-1].get('role')}: {short(messages[-1].get('content'), 120)}" if messages else short(body, 120)
         )
-        asked = comparable(messages)
-        where = nearest(asked, [known for kind, known in self._recorded if kind == dialect])
+        where = nearest(messages, [known for kind, known in self._recorded if kind == dialect])
         self.diverged.append(f"{path}, ending with {what}{'; ' if where else ''}{where}" if dialect else path)
         return f"this request is not in the recorded rollout, or was made more often than there ({what})"
 
@@ -110,37 +108,13 @@ def _handler(server: ReplayServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _exchanges(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
-    """The choices of each HTTP exchange together, in order of the first."""
-    found: dict[tuple[str, int], list[ModelCall]] = {}
-    for call in calls:
-        found.setdefault((call.request_id, call.retry_count), []).append(call)
-    return list(found.values())
-
-
 def _recorded(dialect: Dialect, exchange: list[ModelCall], *, is_streamed: bool) -> tuple[int, str, bytes]:
     first = exchange[0]
-    if not _is_object(first.response) or first.status_code >= _REFUSED:
+    answer = answer_of(exchange)
+    if answer is None or first.status_code >= _REFUSED:
         body = codec.to_json(first.response) if _is_object(first.response) else _error(first.error or "no answer")
         return first.status_code if first.status_code >= _REFUSED else _NO_ANSWER, "application/json", body
-    answer = dict(first.response)
-    if len(exchange) > 1:
-        answer["choices"] = [choice for call in exchange for choice in call.response.get("choices", ())]
-    if is_streamed:
-        return 200, "text/event-stream", stream_of(dialect, answer)
-    return 200, "application/json", codec.to_json(answer)
-
-
-def _key(dialect: Dialect | None, body: Any) -> bytes:
-    return codec.to_json([dialect, _messages(dialect, body)]) if dialect else b""
-
-
-def _messages(dialect: Dialect, body: Any) -> list[dict[str, Any]]:
-    return comparable(call_messages(_asked(dialect, body)))
-
-
-def _asked(dialect: Dialect | None, body: Any) -> ModelCall:
-    return ModelCall(request_id="", dialect=dialect or "chat", model="", request=body)
+    return (200, *encode_answer(dialect, answer, is_streamed=is_streamed))
 
 
 def _read(data: bytes) -> Any:

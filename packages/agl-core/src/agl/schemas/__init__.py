@@ -10,6 +10,7 @@ from agl.schemas.call import (
     unpack_floats,
     unpack_ids,
 )
+from agl.schemas.replay import REPLAY, ReplayPlan, replay_of
 from agl.schemas.resource import (
     LLM,
     JsonResource,
@@ -55,7 +56,9 @@ __all__ = [
     "Outcome",
     "PromptTemplate",
     "Record",
+    "REPLAY",
     "RejectReason",
+    "ReplayPlan",
     "Resource",
     "ResourceVersion",
     "RetryPolicy",
@@ -74,6 +77,7 @@ __all__ = [
     "Weights",
     "pack_floats",
     "pack_ids",
+    "replay_of",
     "unpack_floats",
     "unpack_ids",
 ]

@@ -5,8 +5,19 @@ streams; whole, cut or garbage. Nothing here does any input or output, and nothi
 """
 
 from agl.capture.dialects.calls import calls_of
-from agl.capture.dialects.conversation import call_messages
+from agl.capture.dialects.conversation import call_messages, comparable
 from agl.capture.dialects.exchange import Exchange, dialect_of
 from agl.capture.dialects.request import RequestHead, head_of, prepare_body
+from agl.capture.dialects.streams import stream_of
 
-__all__ = ["Exchange", "RequestHead", "call_messages", "calls_of", "dialect_of", "head_of", "prepare_body"]
+__all__ = [
+    "Exchange",
+    "RequestHead",
+    "call_messages",
+    "calls_of",
+    "comparable",
+    "dialect_of",
+    "head_of",
+    "prepare_body",
+    "stream_of",
+]

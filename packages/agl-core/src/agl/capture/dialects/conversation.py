@@ -1,6 +1,6 @@
 """Any dialect's call as OpenAI chat messages: what exports, fine-tuning and prompt optimisers read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,11 @@ def call_messages(call: ModelCall) -> list[Message]:
             return _anthropic(request, response)
         case "embeddings":
             return _prompt(request.get("input"))
+
+
+def comparable(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages as they compare: whether an empty part is there, null or empty depends on the client alone."""
+    return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
 
 
 def _chat_answer(response: dict[str, Any]) -> list[Message]:

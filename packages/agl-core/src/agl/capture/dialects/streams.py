@@ -1,4 +1,4 @@
-"""A recorded answer as the stream of events that its dialect would have sent: each text whole, in one piece."""
+"""A whole answer as the stream of events that its dialect would have sent: each text in one piece."""
 
 from collections.abc import Iterator
 from typing import Any
