@@ -1,0 +1,162 @@
+"""A hard, pre-paid budget: what is not reserved cannot be spent, so nothing overshoots.
+
+Four currencies: rollouts of the agent, calls of the optimiser's model, its tokens, and money. A reservation takes the
+most that something can cost; what it did not cost is given back.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from agl.errors import ConfigError
+from agl.schemas import Json, Record
+
+Currency = Literal["rollouts", "calls", "tokens", "money"]
+CURRENCIES: tuple[Currency, ...] = ("rollouts", "calls", "tokens", "money")
+
+
+class Prices(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What things cost, in one currency unit of the person's choice.
+
+    Attributes:
+        input: Of a million tokens that the optimiser's model reads; ``output`` that it writes.
+        rollout: Of one rollout of the agent.
+    """
+
+    input: float = 0.0
+    output: float = 0.0
+    rollout: float = 0.0
+
+
+class Limits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The most that may be spent; ``None`` for no limit.
+
+    Attributes:
+        rollouts: Rollouts started, those that infrastructure broke included.
+        calls: Answers of the optimiser's model, bad ones included.
+        tokens: Tokens that the optimiser's model reads and writes.
+        money: In the unit of the prices.
+    """
+
+    rollouts: int | None = None
+    calls: int | None = None
+    tokens: int | None = None
+    money: float | None = None
+
+
+class Spent(Record, frozen=True, kw_only=True):
+    """What was spent; the fields are those of :class:`Limits`."""
+
+    rollouts: int = 0
+    calls: int = 0
+    tokens: int = 0
+    money: float = 0.0
+
+
+class BudgetExhaustedError(Exception):
+    """A reservation would exceed the budget; caught within this package, it ends the search.
+
+    Attributes:
+        currency: Which limit is in the way.
+    """
+
+    def __init__(self, currency: Currency, text: str) -> None:
+        super().__init__(text)
+        self.currency = currency
+
+
+class Budget:
+    """Reserves before something is started and counts what it cost.
+
+    Args:
+        limits: The ceilings.
+        prices: For the money.
+        spent: From a saved state.
+        kept: Rollouts held back for the final measurement, until :meth:`release`.
+    """
+
+    def __init__(
+        self, limits: Limits, *, prices: Prices | None = None, spent: Spent | None = None, kept: int = 0
+    ) -> None:
+        self.limits = limits
+        self.prices = prices or Prices()
+        self._spent = spent or Spent()
+        self._kept = kept
+        self._check()
+
+    @property
+    def spent(self) -> Spent:
+        """What was spent, reservations that are still open included."""
+        return self._spent
+
+    def release(self) -> None:
+        """Let the final measurement use what was held back for it."""
+        self._kept = 0
+
+    def rollouts_left(self) -> int | None:
+        """Rollouts that may still be started now, ``None`` without a limit."""
+        left: list[int] = []
+        if self.limits.rollouts is not None:
+            left.append(self.limits.rollouts - self._spent.rollouts)
+        if self.limits.money is not None and self.prices.rollout:
+            left.append(int((self.limits.money - self._spent.money) / self.prices.rollout + 1e-9))
+        return max(0, min(left) - self._kept) if left else None
+
+    def take_rollouts(self, count: int) -> None:
+        """Pay for rollouts that are about to start; raises :class:`BudgetExhaustedError` and pays nothing."""
+        left = self.rollouts_left()
+        if left is not None and count > left:
+            raise BudgetExhaustedError("rollouts", f"{count} rollouts are needed and {left} are left in the budget")
+        self._add(rollouts=count, money=count * self.prices.rollout)
+
+    def take_call(self, *, max_input: int, max_output: int) -> Spent:
+        """Reserve one call of the optimiser's model; returns the reservation for :meth:`settle_call`.
+
+        Args:
+            max_input: The most tokens that the request can be.
+            max_output: The most tokens that the answer can be.
+        """
+        cost = self._token_cost(max_input, max_output)
+        wanted = Spent(calls=1, tokens=max_input + max_output, money=cost)
+        for name in CURRENCIES:
+            limit = getattr(self.limits, name)
+            held = self._kept * self.prices.rollout if name == "money" else 0
+            if limit is not None and getattr(wanted, name) + getattr(self._spent, name) + held > limit + 1e-9:
+                raise BudgetExhaustedError(name, f"the budget of {limit:g} {name} has no room for another call")
+        self._add(calls=1, tokens=wanted.tokens, money=cost)
+        return wanted
+
+    def settle_call(self, reserved: Spent, *, input_tokens: int, output_tokens: int) -> None:
+        """Give back what a call did not cost."""
+        cost = self._token_cost(input_tokens, output_tokens)
+        self._add(tokens=input_tokens + output_tokens - reserved.tokens, money=cost - reserved.money)
+
+    def dump(self) -> Json:
+        """What was spent, as JSON."""
+        return msgspec.to_builtins(self._spent)
+
+    def load(self, data: Json) -> None:
+        """Continue from :meth:`dump`."""
+        self._spent = msgspec.convert(data, Spent)
+
+    def _token_cost(self, input_tokens: int, output_tokens: int) -> float:
+        return (input_tokens * self.prices.input + output_tokens * self.prices.output) / 1e6
+
+    def _add(self, *, rollouts: int = 0, calls: int = 0, tokens: int = 0, money: float = 0.0) -> None:
+        now = self._spent
+        self._spent = Spent(
+            rollouts=now.rollouts + rollouts,
+            calls=now.calls + calls,
+            tokens=now.tokens + tokens,
+            money=now.money + money,
+        )
+
+    def _check(self) -> None:
+        low = {n: getattr(self.limits, n) for n in CURRENCIES if (getattr(self.limits, n) or 0) < 0}
+        if low:
+            raise ConfigError(f"budget has {low}; a limit must be at least 0, or absent for none")
+        if self.limits.money is not None and not (self.prices.input or self.prices.output or self.prices.rollout):
+            raise ConfigError(
+                "budget has money and no prices; set prices = { input = ..., output = ..., rollout = ... }: "
+                "per million tokens of the optimiser's model, and per rollout"
+            )

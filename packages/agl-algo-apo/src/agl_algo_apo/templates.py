@@ -1,0 +1,214 @@
+"""The static gate: what a proposed text must keep before a single rollout is paid for it.
+
+A text that breaks a rule is rejected with the rule's words and never repaired: a repaired prompt is one that nobody
+proposed. Candidates come from a model, so nothing here formats or renders one.
+"""
+
+import string
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any, cast
+
+from agl.errors import ConfigError
+from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
+from agl_algo_apo.candidates import resource_of, text_of
+
+OVERLAP_WORDS = 8
+"""So many words in a row from a shown task are a copy of it."""
+
+EDITABLE_KEYS = frozenset({"description", "help", "instructions", "prompt", "summary", "text", "title"})
+"""Keys of a JSON resource whose strings may change; all else is code to the agent."""
+
+
+class Rules(Record, frozen=True, kw_only=True):
+    """What a text of one resource must keep.
+
+    Attributes:
+        name: The resource's name.
+        seed: The resource that the search started from.
+        invariants: Texts that must stay in it.
+        max_chars: Characters at most.
+    """
+
+    name: str
+    seed: Resource
+    invariants: tuple[str, ...] = ()
+    max_chars: int = 0
+
+    def words(self) -> list[str]:
+        """The rules for the model that writes, one line each."""
+        lines = [f"- Write at most {self.max_chars} characters."] if self.max_chars else []
+        names = sorted(placeholders(self.seed, name=self.name))
+        if isinstance(self.seed, PromptTemplate) and self.seed.engine != "plain":
+            shown = ", ".join(names) if names else "none: add none"
+            lines.append(f"- Keep exactly these placeholders, written exactly like this: {shown}.")
+        if isinstance(self.seed, PromptTemplate) and self.seed.engine == "f-string":
+            lines.append("- Write a literal brace twice: {{ or }}.")
+        if isinstance(self.seed, JsonResource) and not isinstance(self.seed.value, str):
+            keys = ", ".join(sorted(EDITABLE_KEYS))
+            lines.append(f"- It is JSON: keep its structure, and change only strings under the keys {keys}.")
+        lines += [f"- Keep this, word for word: {invariant}" for invariant in self.invariants]
+        return lines
+
+
+def check_seed(rules: Rules) -> None:
+    """Refuse rules that the seed itself breaks; raises :class:`ConfigError`."""
+    try:
+        placeholders(rules.seed, name=rules.name)
+    except ValueError as error:
+        raise ConfigError(f"the prompt {rules.name!r} that is to be tuned is no valid template: {error}") from None
+    broken = violation(text_of(rules.seed, name=rules.name), rules)
+    if broken:
+        raise ConfigError(f"the prompt {rules.name!r} breaks a rule itself: {broken}; change the prompt or the rule")
+
+
+def violation(text: str, rules: Rules, *, shown: Sequence[str] = ()) -> str:
+    """Why a text may not be tried, ``""`` if it may.
+
+    Args:
+        text: The proposal.
+        rules: What it must keep.
+        shown: Texts of the tasks that its author saw, which it may not copy.
+    """
+    if not text.strip():
+        return "the text is empty"
+    if rules.max_chars and len(text) > rules.max_chars:
+        return f"the text has {len(text)} characters, and {rules.max_chars} are allowed"
+    missing = [invariant for invariant in rules.invariants if invariant not in text]
+    if missing:
+        return f"the text lost {missing[0]!r}, which must stay"
+    try:
+        resource = resource_of(text, rules.seed)
+        kept = placeholders(resource, name=rules.name)
+        had = placeholders(rules.seed, name=rules.name)
+    except ValueError as error:
+        return f"the text is no valid template: {error}"
+    if kept != had:
+        return _difference(kept, had)
+    return _changed_json(resource, rules.seed) or _copied(text, rules, shown)
+
+
+def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
+    """The placeholders as they are written, format and attribute access included; raises :class:`ValueError`."""
+    if not isinstance(resource, PromptTemplate) or resource.engine == "plain":
+        return frozenset()
+    if resource.engine == "jinja":
+        return _jinja_placeholders(resource.template, name=name)
+    return frozenset(_f_string_placeholders(resource.template))
+
+
+def field_names(resource: Resource, *, name: str) -> frozenset[str]:
+    """Names of the values that a template needs."""
+    if isinstance(resource, PromptTemplate) and resource.engine == "f-string":
+        return resource.fields
+    return frozenset(field.strip("{} ") for field in placeholders(resource, name=name) if "{{" in field)
+
+
+def check_fields(name: str, resource: Resource, tasks: Sequence[Json], *, filled: Iterable[str]) -> None:
+    """Refuse a template with a placeholder that no task can fill; raises :class:`ConfigError`.
+
+    Tasks that are no objects are not looked at: what the agent fills in is then its own affair.
+    """
+    keys = [cast("dict[str, Json]", task).keys() for task in tasks if isinstance(task, dict)]
+    if not keys or len(keys) < len(tasks):
+        return
+    known = set[str](keys[0]).intersection(*keys[1:])
+    lacking = sorted(field_names(resource, name=name) - known - set(filled))
+    if lacking:
+        raise ConfigError(
+            f"the prompt {name!r} has the placeholders {lacking}, which not every task has; the tasks share "
+            f"{sorted(known)}. Correct the prompt or the tasks, or say that the agent fills them in itself with "
+            f"filled = {lacking}"
+        )
+
+
+def _f_string_placeholders(template: str) -> list[str]:
+    found: list[str] = []
+    for _, name, spec, conversion in string.Formatter().parse(template):
+        if name is None:
+            continue
+        if not name:
+            raise ValueError("it has an empty placeholder {}; write literal braces as {{ and }}")
+        tail = (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        found.append("{" + name + tail + "}")
+    return found
+
+
+def _jinja_placeholders(template: str, *, name: str) -> frozenset[str]:
+    try:
+        sandbox, meta, nodes = (import_module(f"jinja2.{part}") for part in ("sandbox", "meta", "nodes"))
+    except ImportError:
+        raise ConfigError(
+            f"the prompt {name!r} is a jinja template, and jinja2 is not installed; "
+            'run: pip install "agl-algo-apo[jinja]"'
+        ) from None
+    jinja2: Any = import_module("jinja2")
+    try:
+        tree = sandbox.SandboxedEnvironment().parse(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f"line {error.lineno}: {error.message}") from None
+    variables: set[str] = meta.find_undeclared_variables(tree)
+    foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
+    reaching = [type(node).__name__.lower() for node in tree.find_all(foreign)]
+    private = [node.attr for node in tree.find_all(nodes.Getattr) if node.attr.startswith("_")]
+    return frozenset({"{{ " + v + " }}" for v in variables} | {f"{{% {kind} %}}" for kind in reaching} | {*private})
+
+
+def _difference(kept: frozenset[str], had: frozenset[str]) -> str:
+    lost, new = sorted(had - kept), sorted(kept - had)
+    parts = [f"lost the placeholders {lost}"] if lost else []
+    if new:
+        parts.append(f"has {new}, which the first version lacks (literal braces are written twice)")
+    return "the text " + " and ".join(parts)
+
+
+def _changed_json(resource: Resource, seed: Resource) -> str:
+    if not isinstance(seed, JsonResource) or isinstance(seed.value, str):
+        return ""
+    where = _json_difference(cast("JsonResource", resource).value, seed.value, path="$", may_change=False)
+    return f"the JSON differs at {where} from the first version, where nothing may change" if where else ""
+
+
+def _json_difference(new: Any, old: Any, *, path: str, may_change: bool) -> str:
+    if isinstance(old, dict) and isinstance(new, dict):
+        ours, theirs = cast("dict[str, Json]", old), cast("dict[str, Json]", new)
+        if ours.keys() != theirs.keys():
+            return path
+        pairs = [(f"{path}.{key}", theirs[key], ours[key], key in EDITABLE_KEYS) for key in ours]
+    elif isinstance(old, list) and isinstance(new, list):
+        before, after = cast("list[Json]", old), cast("list[Json]", new)
+        if len(before) != len(after):
+            return path
+        pairs = [(f"{path}[{i}]", after[i], before[i], may_change) for i in range(len(before))]
+    else:
+        is_text = may_change and isinstance(old, str) and isinstance(new, str)
+        return "" if is_text or (type(new), new) == (type(old), old) else path
+    found = (_json_difference(n, o, path=p, may_change=free) for p, n, o, free in pairs)
+    return next((where for where in found if where), "")
+
+
+def _copied(text: str, rules: Rules, shown: Sequence[str]) -> str:
+    """A run of words that came from a shown task and not from the first version."""
+    known = _runs(text_of(rules.seed, name=rules.name))
+    ours = _runs(text) - known
+    for task in shown:
+        copied = ours & _runs(task)
+        if copied:
+            return f"the text copies a task that its author was shown: {' '.join(sorted(copied)[0])!r}"
+    return ""
+
+
+def _runs(text: str) -> set[tuple[str, ...]]:
+    words = [word.strip(".,;:!?\"'()[]{}<>").casefold() for word in text.split()]
+    words = [word for word in words if word]
+    return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(len(words) - OVERLAP_WORDS + 1)}
+
+
+def task_text(task: Json) -> str:
+    """A task's strings, one a line: the text that a copy of it would be recognised by."""
+    if isinstance(task, str):
+        return task
+    if isinstance(task, dict):
+        return task_text(list(cast("dict[str, Json]", task).values()))
+    parts = cast("list[Json]", task) if isinstance(task, list) else []
+    return "\n".join(task_text(part) for part in parts)
