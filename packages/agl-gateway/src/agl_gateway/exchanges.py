@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agl.capture.dialects import Exchange
+from agl.capture.roles import WHO_HEADER, decode_names
 from agl.ids import new_trace_id
 
 _RETRY_MEMORY = 20_000
+_MAX_CLIENT = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,6 +20,8 @@ class CallContext:
         trace_id: Of the client's trace, ``""`` if it sent none.
         parent_id: Span in which the call was made, ``None`` if unknown.
         framework_span_id: What the ``x-agl-span-id`` header said.
+        names: Who made the call, innermost first, as the wire hook says it.
+        client: The client's ``user-agent``.
     """
 
     rollout_id: str
@@ -27,6 +31,8 @@ class CallContext:
     trace_id: str = ""
     parent_id: str | None = None
     framework_span_id: str = ""
+    names: tuple[str, ...] = ()
+    client: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,4 +122,6 @@ def context_of(
         trace_id=trace_id,
         parent_id=framework_span_id or trace_parent or None,
         framework_span_id=framework_span_id,
+        names=decode_names(headers.get(WHO_HEADER, "")),
+        client=headers.get("user-agent", "")[:_MAX_CLIENT],
     )

@@ -80,7 +80,8 @@ class Relay:
         head = head_of(call.body)
         if head is None:
             raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
-        target = call.target = self.router.choose(head.model_name)
+        names = () if call.dialect == "embeddings" else call.context.names
+        target = call.target = self.router.choose(head.model_name, names=names)
         gate = self.gates[target.upstream.name]
         call.model_version = await gate.enter()
         try:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from agl.capture.roles import claimants
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl_gateway.problems import Problem
@@ -37,17 +38,29 @@ class Router:
     def __init__(self, upstreams: Sequence[Upstream], *, environ: Mapping[str, str] | None = None) -> None:
         known = os.environ if environ is None else environ
         self.targets: dict[str, Target] = {}
+        self._upstreams = tuple(upstreams)
         for upstream in upstreams:
             if upstream.name in self.targets:
                 raise ConfigError(f"two upstreams are named {upstream.name!r}; give each policy a name of its own")
             self.targets[upstream.name] = _target(upstream, known)
 
-    def choose(self, model: str) -> Target:
+    def choose(self, model: str, *, names: Sequence[str] = ()) -> Target:
         """The target for ``model``: by name, then by the backend's model name, then by alias, else the only one.
 
+        A policy that claims who makes the call comes before all of these.
+
+        Args:
+            model: What the request says.
+            names: Who makes the call, innermost first.
+
         Raises:
-            Problem: 404 with the known names.
+            Problem: 404 with the known names; 409 where two policies claim one agent.
         """
+        claimed = claimants(self._upstreams, names)
+        if len(claimed) > 1:
+            raise Problem(409, _two_claims(claimed, names), code="ambiguous_agent")
+        if claimed:
+            return self.targets[claimed[0].name]
         if (target := self.targets.get(model)) is not None:
             return target
         for matches in (_is_model, _is_alias):
@@ -73,6 +86,11 @@ class Router:
             upstream = target.upstream
             names += [upstream.name, *([upstream.model] if upstream.model else []), *upstream.aliases]
         return list(dict.fromkeys(names))
+
+
+def _two_claims(claimed: Sequence[Upstream], names: Sequence[str]) -> str:
+    patterns = " and ".join(f"{upstream.name!r} (agents = {upstream.agents!r})" for upstream in claimed)
+    return f"the policies {patterns} both take calls made by {list(names)}; let one pattern match each agent"
 
 
 def _is_model(upstream: Upstream, model: str) -> bool:

@@ -3,9 +3,10 @@
 import zlib
 from hashlib import blake2b
 
+from agl import semconv
 from agl.capture.chat_spans import chat_spans
 from agl.capture.dialects import calls_of
-from agl.schemas import Span
+from agl.schemas import Json, Span
 from agl_gateway.exchanges import Recorded
 
 _MAX_INFLATED = 64 * 1024 * 1024
@@ -20,6 +21,7 @@ def spans_of(recorded: Recorded) -> list[Span]:
         want_ids=recorded.want_ids,
     )
     context = recorded.context
+    about: dict[str, Json] = {semconv.CALLER: list(context.names), semconv.USER_AGENT: context.client}
     return chat_spans(
         calls,
         rollout_id=context.rollout_id,
@@ -29,6 +31,7 @@ def spans_of(recorded: Recorded) -> list[Span]:
         framework_span_id=context.framework_span_id,
         start_ns=recorded.start_ns,
         end_ns=recorded.end_ns,
+        about={key: value for key, value in about.items() if value},
     )
 
 

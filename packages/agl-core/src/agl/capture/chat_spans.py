@@ -1,11 +1,11 @@
 """Model calls as spans, by the GenAI conventions: those recorded in the process, and those that the gateway relays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agl import semconv
 from agl.ids import new_span_id
-from agl.schemas import Dialect, ModelCall, Span
+from agl.schemas import Dialect, Json, ModelCall, Span
 
 _OPERATIONS: dict[Dialect, str] = {
     "completions": semconv.OP_TEXT_COMPLETION,
@@ -23,8 +23,12 @@ def chat_spans(
     framework_span_id: str,
     start_ns: int,
     end_ns: int,
+    about: Mapping[str, Json] | None = None,
 ) -> list[Span]:
-    """One span per call, all below ``parent_id``; ``framework_span_id`` is kept where the client sent one."""
+    """One span per call, all below ``parent_id``; ``framework_span_id`` is kept where the client sent one.
+
+    ``about`` are further attributes of all of them, such as who made the call.
+    """
     return [
         Span(
             rollout_id=rollout_id,
@@ -38,7 +42,7 @@ def chat_spans(
             end_ns=end_ns,
             status="error" if call.error else "ok",
             status_message=call.error,
-            attributes=_attributes(call, framework_span_id),
+            attributes={**(about or {}), **_attributes(call, framework_span_id)},
             call=call,
         )
         for call in calls

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
@@ -10,6 +11,7 @@ from agl.capture.context import Capture
 from agl.capture.dialects import Exchange, calls_of
 from agl.capture.redact import redact
 from agl.capture.routing import Route
+from agl.schemas import Json
 
 _log = logging.getLogger(__name__)
 
@@ -26,10 +28,19 @@ class OpenCall:
         parent_id: The span in which the call is made.
         request_id: Shared by the client's retries.
         retry_count: The client's own count.
+        about: Attributes of its spans that are known before it leaves, such as who makes it and with which client.
     """
 
     def __init__(
-        self, capture: Capture, route: Route, *, body: bytes, parent_id: str, request_id: str, retry_count: int
+        self,
+        capture: Capture,
+        route: Route,
+        *,
+        body: bytes,
+        parent_id: str,
+        request_id: str,
+        retry_count: int,
+        about: Mapping[str, Json] | None = None,
     ) -> None:
         self._capture = capture
         self._route = route
@@ -37,6 +48,7 @@ class OpenCall:
         self._parent_id = parent_id
         self._request_id = request_id
         self._retry_count = retry_count
+        self._about = about or {}
         self._start_ns = time.time_ns()
         self._started = time.perf_counter()
         self._first: float | None = None
@@ -98,6 +110,7 @@ class OpenCall:
             trace_id=capture.trace_id,
             parent_id=self._parent_id,
             framework_span_id=self._parent_id,
+            about=self._about,
             start_ns=self._start_ns,
             end_ns=time.time_ns(),
         ):

@@ -54,10 +54,10 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
             self._capture = capture
             self._outer = current_scope()
             self._parent = innermost(capture)
-            self._scope = Scope(new_span_id(), framework_span_id(capture))
-            set_scope(self._scope)
+            scope = self._scope = Scope(new_span_id(), framework_span_id(capture))
+            set_scope(scope)
             self._start = time.time_ns()
-            capture.opened[self._scope.span_id] = self._now
+            capture.opened[scope.span_id] = lambda: self._span(capture, scope, None)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -94,10 +94,6 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
                 return await function(*args, **kwargs)
 
         return cast("F", run_async if inspect.iscoroutinefunction(function) else run)
-
-    def _now(self) -> Span:
-        assert self._capture is not None and self._scope is not None  # noqa: S101  # registered while both are set
-        return self._span(self._capture, self._scope, None)
 
     def _span(self, capture: Capture, scope: Scope, error: BaseException | None) -> Span:
         attributes: dict[str, Any] = plain(self._attributes)

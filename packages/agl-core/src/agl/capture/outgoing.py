@@ -3,18 +3,22 @@
 Requests are ``httpx.Request`` or ``httpx2.Request``; both modules are optional, so neither is named in a type.
 """
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from agl.capture.context import Capture
 from agl.capture.dialects import prepare_body
+from agl.capture.roles import WHO_HEADER, encode_names
 from agl.capture.routing import Route
 from agl.ids import new_span_id
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
-_ROUTE_HEADERS = frozenset({b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id"})
+_ROUTE_HEADERS = frozenset(
+    {b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id", WHO_HEADER.encode()}
+)
 _DROPPED = _KEY_HEADERS | _ROUTE_HEADERS
 
 
@@ -37,8 +41,13 @@ def recorded_request(request: Any, route: Route, body: bytes) -> Any:
     return copy_request(request, route.url, headers=headers, body=changed)
 
 
-def gateway_headers(capture: Capture, given: Headers, *, parent_id: str, request_id: str) -> Headers:
-    """The request's headers with the attempt's identity in place of the client's credentials."""
+def gateway_headers(
+    capture: Capture, given: Headers, *, parent_id: str, request_id: str, names: Sequence[str] = ()
+) -> Headers:
+    """The request's headers with the attempt's identity in place of the client's credentials.
+
+    ``names`` say who makes the call, innermost first.
+    """
     headers = [(name, value) for name, value in given if name not in _DROPPED]
     if capture.token:
         token = capture.token.encode()
@@ -47,6 +56,8 @@ def gateway_headers(capture: Capture, given: Headers, *, parent_id: str, request
     headers.append((b"traceparent", f"00-{capture.trace_id}-{parent_id}-01".encode()))
     headers.append((b"x-agl-span-id", parent_id.encode()))
     headers.append((b"x-agl-request-id", request_id.encode()))
+    if names:
+        headers.append((WHO_HEADER.encode(), encode_names(names).encode()))
     return headers
 
 

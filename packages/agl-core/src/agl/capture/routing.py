@@ -9,6 +9,7 @@ import msgspec
 
 from agl.capture.context import Capture
 from agl.capture.dialects import dialect_of, head_of
+from agl.capture.roles import claimants
 from agl.contracts import Upstream
 from agl.schemas import Dialect
 
@@ -40,12 +41,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     wants_ids: bool = False
 
 
-def route_of(capture: Capture, *, method: str, url: str, body: bytes | None) -> Route | None:
+def route_of(capture: Capture, *, method: str, url: str, body: bytes | None, names: Sequence[str] = ()) -> Route | None:
     """The route of a request, ``None`` for one that is none of our business.
 
     Args:
         body: The request's content; ``None`` where it is not in memory, then only calls that already go to the
             gateway are touched.
+        names: Who makes the call, innermost first; a policy that claims them is preferred to the model's name.
     """
     dialect = dialect_of(urlsplit(url).path) if method == "POST" else None
     if is_below(url, capture.gateway_url):
@@ -55,7 +57,8 @@ def route_of(capture: Capture, *, method: str, url: str, body: bytes | None) -> 
     head = head_of(body)
     if head is None:
         return None
-    upstream = find_upstream(capture.upstreams, model=head.model_name, url=url)
+    claimed = () if dialect == "embeddings" else claimants(capture.upstreams, names)
+    upstream = claimed[0] if claimed else find_upstream(capture.upstreams, model=head.model_name, url=url)
     if upstream is not None and capture.gateway_url:
         query = urlsplit(url).query
         target = f"{capture.gateway_url.rstrip('/')}/v1{_ENDPOINTS[dialect]}" + (f"?{query}" if query else "")

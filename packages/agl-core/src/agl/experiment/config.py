@@ -41,11 +41,14 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
     Attributes:
         use: ``openai``, ``torch``, or a plugin's.
         aliases: Model names (patterns) that agents use for it, besides NAME and its model.
+        agents: Regular expression over the whole names of agents, nodes and roles: the calls that these make go
+            here, whatever model name their code sends.
         params: The policy's own arguments.
     """
 
     use: str
     aliases: tuple[str, ...] = ()
+    agents: str = ""
     params: dict[str, Json] = {}
 
 
@@ -208,7 +211,7 @@ def _shape_policy(name: str, section: Any, source: str) -> Any:
     table = cast("dict[str, Any]", section)
     if "use" not in table:
         raise ConfigError(f'{source}: [policy.{name}] lacks `use`; write use = "torch", "openai" or a plugin\'s name')
-    own = {key: table[key] for key in ("use", "aliases") if key in table}
+    own = {key: table[key] for key in ("use", "aliases", "agents") if key in table}
     rest = {key: value for key, value in table.items() if key not in own and key != "params"}
     return {**own, "params": {**rest, **table.get("params", {})}}
 

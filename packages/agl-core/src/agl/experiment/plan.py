@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from agl.capture.roles import check_patterns
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.experiment.config import AlgorithmConfig, ExperimentConfig
@@ -105,6 +106,7 @@ def make_plan(
     _check_section(plan)
     _check_tasks(plan)
     _check_components(plan)
+    _check_roles(plan)
     _check_algorithms(plan)
     _check_agent(plan)
     return plan
@@ -174,6 +176,25 @@ def _check_components(plan: Plan) -> None:
         raise ConfigError('gateway.params are ignored with use = "none"; remove them')
     if plan.store is None:
         manager.store_entry(config.experiment.store.partition("://")[0])
+
+
+def _check_roles(plan: Plan) -> None:
+    """Policies that are chosen by who calls need to know who that is, and somebody to send the call there."""
+    config = plan.config
+    patterns = {name: policy.agents for name, policy in config.policy.items() if policy.agents}
+    check_patterns(patterns)
+    if not patterns:
+        return
+    first = next(iter(patterns))
+    if config.gateway.use == "none":
+        raise ConfigError(
+            f'[policy.{first}] agents needs the gateway, which sends calls where they belong; remove gateway.use = "none"'
+        )
+    if config.runner.use == "command":
+        raise ConfigError(
+            f"[policy.{first}] agents needs to know which agent makes a call, and a command is a program that does not "
+            f"say it; let the program ask for model = {first!r}, or run the agent from Python"
+        )
 
 
 def _check_algorithms(plan: Plan) -> None:

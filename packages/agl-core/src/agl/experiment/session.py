@@ -130,6 +130,7 @@ class Session:
                 base_url=llm.endpoint,
                 model=llm.model,
                 aliases=self.plan.config.policy[name].aliases,
+                agents=self.plan.config.policy[name].agents,
                 api_key_env=llm.api_key_env,
                 is_trained=name in trained,
                 model_version=self.policies[name].model_version,
@@ -144,7 +145,8 @@ class Session:
         try:
             entry = manager.gateway("gateway" if config.use == "auto" else config.use)
         except UnknownComponentError:
-            if config.use != "auto" or self.plan.config.runner.use == "command":
+            needs_gateway = self.plan.config.runner.use == "command" or any(up.agents for up in upstreams)
+            if config.use != "auto" or needs_gateway:
                 raise
             _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
             return

@@ -130,7 +130,7 @@ class Trainer:
         self._config = ExperimentConfig(
             experiment=section,
             runner=_runner(runner, n_runners, runner_settings or {}),
-            policy={key: PolicyConfig(use=spec.name, params=dict(spec.params)) for key, spec in served.items()},
+            policy={key: _policy(key, spec) for key, spec in served.items()},
             algorithm=tuple(_algorithm(spec, adapter or {}, tunable=list(served)) for spec in specs),
             schedule=schedule if isinstance(schedule, ScheduleConfig) else _schedule(schedule),
             credit=_component(credit),
@@ -409,6 +409,15 @@ def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSe
 def _served(llm: LLM) -> Spec:
     params = {"base_url": llm.endpoint, "model": llm.model, "api_key_env": llm.api_key_env}
     return Spec(kind="policy", name="openai", params={**params, "sampling_parameters": llm.sampling_parameters})
+
+
+def _policy(name: str, spec: Spec) -> PolicyConfig:
+    params = dict(spec.params)
+    table = {"use": spec.name, **{key: params.pop(key) for key in ("aliases", "agents") if key in params}}
+    try:
+        return msgspec.convert({**table, "params": params}, PolicyConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"policy {name!r}: {error}") from None
 
 
 def _runner(runner: str | Spec, n_runners: int | None, settings: Mapping[str, Any]) -> RunnerConfig:
