@@ -188,7 +188,8 @@ def _check_roles(plan: Plan) -> None:
     first = next(iter(patterns))
     if config.gateway.use == "none":
         raise ConfigError(
-            f'[policy.{first}] agents needs the gateway, which sends calls where they belong; remove gateway.use = "none"'
+            f"[policy.{first}] agents needs the gateway, which sends calls where they belong; "
+            'remove gateway.use = "none"'
         )
     if config.runner.use == "command":
         raise ConfigError(
