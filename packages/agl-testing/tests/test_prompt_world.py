@@ -40,7 +40,7 @@ def score_once(world: PromptWorld, prompts: dict[str, str], task: Any, seed: str
     answer: dict[str, str] = {}
     is_short = False
     for role, fields in task["fields"].items():
-        text = f"{prompts[prompt_name(role)]}\n{order_text(task['id'], fields)}"
+        text = f"{prompts[prompt_name(role)]}\n{order_text(task['order'], fields)}"
         is_short = is_short or is_brief(obeyed_styles(text))
         answer |= complete_order(text, world=world, seed=f"{seed}|{role}")
     return judge(world, task, answer, is_short=is_short, seed=seed)[0]
@@ -92,12 +92,12 @@ def test_tasks_of_one_seed_are_equal_and_splits_are_disjoint() -> None:
     world = easy(5)
     assert world.train == easy(5).train
     assert world.train != easy(6).train
-    assert not {task["id"] for task in world.train} & {task["id"] for task in world.val}
+    assert not {task["order"] for task in world.train} & {task["order"] for task in world.val}
 
 
 def test_judge_says_what_was_expected_and_nags_about_length() -> None:
     world = PromptWorld(rules=(Rule("date", "EUR"),), nagging=1.0)
-    task = {"id": "t", "fields": {"clerk": ["date", "note"]}, "expected": {"date": "EUR", "note": PLAIN}}
+    task = {"order": "t", "fields": {"clerk": ["date", "note"]}, "expected": {"date": "EUR", "note": PLAIN}}
     score, said = judge(world, task, {"note": PLAIN}, is_short=False, seed="s")
     assert 0.5 == score
     assert "[clerk] date: expected EUR, found nothing. [clerk] answer: expected brief, found wordy." == said
@@ -157,7 +157,7 @@ def test_model_behind_an_endpoint_answers_as_the_one_in_the_process(tmp_path: Pa
 
 def test_fault_fails_the_attempt(tmp_path: Path) -> None:
     def fail(rollout: Rollout) -> None:
-        if rollout.task["id"] == "train-003":
+        if rollout.task["order"] == "train-003":
             raise ConnectionError("the clerk is ill")
 
     rewards = run_world(easy(), tmp_path, fault=fail)

@@ -145,7 +145,7 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         styles = {rule.field: rule.style for rule in self.rules}
         fields = {role: [field for field in chosen if owners[field] == role] for role in self.roles}
         return {
-            "id": f"{split}-{number:03d}",
+            "order": f"{split}-{number:03d}",
             "fields": {role: names for role, names in fields.items() if names},
             "expected": {field: styles.get(field, PLAIN) for field in chosen},
         }

@@ -65,7 +65,7 @@ class OrderAgent:
         is_short = False
         for role, fields in task["fields"].items():
             prompt: PromptTemplate = resources[prompt_name(role)]
-            text = filled(prompt, order_text(task["id"], fields))
+            text = filled(prompt, order_text(task["order"], fields))
             is_short = is_short or is_brief(obeyed_styles(text))
             answer |= await ask(text, f"{rollout.rollout_id}|{role}")
         agl.emit_object({"fields": answer, "is_short": is_short}, name="answer")
