@@ -1,6 +1,6 @@
-"""Train a small model to use a calculator, from nothing: `python demo.py [--seed N]`.
+"""Train a small model to use a calculator, from nothing: `python demo.py [--agent autogen] [--seed N]`.
 
-Makes the data and the model, runs `experiment.toml`, draws the reward curve, and says what to look at next.
+Makes the data and the model, runs the experiment, draws the reward curve, and says what to look at next.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -17,7 +18,21 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
-WORK = HERE / "out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to write the agent: its experiment file, what makes its data, and where everything goes."""
+
+    experiment: str
+    data: str
+    out: str
+
+
+VARIANTS = {
+    "plain": Variant(experiment="experiment.toml", data="make_data.py", out="out"),
+    "autogen": Variant(experiment="autogen.toml", data="autogen_data.py", out="out/autogen"),
+}
 
 
 def call(*words: str) -> None:
@@ -33,8 +48,8 @@ def read_metrics(path: Path, *, algorithm: str, name: str) -> list[tuple[float, 
     return [(r["time"], r["value"]) for r in rows if (r["algorithm"], r["name"]) == (algorithm, name)]
 
 
-def draw(metrics: Path, target: Path) -> tuple[float, float]:
-    """Draw the reward over time; returns validation reward at the start and at the end."""
+def draw(metrics: Path, target: Path) -> list[float]:
+    """Draw the reward over time; returns the validation rewards, in order."""
     validation = read_metrics(metrics, algorithm="validate", name="reward")
     training = read_metrics(metrics, algorithm="grpo", name="reward")
     warm = read_metrics(metrics, algorithm="sft", name="loss")
@@ -50,26 +65,31 @@ def draw(metrics: Path, target: Path) -> tuple[float, float]:
     figure.tight_layout()
     figure.savefig(target, dpi=120)
     plt.close(figure)
-    return validation[0][1], validation[-1][1]
+    return [reward for _, reward in validation]
 
 
 def main() -> None:
     """Run all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--agent", choices=VARIANTS, default="plain")
     parser.add_argument("--seed", type=int, default=0)
-    seed = parser.parse_args().seed
-    shutil.rmtree(WORK, ignore_errors=True)
-    call(sys.executable, "make_data.py", "--seed", str(seed))
-    call(sys.executable, "make_model.py", "--seed", str(seed))
+    options = parser.parse_args()
+    variant, seed = VARIANTS[options.agent], str(options.seed)
+    work, store = HERE / variant.out, f"--store sqlite:///{variant.out}/runs.db"
+    shutil.rmtree(work, ignore_errors=True)
+    data, model = f"{variant.out}/data", f"{variant.out}/model"
+    call(sys.executable, variant.data, "--out", data, "--seed", seed)
+    call(sys.executable, "make_model.py", "--data", data, "--out", model, "--seed", seed)
     started = time.monotonic()
-    call(sys.executable, "-m", "agl", "run", "experiment.toml", "--set", f"experiment.seed={seed}")
+    call(sys.executable, "-m", "agl", "run", variant.experiment, "--set", f"experiment.seed={seed}")
     seconds = time.monotonic() - started
-    before, after = draw(WORK / "run" / "metrics.jsonl", WORK / "reward.png")
-    print(f"\nvalidation reward on tasks never trained on: {before:.2f} before, {after:.2f} after, {seconds:.0f} s")
-    print(f"reward curve: {WORK / 'reward.png'}")
-    print("look at the newest run:       agl show latest --store sqlite:///out/runs.db")
-    print("why its calls were trained:   agl why latest --store sqlite:///out/runs.db")
-    print("good runs as dialogues:       agl export --min-reward 1 --output good.jsonl --store sqlite:///out/runs.db")
+    before, warm, *_, after = draw(work / "run" / "metrics.jsonl", work / "reward.png")
+    print("\nvalidation reward on tasks never trained on: ", end="")
+    print(f"{before:.2f} before, {warm:.2f} after sft, {after:.2f} after grpo, {seconds:.0f} s")
+    print(f"reward curve: {work / 'reward.png'}")
+    print(f"look at the newest run:       agl show latest {store}")
+    print(f"why its calls were trained:   agl why latest {store}")
+    print(f"good runs as dialogues:       agl export --min-reward 1 --output good.jsonl {store}")
     print(f"(in {HERE})")
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Protocol
 
 TOOL = {
     "type": "function",
@@ -28,6 +29,12 @@ SYSTEM = "Use the tool."
 
 TRAIN, VALIDATION = 1000, 96
 DILIGENT, CARELESS = 2240, 320
+
+
+class Write(Protocol):
+    """Writes one dialogue."""
+
+    def __call__(self, expression: str, /, *, uses_tool: bool) -> dict[str, object]: ...
 
 
 def expressions(count: int, *, seed: int) -> list[str]:
@@ -65,11 +72,11 @@ def dialogue(expression: str, *, uses_tool: bool) -> dict[str, object]:
     return {"messages": messages, "tools": [TOOL]}
 
 
-def dialogues(pool: list[str], *, seed: int) -> list[dict[str, object]]:
-    """Return the teacher's dialogues, diligent ones first."""
+def dialogues(pool: list[str], *, seed: int, write: Write, care: float) -> list[dict[str, object]]:
+    """Return the teacher's dialogues, diligent ones first; `care` is how often the last ones use the tool."""
     rng = random.Random(seed)
-    rates = [0.8] * DILIGENT + [0.18] * CARELESS
-    return [dialogue(e, uses_tool=rng.random() < rate) for e, rate in zip(pool, rates, strict=True)]
+    rates = [0.8] * DILIGENT + [care] * CARELESS
+    return [write(e, uses_tool=rng.random() < rate) for e, rate in zip(pool, rates, strict=True)]
 
 
 def write_lines(path: Path, rows: list[dict[str, object]] | list[dict[str, str]]) -> None:
@@ -77,19 +84,24 @@ def write_lines(path: Path, rows: list[dict[str, object]] | list[dict[str, str]]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def write_all(out: Path, *, seed: int, write: Write = dialogue, care: float = 0.18) -> None:
+    """Write train.jsonl, val.jsonl and dialogues.jsonl, the latter with `write` for one dialogue."""
+    out.mkdir(parents=True, exist_ok=True)
+    pool = expressions(TRAIN + VALIDATION + DILIGENT + CARELESS, seed=seed)
+    train, val, rest = pool[:TRAIN], pool[TRAIN : TRAIN + VALIDATION], pool[TRAIN + VALIDATION :]
+    write_lines(out / "train.jsonl", [task(e) for e in train])
+    write_lines(out / "val.jsonl", [task(e) for e in val])
+    write_lines(out / "dialogues.jsonl", dialogues(rest, seed=seed, write=write, care=care))
+    print(f"wrote {len(train)} training tasks, {len(val)} validation tasks and {len(rest)} dialogues to {out}")
+
+
 def main() -> None:
-    """Write train.jsonl, val.jsonl and dialogues.jsonl."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/data"))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    pool = expressions(TRAIN + VALIDATION + DILIGENT + CARELESS, seed=options.seed)
-    train, val, rest = pool[:TRAIN], pool[TRAIN : TRAIN + VALIDATION], pool[TRAIN + VALIDATION :]
-    write_lines(options.out / "train.jsonl", [task(e) for e in train])
-    write_lines(options.out / "val.jsonl", [task(e) for e in val])
-    write_lines(options.out / "dialogues.jsonl", dialogues(rest, seed=options.seed))
-    print(f"wrote {len(train)} training tasks, {len(val)} validation tasks and {len(rest)} dialogues to {options.out}")
+    write_all(options.out, seed=options.seed)
 
 
 if __name__ == "__main__":
