@@ -1,0 +1,106 @@
+"""A weighted sum of other rewards: what one number means, written down in one place."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agl.contracts import RewardEmitter, RewardSetup
+from agl.errors import ConfigError
+from agl.schemas import Json, Record, Reward, Rollout, Span
+from agl.train.scores import ScoreOptions, score
+
+
+class Part(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One part of a composite.
+
+    Attributes:
+        use: A reward emitter's name, or ``module:attribute``.
+        weight: Its share of the sum; 0 keeps the part as a dimension without training on it.
+        params: The emitter's own parameters.
+    """
+
+    use: str
+    weight: float
+    params: dict[str, Json] = {}
+
+
+class Composite:
+    """The weighted sum of its parts; every part is kept as a dimension under its own name.
+
+    A part without a value leaves the sum without one: a missing reward is never taken for 0. What the parts report
+    about turns and spans is passed on and does not enter the sum. Parts run one after the other.
+
+    Args:
+        parts: By name: ``{ use = "...", weight = 0.3, params = { ... } }``.
+        name: The reward's name; unnamed it is the one that trains.
+        setup: The experiment.
+
+    Raises:
+        ConfigError: There are no parts, or no experiment to build them.
+    """
+
+    def __init__(
+        self,
+        *,
+        parts: dict[str, Part],
+        name: str = "",
+        setup: RewardSetup | None = None,
+    ) -> None:
+        if not parts:
+            raise ConfigError('composite has no parts; write parts.NAME = { use = "...", weight = 0.5 }')
+        if setup is None:
+            raise ConfigError("composite builds its parts with an experiment's plugins; pass setup = RewardSetup(...)")
+        self._parts = {label: (part.weight, setup.build(part.use, part.params)) for label, part in parts.items()}
+        self._name = name
+
+    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
+        """The sum, and the parts' rewards about turns and spans."""
+        found = {label: await rewards_of(emitter, rollout, spans) for label, (_, emitter) in self._parts.items()}
+        return [self._sum(found), *_about_calls(found)]
+
+    def _sum(self, found: Mapping[str, Sequence[Reward]]) -> Reward:
+        values = {label: score(rewards, options=ScoreOptions()).value for label, rewards in found.items()}
+        missing = [label for label, (weight, _) in self._parts.items() if weight and values[label] is None]
+        total = sum(weight * (values[label] or 0.0) for label, (weight, _) in self._parts.items())
+        return Reward(
+            value=None if missing else total,
+            name=self._name,
+            dimensions={**_inner(found), **values},
+            source="evaluator",
+            feedback="\n".join(_feedback(found)),
+        )
+
+
+async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
+    """What an emitter says, as rewards; a coroutine is awaited, and a plain number is an unnamed reward."""
+    given: Any = emitter(rollout, spans)
+    if inspect.isawaitable(given):
+        given = await given
+    if given is None:
+        return []
+    several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])  # pyright: ignore[reportUnknownArgumentType]  # an emitter's return value
+    return [item if isinstance(item, Reward) else Reward(value=float(item)) for item in several]
+
+
+def _inner(found: Mapping[str, Sequence[Reward]]) -> dict[str, float | None]:
+    """Dimensions of the parts themselves, as ``part.dimension``."""
+    return {
+        f"{label}.{key}": value
+        for label, rewards in found.items()
+        for reward in rewards
+        if reward.scope == "rollout"
+        for key, value in reward.dimensions.items()
+    }
+
+
+def _about_calls(found: Mapping[str, Sequence[Reward]]) -> list[Reward]:
+    return [reward for rewards in found.values() for reward in rewards if reward.scope != "rollout"]
+
+
+def _feedback(found: Mapping[str, Sequence[Reward]]) -> list[str]:
+    return [
+        f"{label}: {reward.feedback}"
+        for label, rewards in found.items()
+        for reward in rewards
+        if reward.scope == "rollout" and reward.feedback
+    ]

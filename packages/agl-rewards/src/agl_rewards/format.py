@@ -1,0 +1,139 @@
+"""Whether a text has the form that was asked for: a pattern, tags, JSON of a shape, a length."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agl.errors import ConfigError
+from agl.schemas import Json, Reward, Rollout, Span
+from agl_rewards.source import text_source, unfenced
+
+Check = Callable[[str], str]
+"""What is wrong with a text, in words; ``""`` if nothing."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "number": (int, float),
+    "integer": (int,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+    "any": (object,),
+}
+
+
+class Format:
+    """1.0 when the text has everything that was asked for, else 0.0; each check is a dimension.
+
+    Args:
+        source: Where the text comes from, see :mod:`agl_rewards.source`.
+        pattern: Regular expression that must match somewhere; ``.`` matches line breaks too.
+        tags: Names of tags, such as ``think``: each must stand exactly once, opened and closed, in this order, one
+            after the other.
+        json: Keys that the text, or the fenced block of JSON in it, must have as an object, and their types:
+            string, number, integer, boolean, array, object, null, any.
+        max_length: Characters at most.
+        min_length: Characters at least; 1 by default, because an empty text has no form.
+        partial: Whether the value is the share of the checks that passed.
+        name: The reward's name.
+
+    Raises:
+        ConfigError: Nothing is asked for, or a bad regular expression or type.
+    """
+
+    def __init__(
+        self,
+        *,
+        source: str = "answer",
+        pattern: str = "",
+        tags: list[str] | None = None,
+        json: dict[str, str] | None = None,
+        max_length: int = 0,
+        min_length: int = 1,
+        partial: bool = False,
+        name: str = "format",
+    ) -> None:
+        self._text = text_source(source)
+        self._checks: dict[str, Check] = {}
+        if pattern:
+            self._checks["pattern"] = _pattern_check(pattern)
+        if tags:
+            self._checks["tags"] = _tags_check(tags)
+        if json is not None:
+            self._checks["json"] = _json_check(json)
+        if max_length:
+            self._checks["length"] = _length_check(min_length, max_length)
+        if not self._checks:
+            raise ConfigError("format asks for nothing; set pattern, tags, json or max_length")
+        self._partial = partial
+        self._min_length = min_length
+        self._name = name
+
+    def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """The reward of one attempt."""
+        text = self._text(spans)
+        is_long_enough = len(text) >= self._min_length
+        faults = {
+            label: check(text) if is_long_enough else "the text is too short" for label, check in self._checks.items()
+        }
+        passed = [float(not fault) for fault in faults.values()]
+        return Reward(
+            value=sum(passed) / len(passed) if self._partial else min(passed),
+            name=self._name,
+            dimensions=dict(zip(faults, passed, strict=True)),
+            source="evaluator",
+            feedback="; ".join(dict.fromkeys(fault for fault in faults.values() if fault)),
+        )
+
+
+def _pattern_check(pattern: str) -> Check:
+    try:
+        regex = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"format's pattern {pattern!r} is no regular expression: {error}; correct it") from error
+    return lambda text: "" if regex.search(text) else f"the text does not match {pattern!r}"
+
+
+def _tags_check(tags: Sequence[str]) -> Check:
+    wanted = [part for tag in tags for part in (f"<{tag}>", f"</{tag}>")]
+    regex = re.compile("|".join(map(re.escape, wanted)))
+
+    def check(text: str) -> str:
+        found = regex.findall(text)
+        return "" if found == wanted else f"expected the tags {' '.join(wanted)}, got {' '.join(found) or 'none'}"
+
+    return check
+
+
+def _json_check(shape: dict[str, str]) -> Check:
+    for key, kind in shape.items():
+        if kind not in _TYPES:
+            raise ConfigError(f"format's json has the type {kind!r} for {key!r}; use one of {', '.join(_TYPES)}")
+
+    def check(text: str) -> str:
+        try:
+            value: Any = msgspec.json.decode(unfenced(text, "json"))
+        except (msgspec.DecodeError, RecursionError) as error:
+            return f"the text is no JSON: {error}"
+        if not isinstance(value, dict):
+            return "the text is no JSON object"
+        members = cast("dict[str, Any]", value)
+        missing = [key for key in shape if key not in members]
+        wrong = [f"{key} is no {kind}" for key, kind in shape.items() if key in members and not _is(members[key], kind)]
+        return ", ".join([*(f"{key} is missing" for key in missing), *wrong])
+
+    return check
+
+
+def _is(value: Json, kind: str) -> bool:
+    is_number_like_bool = isinstance(value, bool) and kind in ("number", "integer")
+    return isinstance(value, _TYPES[kind]) and not is_number_like_bool
+
+
+def _length_check(least: int, most: int) -> Check:
+    if not 0 <= least <= most:
+        raise ConfigError(f"format got min_length = {least} and max_length = {most}; the first is the smaller one")
+    return lambda text: "" if len(text) <= most else f"the text has {len(text)} characters, more than {most}"

@@ -1,0 +1,55 @@
+"""What this distribution registers; nothing here imports an emitter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agl import RewardEntry, hookimpl
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+@hookimpl
+def agl_rewards() -> Iterable[RewardEntry]:
+    """Rewards from answers, databases, spans and judge models, and their weighted sum."""
+    yield RewardEntry(
+        name="numeric-match", factory="agl_rewards.numeric:NumericMatch", summary="1.0 when the number is the answer"
+    )
+    yield RewardEntry(
+        name="sql-match",
+        factory="agl_rewards.sql:SqlMatch",
+        summary="1.0 when a query gives the rows of the task's query",
+        takes_setup=True,
+    )
+    yield RewardEntry(
+        name="sql-executes",
+        factory="agl_rewards.sql:SqlExecutes",
+        summary="1.0 when a query runs within its limits",
+        takes_setup=True,
+    )
+    yield RewardEntry(
+        name="sql-syntax", factory="agl_rewards.sql:SqlSyntax", summary="1.0 when a text is one query in SQLite's SQL"
+    )
+    yield RewardEntry(
+        name="format",
+        factory="agl_rewards.format:Format",
+        summary="1.0 when a text has the declared pattern, tags, JSON and length",
+    )
+    yield RewardEntry(
+        name="spans",
+        factory="agl_rewards.spans:SpanRewards",
+        summary="intermediate rewards from tools, exceptions, steps and retries",
+    )
+    yield RewardEntry(
+        name="composite",
+        factory="agl_rewards.composite:Composite",
+        summary="weighted sum of other rewards, its parts kept as dimensions",
+        takes_setup=True,
+    )
+    yield RewardEntry(
+        name="judge",
+        factory="agl_rewards.judge:Judge",
+        summary="a score from a judge model",
+        takes_setup=True,
+    )

@@ -1,0 +1,129 @@
+"""Where the text that is judged comes from: an answer, the agent's output, an emitted object, a tool call.
+
+Every emitter of this package that reads a text takes one of these as ``source``:
+
+- ``answer``: the last complete model answer that has text;
+- ``answer:AGENT``: the same, of agents, nodes or roles that the regular expression matches as a whole;
+- ``output`` or ``output:KEY``: what the agent returned, or one key of it;
+- ``object:NAME`` or ``object:NAME:KEY``: the last ``agl.emit_object(value, name=NAME)``, or one key of it;
+- ``tool:NAME:ARGUMENT``: an argument of the last call of a tool.
+
+What a run lacks is an empty text, which scores nothing; a value that is no text is written as JSON.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agl import semconv
+from agl.capture.dialects.conversation import call_messages
+from agl.errors import ConfigError
+from agl.schemas import Json, Span
+from agl.train.agents import Enclosing
+from agl.train.order import chronological
+from agl.train.rejects import is_answered
+from agl.train.rewards import final_text
+
+TextOf = Callable[[Sequence[Span]], str]
+"""Finds the text in an attempt's spans."""
+
+_FORMS = "answer, answer:AGENT, output, output:KEY, object:NAME, object:NAME:KEY or tool:NAME:ARGUMENT"
+
+
+def text_source(source: str) -> TextOf:
+    """What finds the text; raises :class:`ConfigError` for a source that is none of the forms above."""
+    match source.split(":"):
+        case ["answer"]:
+            return final_text
+        case ["answer", agent]:
+            return _answer_of(_pattern(agent))
+        case ["output"]:
+            return lambda spans: as_text(_output(spans))
+        case ["output", key]:
+            return lambda spans: as_text(_member(_output(spans), key))
+        case ["object", name]:
+            return lambda spans: as_text(_object(spans, name))
+        case ["object", name, key]:
+            return lambda spans: as_text(_member(_object(spans, name), key))
+        case ["tool", name, argument]:
+            return lambda spans: as_text(_member(next(_arguments(spans, name), None), argument))
+        case _:
+            raise ConfigError(f"a reward got source = {source!r}; write {_FORMS}")
+
+
+def unfenced(text: str, *languages: str) -> str:
+    """The content of the last fenced block in one of ``languages`` or in none, else the whole text, stripped."""
+    blocks = re.findall(r"```[ \t]*(\w*)[ \t]*\r?\n(.*?)```", text, re.DOTALL)
+    fitting = [body for language, body in blocks if language.lower() in ("", *languages)]
+    return (fitting[-1] if fitting else text).strip()
+
+
+def task_fields(task: Json) -> dict[str, Json]:
+    """The top-level fields of a task; none when it is no object."""
+    return cast("dict[str, Json]", task) if isinstance(task, dict) else {}
+
+
+def as_text(value: Json) -> str:
+    """Text as it is, nothing as nothing, every other value as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(f"the agent {text!r} in a reward's source is no regular expression: {error}") from error
+
+
+def _answer_of(agent: re.Pattern[str]) -> TextOf:
+    def text(spans: Sequence[Span]) -> str:
+        enclosing = Enclosing(spans)
+        calls = [span for span in spans if span.call is not None]
+        return final_text([span for span in calls if any(map(agent.fullmatch, enclosing.who(span).named))])
+
+    return text
+
+
+def _output(spans: Sequence[Span]) -> Json:
+    return next((span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes), None)
+
+
+def _object(spans: Sequence[Span], name: str) -> Json:
+    named = (span for span in reversed(chronological(spans).spans) if span.name == f"object {name}")
+    return next((span.attributes.get(semconv.OBJECT) for span in named), None)
+
+
+def _arguments(spans: Sequence[Span], tool: str) -> Iterator[Json]:
+    """The arguments of calls of a tool, the last one first: those that models asked for, then those that ran."""
+    ordered = [span for span in reversed(chronological(spans).spans) if not span.is_late]
+    for span in ordered:
+        if span.call is None or not is_answered(span.call) or span.call.dialect == "embeddings":
+            continue
+        last = call_messages(span.call)[-1:]
+        calls: list[Any] = last[0].get("tool_calls") or [] if last and last[0].get("role") == "assistant" else []
+        functions: list[Any] = [call.get("function") or {} for call in calls]
+        for function in reversed(functions):
+            if function.get("name") == tool:
+                yield _decoded(function.get("arguments"))
+    for span in ordered:
+        if span.attributes.get(semconv.TOOL_NAME) == tool and semconv.TOOL_ARGUMENTS in span.attributes:
+            yield _decoded(span.attributes[semconv.TOOL_ARGUMENTS])
+
+
+def _decoded(arguments: Any) -> Json:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return None
+
+
+def _member(value: Json, key: str) -> Json:
+    """A key of an object; also of an object that was returned as JSON text."""
+    found = _decoded(value)
+    return cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None

@@ -1,0 +1,190 @@
+"""Automatic intermediate rewards: what tools, steps and exceptions say about single turns, without asking anybody.
+
+The events, each with its weight:
+
+- ``tool_ok`` and ``tool_error``: a tool ran, or failed;
+- ``step_ok`` and ``step_error``: the same for operations, nodes and agents that ``steps`` names;
+- ``exception``: an exception that was reported, or that ended an operation, node or agent other than those; where it
+  passes through several, the innermost counts;
+- ``retry``: a model call that the client had to repeat;
+- ``repeat``: a tool called again with the very same arguments.
+
+Hand-offs and interrupts are no failures: tracers report them as what they are.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from agl import semconv
+from agl.errors import ConfigError
+from agl.run.attempt import make_reward_span
+from agl.schemas import Reward, Rollout, Span
+from agl.train.agents import Enclosing
+from agl.train.order import Timeline, chronological
+from agl.train.rejects import is_answered
+from agl.train.scores import ScoreOptions, call_rewards
+
+WEIGHTS: Mapping[str, float] = {"tool_ok": 0.1, "tool_error": -0.1, "exception": -0.1}
+"""What counts when nothing is declared."""
+
+EVENTS = ("tool_ok", "tool_error", "step_ok", "step_error", "exception", "retry", "repeat")
+
+
+class Event(NamedTuple):
+    """Something that earns its weight, and the span where it happened."""
+
+    kind: str
+    span: Span
+
+
+class SpanRewards:
+    """Rewards for what happened on the way, which the credits ``turn`` and ``role`` add to the final one.
+
+    Args:
+        weights: Reward by event, see above; what is not named earns nothing.
+        steps: Regular expression that matches the whole name of the operations, nodes and agents that are steps.
+        scope: ``turn`` gives one reward per model call, with all that happened because of it; ``span`` one per
+            event, about its own span; ``rollout`` one for the whole run.
+        name: The rewards' name; with scope ``span`` each has its number behind, because of one name the last counts.
+
+    Raises:
+        ConfigError: An unknown event, a bad regular expression, or steps that are weighted and not named.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: dict[str, float] | None = None,
+        steps: str = "",
+        scope: Literal["turn", "span", "rollout"] = "turn",
+        name: str = "spans",
+    ) -> None:
+        self._weights = dict(WEIGHTS if weights is None else weights)
+        self._steps = _checked(self._weights, steps)
+        if scope not in ("turn", "span", "rollout"):
+            raise ConfigError(f"spans got scope = {scope!r}; write 'turn', 'span' or 'rollout'")
+        self._make: Callable[[Timeline, Sequence[Event]], list[Reward]] = {
+            "turn": self._by_turn,
+            "span": self._by_span,
+            "rollout": self._by_rollout,
+        }[scope]
+        self._name = name
+
+    def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
+        """The rewards of one attempt; for scope ``rollout`` exactly one."""
+        timeline = chronological([span for span in spans if not span.is_late])
+        events = [event for event in find_events(timeline.spans, steps=self._steps) if event.kind in self._weights]
+        return self._make(timeline, events)
+
+    def _by_span(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+        return [
+            Reward(
+                value=self._weights[kind],
+                name=f"{self._name}.{number}",
+                dimensions={kind: self._weights[kind]},
+                scope="span",
+                span_id=span.span_id,
+                source="evaluator",
+                feedback=_says(kind, span),
+            )
+            for number, (kind, span) in enumerate(events, start=1)
+        ]
+
+    def _by_turn(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+        """One reward per call, attributed by the core's own rule for rewards about spans."""
+        calls = [span for span in timeline.spans if span.call is not None and is_answered(span.call)]
+        enclosing = Enclosing(timeline.spans)
+        found: dict[str, dict[str, float | None]] = {call.span_id: {} for call in calls}
+        for kind in dict.fromkeys(event.kind for event in events):
+            about = self._by_span(timeline, [event for event in events if event.kind == kind])
+            made = [make_reward_span("", "", reward) for reward in about]
+            known = chronological([*timeline.spans, *made])
+            for call, value in call_rewards(known, calls, enclosing=enclosing, options=ScoreOptions()).items():
+                found[call][kind] = value
+        return [self._turn(call, parts) for call, parts in found.items() if parts]
+
+    def _turn(self, call: str, parts: dict[str, float | None]) -> Reward:
+        return Reward(
+            value=sum(part or 0.0 for part in parts.values()),
+            name=self._name,
+            dimensions=parts,
+            scope="turn",
+            span_id=call,
+            source="evaluator",
+            feedback=", ".join(parts),
+        )
+
+    def _by_rollout(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+        kinds = [event.kind for event in events]
+        parts: dict[str, float | None] = {kind: weight * kinds.count(kind) for kind, weight in self._weights.items()}
+        feedback = "; ".join(_says(*event) for event in events if self._weights[event.kind] < 0)
+        total = sum(self._weights[kind] for kind in kinds)
+        return [Reward(value=total, name=self._name, dimensions=parts, source="evaluator", feedback=feedback)]
+
+
+def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[Event]:
+    """Every event of an attempt, in order of time; ``steps`` names the operations that are steps."""
+    ordered = chronological(spans).spans
+    failed_inside = {span.parent_id for span in ordered if span.status == "error" and span.parent_id is not None}
+    seen: set[tuple[str, str]] = set()
+    return [
+        Event(kind, span)
+        for span in ordered
+        if not span.is_late
+        for kind in _kinds(span, steps=steps, failed_inside=failed_inside, seen=seen)
+    ]
+
+
+def _kinds(
+    span: Span, *, steps: re.Pattern[str] | None, failed_inside: set[str], seen: set[tuple[str, str]]
+) -> Iterator[str]:
+    has_failed = span.status == "error"
+    if span.call is not None:
+        if span.call.retry_count and is_answered(span.call):
+            yield "retry"
+    elif _operation(span) == semconv.OP_EXECUTE_TOOL:
+        yield "tool_error" if has_failed else "tool_ok"
+        call = (_text(span, semconv.TOOL_NAME) or span.name, str(span.attributes.get(semconv.TOOL_ARGUMENTS)))
+        if call in seen and semconv.TOOL_ARGUMENTS in span.attributes:
+            yield "repeat"
+        seen.add(call)
+    elif steps is not None and any(map(steps.fullmatch, _names(span))):
+        yield "step_error" if has_failed else "step_ok"
+    elif has_failed and span.name != semconv.ROOT_SPAN_NAME and span.span_id not in failed_inside:
+        yield "exception"
+
+
+def _names(span: Span) -> list[str]:
+    if span.reward is not None or span.name == semconv.ROOT_SPAN_NAME:
+        return []
+    named = [_text(span, key) for key in (semconv.AGENT_NAME, semconv.NODE, semconv.ROLE)]
+    return [name for name in (*named, span.name) if name]
+
+
+def _operation(span: Span) -> str:
+    return _text(span, semconv.OPERATION)
+
+
+def _text(span: Span, key: str) -> str:
+    value = span.attributes.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _says(kind: str, span: Span) -> str:
+    what = _text(span, semconv.TOOL_NAME) or span.name
+    return f"{kind} {what}: {span.status_message}" if span.status_message else f"{kind} {what}"
+
+
+def _checked(weights: Mapping[str, float], steps: str) -> re.Pattern[str] | None:
+    unknown = sorted(set(weights) - set(EVENTS))
+    if unknown:
+        raise ConfigError(f"spans has weights for {', '.join(unknown)}; the events are {', '.join(EVENTS)}")
+    if not steps:
+        if {"step_ok", "step_error"} & set(weights):
+            raise ConfigError('spans weights steps and names none; set steps = "execute|check" or the like')
+        return None
+    try:
+        return re.compile(steps)
+    except re.error as error:
+        raise ConfigError(f"spans got steps = {steps!r}, which is no regular expression: {error}") from error

@@ -1,0 +1,242 @@
+"""Rewards for text that should be SQL: does it parse, does it run, does it give the rows of the task's own query.
+
+:class:`SqlMatch` runs both queries on a SQLite database and keeps all three answers as the dimensions ``syntax``,
+``execution`` and ``goal``, so that ``[experiment] reward_weights`` can weight them without running anything twice.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from agl.contracts import RewardSetup
+from agl.errors import ConfigError
+from agl.schemas import PromptTemplate, Record, Reward, Rollout, Span
+from agl_rewards.sandbox import Limits, QueryError, Row, check_syntax, is_ordered, run_query
+from agl_rewards.source import task_fields, text_source, unfenced
+
+Order = Literal["query", "always", "never"]
+
+
+class SqlSyntax:
+    """1.0 when the text is one query that SQLite can parse, else 0.0; no table needs to exist.
+
+    A fenced block of SQL within the text is taken in its place. Statements that are no queries get 0.0.
+
+    Args:
+        source: Where the text comes from, see :mod:`agl_rewards.source`.
+        name: The reward's name.
+    """
+
+    def __init__(self, *, source: str = "answer", name: str = "sql-syntax") -> None:
+        self._text = text_source(source)
+        self._name = name
+
+    def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """The reward of one attempt."""
+        error = _syntax_error(query_in(self._text(spans)))
+        return Reward(value=float(not error), name=self._name, source="evaluator", feedback=error)
+
+
+class SqlExecutes:
+    """1.0 when the query runs on the database within its limits, whatever it gives, else 0.0.
+
+    Args:
+        database: As in :class:`SqlMatch`, like all of these.
+        source: Where the text comes from.
+        time_s: Seconds that a query may take.
+        max_rows: Rows that it may give.
+        name: The reward's name.
+        setup: The experiment.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: str,
+        source: str = "answer",
+        time_s: float = 5.0,
+        max_rows: int = 10_000,
+        name: str = "sql-executes",
+        setup: RewardSetup | None = None,
+    ) -> None:
+        self._database = _Database(database, setup)
+        self._text = text_source(source)
+        self._limits = _limits(time_s, max_rows)
+        self._name = name
+
+    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """The reward of one attempt; raises :class:`ConfigError` when its database is not there."""
+        path = self._database.of(rollout)
+        try:
+            await asyncio.to_thread(run_query, path, query_in(self._text(spans)), limits=self._limits)
+        except QueryError as error:
+            return Reward(value=0.0, name=self._name, source="evaluator", feedback=str(error))
+        return Reward(value=1.0, name=self._name, source="evaluator")
+
+
+class Judged(Record, frozen=True, kw_only=True):
+    """What is right about a query, and in words what is not."""
+
+    syntax: bool = False
+    execution: bool = False
+    goal: bool = False
+    feedback: str = ""
+
+
+class SqlMatch:
+    """1.0 when the query gives the rows of the task's query, else 0.0.
+
+    Rows are compared as multisets, and in their order when the task's query orders them; columns by position, names
+    of columns do not matter. Rows that the task's query orders equally must still come as SQLite gives them to it.
+    Both queries run with the same limits, and nothing but reading is possible; an error scores 0 with its feedback.
+
+    Args:
+        database: Path of the SQLite database, relative to the experiment file; ``{key}`` is a field of the task.
+        answer: Key of the task that holds the right query, or a list of right ones.
+        source: Where the text comes from, see :mod:`agl_rewards.source`.
+        order: Whether the order counts: when the task's ``query`` orders, ``always``, or ``never``.
+        digits: Significant digits of the numbers that are compared.
+        time_s: Seconds that a query may take.
+        max_rows: Rows that it may give.
+        name: The reward's name.
+        setup: The experiment.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: str,
+        answer: str = "answer",
+        source: str = "answer",
+        order: Order = "query",
+        digits: int = 9,
+        time_s: float = 5.0,
+        max_rows: int = 10_000,
+        name: str = "sql-match",
+        setup: RewardSetup | None = None,
+    ) -> None:
+        if order not in ("query", "always", "never"):
+            raise ConfigError(f"sql-match got order = {order!r}; write 'query', 'always' or 'never'")
+        if not 1 <= digits <= 17:
+            raise ConfigError(f"sql-match got digits = {digits}; numbers have 1 to 17 significant digits")
+        self._database = _Database(database, setup)
+        self._answer = answer
+        self._text = text_source(source)
+        self._order: Order = order
+        self._digits = digits
+        self._limits = _limits(time_s, max_rows)
+        self._name = name
+
+    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
+        """The reward of one attempt; raises :class:`ConfigError` when database or right query are unusable."""
+        path, right = self._database.of(rollout), self._right(rollout)
+        judged = await asyncio.to_thread(self._judge, path, right, query_in(self._text(spans)), rollout.rollout_id)
+        dimensions: dict[str, float | None] = {
+            "syntax": float(judged.syntax),
+            "execution": float(judged.execution),
+            "goal": float(judged.goal),
+        }
+        return Reward(
+            value=float(judged.goal),
+            name=self._name,
+            dimensions=dimensions,
+            source="evaluator",
+            feedback=judged.feedback,
+        )
+
+    def _right(self, rollout: Rollout) -> list[str]:
+        found = task_fields(rollout.task).get(self._answer)
+        queries: list[Any] = cast("list[Any]", found) if isinstance(found, list) else [found]
+        if not queries or not all(isinstance(query, str) and query.strip() for query in queries):
+            raise ConfigError(
+                f"the reward sql-match runs the query in the task's {self._answer!r}, which rollout "
+                f"{rollout.rollout_id} does not have; add it to the dataset, or name another key with answer = ..."
+            )
+        return queries
+
+    def _judge(self, path: Path, right: Sequence[str], query: str, rollout_id: str) -> Judged:
+        expected = [(self._expected(path, sql, rollout_id), self._is_ordered(sql)) for sql in right]
+        try:
+            rows = run_query(path, query, limits=self._limits)
+        except QueryError as error:
+            return Judged(syntax=error.fault == "execution", feedback=str(error))
+        if any(same_rows(wanted, rows, ordered=ordered, digits=self._digits) for wanted, ordered in expected):
+            return Judged(syntax=True, execution=True, goal=True)
+        wanted, ordered = expected[0]
+        return Judged(syntax=True, execution=True, feedback=_difference(wanted, rows, ordered=ordered))
+
+    def _expected(self, path: Path, sql: str, rollout_id: str) -> list[Row]:
+        try:
+            return run_query(path, sql, limits=self._limits)
+        except QueryError as error:
+            raise ConfigError(
+                f"the task's own query of rollout {rollout_id} does not run on {path}: {error}; correct the dataset, "
+                "or raise time_s or max_rows"
+            ) from error
+
+    def _is_ordered(self, sql: str) -> bool:
+        return is_ordered(sql) if self._order == "query" else self._order == "always"
+
+
+def query_in(text: str) -> str:
+    """The SQL in a text: its last fenced block of SQL, else all of it."""
+    return unfenced(text, "sql", "sqlite")
+
+
+def same_rows(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool, digits: int = 9) -> bool:
+    """Whether two results are equal: as sequences when ``ordered``, else as multisets of rows."""
+    left, right = ([tuple(_plain(value, digits) for value in row) for row in given] for given in (wanted, rows))
+    return left == right if ordered else Counter(left) == Counter(right)
+
+
+def _plain(value: Any, digits: int) -> Any:
+    """A value with its type, since SQLite keeps ``1`` and ``'1'`` apart, but not ``1`` and ``1.0``."""
+    if isinstance(value, float):
+        rounded = float(f"{value:.{digits}g}")
+        return int(rounded) if rounded.is_integer() else rounded
+    return value
+
+
+def _difference(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool) -> str:
+    order = ", in this order" if ordered else ""
+    return f"expected {_shown(wanted)}{order}; got {_shown(rows)}"
+
+
+def _shown(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "no rows"
+    text = ", ".join(repr(row)[:200] for row in rows[:3])
+    return f"{len(rows)} row{'s' if len(rows) > 1 else ''} {text}{', ...' if len(rows) > 3 else ''}"
+
+
+def _syntax_error(query: str) -> str:
+    try:
+        check_syntax(query)
+    except QueryError as error:
+        return str(error)
+    return ""
+
+
+def _limits(time_s: float, max_rows: int) -> Limits:
+    if time_s <= 0 or max_rows < 1:
+        raise ConfigError(f"a query needs time_s above 0 and max_rows of at least 1, not {time_s} and {max_rows}")
+    return Limits(time_s=time_s, rows=max_rows)
+
+
+class _Database:
+    """Finds the database of a rollout."""
+
+    def __init__(self, database: str, setup: RewardSetup | None) -> None:
+        self._template = PromptTemplate(template=database)
+        self._folder = setup.folder if setup is not None else Path()
+
+    def of(self, rollout: Rollout) -> Path:
+        path = self._folder / self._template.format(**task_fields(rollout.task))
+        if not path.is_file():
+            raise ConfigError(
+                f"the database {str(path)!r} of rollout {rollout.rollout_id} is not there; make it, or correct the "
+                "reward's database = ..., which is relative to the experiment file"
+            )
+        return path
