@@ -55,12 +55,13 @@ def test_dialogues_are_what_the_agent_sends(example: Path, monkeypatch: pytest.M
     run(example, "autogen_data.py")
     rows = [json.loads(line) for line in (example / "out/autogen/data/dialogues.jsonl").read_text().splitlines()]
     row = next(row for row in rows if len(row["messages"]) == 5)
-    _, asked, called, _, said = row["messages"]
+    *_, called, _, said = row["messages"]
     arguments = called["tool_calls"][0]["function"]["arguments"]
+    question = f"What is {json.loads(arguments)['expression']}?"
     steps = [Reply(tool_calls=(ToolCall("calc", arguments),)), Reply(text=said["content"])]
 
     with ScriptedModelServer(steps) as server:
-        answer = solve(example, asked["content"], server, monkeypatch)
+        answer = solve(example, question, server, monkeypatch)
         last = server.calls[-1].json
 
     assert said["content"] == answer
