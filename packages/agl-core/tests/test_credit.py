@@ -131,6 +131,13 @@ def test_role_credit_discounts_over_a_roles_own_turns() -> None:
     assert [{"c0": 1.0, "c1": 1.0, "c2": 1.0, "c3": 2.0}] == values(credit, episode(*calls))
 
 
+def test_role_credit_compares_each_role_as_it_says() -> None:
+    roles = {"a": {"baseline": "turn"}, "b|c": {"baseline": "group"}}
+    one = episode(call(0, "a"), call(1, "b"), call(2, "c"), call(3, "a", turn=1), call(4, "d"))
+    baselines = [given.baseline for given in credits_of(RoleCredit(roles=roles), one)]
+    assert ["g/a/0", "g", "g", "g/a/1", "g/d"] == baselines
+
+
 def test_role_credit_names_the_reward_that_is_missing() -> None:
     credit = RoleCredit(roles={"a": {"reward": "sql"}})
     with pytest.raises(ConfigError, match=r"earns rewards named 'sql' .* recorded: \['other'\]"):
@@ -140,10 +147,11 @@ def test_role_credit_names_the_reward_that_is_missing() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"roles": {"a": {"rewards": "x"}}}, "use reward and gamma"),
+        ({"roles": {"a": {"rewards": "x"}}}, "use reward, gamma and baseline"),
         ({"roles": {"(": {}}}, "not a regular expression"),
         ({"roles": {"a": {"reward": "("}}}, "not a regular expression"),
         ({"roles": {"a": {"gamma": 1.5}}}, "between 0 and 1"),
+        ({"roles": {"a": {"baseline": "task"}}}, "Invalid enum value 'task'"),
         ({"gamma": -0.1}, "between 0 and 1"),
     ],
 )

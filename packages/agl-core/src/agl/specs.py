@@ -34,6 +34,7 @@ class AlgorithmSpec(Spec, frozen=True, kw_only=True):
         agents: Pattern of the agents whose calls it trains; ``""`` for all.
         source: Labels of the algorithms whose rollouts it learns from; empty for its own.
         label: Its name within the experiment; ``""`` for the registered one.
+        credit: Its own credit assignment; ``None`` for the experiment's.
     """
 
     kind: Kind = "algorithm"
@@ -41,6 +42,7 @@ class AlgorithmSpec(Spec, frozen=True, kw_only=True):
     agents: str = ""
     source: tuple[str, ...] = ()
     label: str = ""
+    credit: Spec | None = None
 
 
 def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like those below
@@ -52,6 +54,7 @@ def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like thos
     agents: str = "",
     source: str | Iterable[str] = (),
     label: str = "",
+    credit: str | Spec | None = None,
     **params: Any,
 ) -> AlgorithmSpec:
     """The algorithm of any plugin by its registered name.
@@ -63,6 +66,7 @@ def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like thos
         agents: Regular expression for the agents whose calls it trains.
         source: Label or labels of the algorithms whose rollouts it learns from, instead of collecting its own.
         label: Its name within the experiment, where two are of one kind.
+        credit: Its own credit assignment, such as ``agl.Credit("turn", gamma=0.9)``; by default the trainer's.
         params: Its parameters.
     """
     both = sorted(set(config or ()) & params.keys())
@@ -70,8 +74,15 @@ def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like thos
         raise ConfigError(f"the algorithm {name!r} gets {both} both in its mapping and as keyword; give each once")
     names = (tunes,) if isinstance(tunes, str) else tuple(tunes)
     sources = (source,) if isinstance(source, str) else tuple(source)
-    settings = {**(config or {}), **params}
-    return AlgorithmSpec(name=name, params=settings, tunes=names, agents=agents, source=sources, label=label)
+    return AlgorithmSpec(
+        name=name,
+        params={**(config or {}), **params},
+        tunes=names,
+        agents=agents,
+        source=sources,
+        label=label,
+        credit=Credit(credit) if isinstance(credit, str) else credit,
+    )
 
 
 def Policy(name: str, /, **params: Any) -> Spec:  # noqa: N802

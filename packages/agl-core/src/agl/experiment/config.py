@@ -52,6 +52,13 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
     params: dict[str, Json] = {}
 
 
+class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[credit]``, ``[[reward]]``, ``[[logger]]``: a component by name with its arguments."""
+
+    use: str
+    params: dict[str, Json] = {}
+
+
 class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[[algorithm]]``: one algorithm.
 
@@ -61,6 +68,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
         name: Its name within the experiment; ``use`` by default.
         agents: Regular expression over agent names: whose calls it trains on; ``""`` for all.
         source: Names of the algorithms whose rollouts it learns from instead of collecting its own.
+        credit: Its own credit assignment; by default the experiment's.
         params: Its own arguments.
     """
 
@@ -69,6 +77,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     name: str = ""
     agents: str = ""
     source: str | tuple[str, ...] = ()
+    credit: ComponentConfig | None = None
     params: dict[str, Json] = {}
 
     @property
@@ -85,13 +94,6 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
     def sources(self) -> tuple[str, ...]:
         """Names of the algorithms that it learns from."""
         return (self.source,) if isinstance(self.source, str) else self.source
-
-
-class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[credit]``, ``[[reward]]``, ``[[logger]]``: a component by name with its arguments."""
-
-    use: str
-    params: dict[str, Json] = {}
 
 
 class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -237,6 +239,8 @@ def _nested(hint: Any, value: Any) -> list[tuple[Any, Any]]:
     if isinstance(hint, type):
         return [(hint, value)]
     inner = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Record)]
+    if inner and isinstance(value, dict):
+        return [(inner[0], cast("dict[str, Any]", value))]
     if not inner or not isinstance(value, list):
         return []
     return [(inner[0], item) for item in cast("list[Any]", value)]

@@ -158,7 +158,8 @@ def _check_tasks(plan: Plan) -> None:
 def _check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
     manager.runner(config.runner.use)
-    manager.credit(config.credit.use)
+    for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
+        manager.credit(credit.use)
     for item in config.reward:
         manager.reward(item.use)
     for item in config.logger:

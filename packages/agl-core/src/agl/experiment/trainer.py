@@ -439,7 +439,13 @@ def _algorithm(spec: str | AlgorithmSpec, adapter: Mapping[str, str], *, tunable
     tunes = spec.tunes or (tuple(tunable) if len(tunable) == 1 else ())
     agents = spec.agents or adapter.get("agent_match", "")
     return AlgorithmConfig(
-        use=spec.name, tunes=tunes, name=spec.label, agents=agents, source=spec.source, params=dict(spec.params)
+        use=spec.name,
+        tunes=tunes,
+        name=spec.label,
+        agents=agents,
+        source=spec.source,
+        credit=None if spec.credit is None else _component(spec.credit),
+        params=dict(spec.params),
     )
 
 

@@ -85,17 +85,21 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         reward: Regular expression on the names of the episode's rewards; the role earns the sum of those that
             match as a whole. ``""`` for the episode's own reward.
         gamma: Discount per turn of this role; ``None`` for the credit's.
+        baseline: What the role's calls are compared with: ``role`` the same role in the other rollouts of the task,
+            ``turn`` the same turn of one agent, ``group`` all roles that say so as one.
     """
 
     reward: str = ""
     gamma: float | None = None
+    baseline: Literal["role", "turn", "group"] = "role"
 
 
 class RoleCredit:
     """Rewards, baselines and discount per role: agents that do different work are judged separately.
 
     Each role's calls are one sequence in order of time, discounted as in :class:`TurnCredit`, and end with the
-    role's own reward. A role is compared with the same role in the other rollouts of the task.
+    role's own reward. A role is compared with the same role in the other rollouts of the task, unless its
+    ``baseline`` says otherwise.
 
     Args:
         roles: Role settings by a regular expression that matches an agent's whole name; the first that matches
@@ -138,9 +142,16 @@ class RoleCredit:
         final = self._earned(episode, name, role, has_other=any(call.reward is not None for call in calls))
         gamma = self._gamma if role.gamma is None else role.gamma
         values = _returns(calls, final=final, gamma=gamma)
-        baseline = f"{_group(episode)}/{name}"
+        group = _group(episode)
+        keys = {"group": group, "role": f"{group}/{name}"}
         return {
-            span_id: CallCredit(span_id=span_id, value=value, baseline=baseline) for span_id, value in values.items()
+            call.span_id: CallCredit(
+                span_id=call.span_id,
+                value=values[call.span_id],
+                baseline=keys.get(role.baseline) or f"{group}/{call.agent}/{call.turn}",
+            )
+            for call in calls
+            if not call.reject
         }
 
     def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
@@ -212,7 +223,9 @@ def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
         try:
             settings = msgspec.convert(dict(settings), Role)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"the settings of role {name!r} are wrong: {error}; use reward and gamma") from error
+            raise ConfigError(
+                f"the settings of role {name!r} are wrong: {error}; use reward, gamma and baseline"
+            ) from error
     _pattern(settings.reward, f"reward of role {name!r}")
     if settings.gamma is not None:
         _check_gamma(settings.gamma, f"gamma of role {name!r}")
