@@ -170,6 +170,7 @@ def _changed_json(resource: Resource, seed: Resource) -> str:
 
 
 def _json_difference(new: Any, old: Any, *, path: str, may_change: bool) -> str:
+    pairs: list[tuple[str, Any, Any, bool]]
     if isinstance(old, dict) and isinstance(new, dict):
         ours, theirs = cast("dict[str, Json]", old), cast("dict[str, Json]", new)
         if ours.keys() != theirs.keys():

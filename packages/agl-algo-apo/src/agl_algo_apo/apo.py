@@ -1,0 +1,283 @@
+"""APO: a racing beam over textual gradients, for few rollouts.
+
+Papers: Pryzant et al. 2023, "Automatic Prompt Optimization with Gradient Descent and Beam Search" (arXiv 2305.03495),
+algorithms 1 and 2; the parent's choice and the acceptance on one minibatch are those of Agrawal et al. 2025, "GEPA"
+(arXiv 2507.19457), section 3. One step:
+
+    1. parent = the best candidate, or one that leads on some validation tasks          (`select_parent.py`)
+    2. run the parent on a minibatch of training tasks; failures that were paid before come first
+    3. `branch_factor` children: each sees a share of the failures; critique, then edit    (`evidence.py`, `prompts/`)
+    4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`templates.py`)
+    5. paired gate: each child on the tasks whose failures it saw, against the parent's paid rewards
+    6. the changes of all children that passed are merged, line by line, into one entrant
+    7. race the entrant against the parent on growing slices of the validation set         (`race.py`)
+
+Deviations from ProTeGi, and why:
+- Candidates are compared on validation tasks and not on those that their critic has seen.
+- Few rollouts decide: a loser stops at the first slice that shows it, a clear winner too, and no reward is paid twice.
+- Siblings are merged: each repairs another failure, and racing them one by one would pay for each.
+- Where no child improves on its tasks, those that did no harm are merged and raced; with an all-or-nothing reward one
+  change alone rarely shows.
+- Every `delete_every` steps one line is taken out of the best candidate, and stays out if nothing got worse.
+- What selected the winner flatters it, so it is measured again at the end, and that is reported (`finish.py`).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.candidates import Candidate, resource_of
+from agl_algo_apo.evaluate import Job, Measured
+from agl_algo_apo.evidence import evidence_text, read_run
+from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.proposals import merge_texts
+from agl_algo_apo.search import PromptSearch
+from agl_algo_apo.select_parent import select_parent
+from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
+from agl_algo_apo.templates import task_text
+
+SHOWN = 4
+"""Failing runs that one critic is shown at most."""
+
+MAX_IDLE = 4
+"""Steps in a row without a proposal that could be tried, which end the search."""
+
+
+class _Share(NamedTuple):
+    """What one child is made from: the text that it changes, and the training tasks whose failures it sees."""
+
+    name: str
+    tasks: tuple[int, ...]
+
+
+class APO(PromptSearch):
+    """Tunes prompts and other texts of an agent.
+
+    Args:
+        optimizer: The model that critiques and edits: ``{base_url=..., model=..., api_key_env=...}`` for any endpoint
+            that speaks OpenAI's chat completions, or the name of a policy that the experiment serves.
+        critic: Another model for the critiques.
+        budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or
+            ``{rollouts=..., calls=..., tokens=..., money=...}``. It is never exceeded.
+        prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
+        beam_width: Candidates among which the selector ``beam`` takes turns.
+        branch_factor: Children per step.
+        beam_rounds: Steps at most; 0 for no limit but the budget.
+        gradient_batch_size: Training tasks per step.
+        val_batch_size: Validation tasks in the first slice of a race; each further slice is twice as long.
+        selector: How parents are chosen: ``mixed``, ``best``, ``pareto``, ``beam``, ``ucb``.
+        p_best: How often ``mixed`` takes the best one.
+        patience: Steps without an improvement that end the search.
+        delete_every: Steps between two tries to remove a line; 0 for none.
+        perfect_score: A reward that leaves nothing to improve.
+        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        reserve: Share of the rollouts that is held back for the final measurement.
+        publish: Make the best texts live at every ``improvement``, or only at the ``end``.
+        invariants: By resource, texts that must stay in it.
+        filled: Placeholders that the agent fills with something else than a key of the task.
+        max_chars: Characters of a text at most; 0 for four times the first one's, and at least 4000.
+        roles: By resource, a regular expression over the names of the agents that read it; by default the calls
+            whose messages hold the text are its.
+        requests: Own files for the requests ``critique``, ``edit``, ``delete``, ``merge``, ``rewrite``.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        optimizer: str | OptimizerSettings,
+        critic: str | OptimizerSettings | None = None,
+        budget: int | Preset | Limits = "light",
+        prices: Prices | None = None,
+        beam_width: int = 4,
+        branch_factor: int = 3,
+        beam_rounds: int = 0,
+        gradient_batch_size: int = 8,
+        val_batch_size: int = 8,
+        selector: Selector = "mixed",
+        p_best: float = 0.5,
+        patience: int = 10,
+        delete_every: int = 6,
+        perfect_score: float = 1.0,
+        failure_reward: float = 0.0,
+        reserve: float = 0.1,
+        publish: Publish = "improvement",
+        invariants: dict[str, tuple[str, ...]] | None = None,
+        filled: tuple[str, ...] = (),
+        max_chars: int = 0,
+        roles: dict[str, str] | None = None,
+        requests: dict[str, str] | None = None,
+    ) -> None:
+        settings = SearchSettings(
+            optimizer=optimizer,
+            critic=critic,
+            budget=budget,
+            prices=prices or Prices(),
+            beam_width=beam_width,
+            branch_factor=branch_factor,
+            beam_rounds=beam_rounds,
+            gradient_batch_size=gradient_batch_size,
+            val_batch_size=val_batch_size,
+            selector=selector,
+            p_best=p_best,
+            patience=patience,
+            delete_every=delete_every,
+            perfect_score=perfect_score,
+            failure_reward=failure_reward,
+            reserve=reserve,
+            publish=publish,
+            invariants=invariants or {},
+            filled=tuple(filled),
+            max_chars=max_chars,
+            roles=roles or {},
+            requests=requests or {},
+        )
+        super().__init__(settings, algorithm="apo", calls=2)
+
+    async def improve(self, step: int) -> None:
+        """One step, as the module describes it."""
+        if self.settings.delete_every and step % self.settings.delete_every == 0 and len(self.best.parents) > 0:
+            await self._try_shorter(step)
+            return
+        parent = self._parent(step)
+        failures = await self._failures(parent, step)
+        if not failures:
+            if len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
+                self.progress.stop("nothing_to_learn")
+            return
+        shares = self._shares(failures, parent, step)
+        made = await asyncio.gather(*(self._child(parent, share, step, k) for k, share in enumerate(shares)))
+        pairs = list({child.id: (child, share) for child, share in zip(made, shares, strict=True) if child}.values())
+        self._count_idle(bool(pairs))
+        if pairs:
+            passed = await self._gate(parent, pairs, step)
+            await self._race(parent, passed, step)
+
+    def _parent(self, step: int) -> Candidate:
+        children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
+        return select_parent(
+            self.lineage.pool(),
+            best=self.best,
+            evaluator=self.evaluator,
+            settings=self.settings,
+            draw=self.random(step, "parent"),
+            children=children,
+        )
+
+    async def _failures(self, parent: Candidate, step: int) -> list[int]:
+        """Training tasks on which the parent falls short, worst first, those first that no critic has seen yet."""
+        scores, size = self.evaluator.scores, self.settings.gradient_batch_size
+        known = scores.rewards(parent.id, "train")
+        used = Counter(self.progress.used.get(parent.id, []))
+        unseen = [task for task, reward in known.items() if reward < self.settings.perfect_score and not used[task]]
+        rest = [task for task in range(len(self.context.train)) if task not in known]
+        self.random(step, "minibatch").shuffle(rest)
+        fresh = rest[: max(0, size - len(unseen))]
+        await self.evaluator.measure([Job(parent, "train", tuple(fresh))], step=step, purpose="batch")
+        known = scores.rewards(parent.id, "train")
+        failing = [task for task, reward in known.items() if reward < self.settings.perfect_score]
+        failing.sort(key=lambda task: (used[task], known[task], task))
+        return failing[:size]
+
+    def _shares(self, failures: Sequence[int], parent: Candidate, step: int) -> list[_Share]:
+        """Failures dealt out to the children, the texts to change in turn."""
+        names, count = list(parent.texts), self.settings.branch_factor
+        shares: list[_Share] = []
+        for k in range(count):
+            name = names[(step + k) % len(names)]
+            dealt = [failures[i] for i in range(k % len(failures), len(failures), count)]
+            shares.append(_Share(name, tuple(dealt[:SHOWN])))
+        shown = {task for share in shares for task in share.tasks}
+        self.progress.used.setdefault(parent.id, []).extend(sorted(shown))
+        return shares
+
+    async def _child(self, parent: Candidate, share: _Share, step: int, k: int) -> Candidate | None:
+        """A proposal that passed the static gate."""
+        measured = [self.evaluator.scores.get(parent.id, "train", task) for task in share.tasks]
+        evidence = await self._evidence(parent, share.name, [m for m in measured if m is not None])
+        text = parent.texts[share.name]
+        request = self.requests.text("critique", component=share.name, text=text, evidence=evidence)
+        critique = await self.critic.ask(request, seed=self._seed(step, f"critique{k}"))
+        new = await self.ask_for_text(
+            "edit",
+            name=share.name,
+            text=text,
+            critique=critique,
+            evidence=evidence,
+            seed=self._seed(step, f"edit{k}"),
+        )
+        if new is None:
+            return None
+        texts = {**parent.texts, share.name: new}
+        child = self.proposal([parent], texts, step=step, operator="edit", critique=critique)
+        shown = [task_text(self.context.train[task]) for task in share.tasks]
+        return await self.evaluator.register(child, parent=parent) if self.admit(child, shown=shown) else None
+
+    async def _evidence(self, parent: Candidate, name: str, measured: Sequence[Measured]) -> str:
+        like = next(rules.seed for rules in self.rules if rules.name == name)
+        resource = resource_of(parent.texts[name], like)
+        agents = self.settings.roles.get(name, "")
+        runs = [await read_run(self.context, m, name=name, resource=resource, agents=agents) for m in measured]
+        return evidence_text(runs)
+
+    async def _gate(self, parent: Candidate, pairs: Sequence[tuple[Candidate, _Share]], step: int) -> list[Candidate]:
+        """Children that do better than the parent on the tasks that they saw fail; without any, those no worse."""
+        jobs = [Job(child, "train", share.tasks) for child, share in pairs]
+        await self.evaluator.measure(jobs, step=step, purpose="gate")
+        gains = {child.id: self._gain(parent, child, share.tasks) for child, share in pairs}
+        least = 0.0 if all(gain <= 0 for gain in gains.values()) else 1e-9
+        passed: list[Candidate] = []
+        for child, _ in pairs:
+            gain = gains[child.id]
+            gated = self.lineage.put(child.replace(gate=gain))
+            if gain >= least:
+                passed.append(gated)
+            else:
+                self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on the tasks it was shown"))
+        return passed
+
+    def _gain(self, parent: Candidate, child: Candidate, tasks: Sequence[int]) -> float:
+        ours = self.evaluator.scores.rewards(child.id, "train", tasks)
+        theirs = self.evaluator.scores.rewards(parent.id, "train", tasks)
+        common = [task for task in tasks if task in ours and task in theirs]
+        return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
+
+    async def _race(self, parent: Candidate, passed: Sequence[Candidate], step: int) -> None:
+        """Race the merged changes of all who passed, or all who passed where their changes are in each other's way."""
+        if not passed:
+            return
+        entrants = list(passed)
+        merged = merge_texts(parent.texts, [child.texts for child in passed]) if len(passed) > 1 else None
+        if merged is not None:
+            child = self.proposal(passed, merged, step=step, operator="merge")
+            if self.admit(child):
+                entrants = [await self.evaluator.register(child, parent=parent)]
+                for part in passed:
+                    self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
+        await self.contest(entrants, parent, step=step, purpose="race")
+
+    async def _try_shorter(self, step: int) -> None:
+        """Take one line out of the best candidate."""
+        best, names = self.best, list(self.best.texts)
+        name = names[(step // self.settings.delete_every) % len(names)]
+        text = await self.ask_for_text("delete", name=name, text=best.texts[name], seed=self._seed(step, "delete"))
+        if text is None or len(text) >= len(best.texts[name]):
+            return
+        child = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
+        if self.admit(child):
+            child = await self.evaluator.register(child, parent=best)
+            await self.contest([child], best, step=step, purpose="delete", may_tie=True)
+
+    def _count_idle(self, has_proposals: bool) -> None:
+        self.progress.idle = 0 if has_proposals else self.progress.idle + 1
+        if self.progress.idle >= MAX_IDLE:
+            self.progress.stop("no_proposals", self._rejections())
+
+    def _rejections(self) -> str:
+        reasons = Counter(c.reason for c in self.lineage.all() if c.status == "rejected")
+        return reasons.most_common(1)[0][0] if reasons else "every proposal was known already"
+
+    def _seed(self, step: int, purpose: str) -> str:
+        return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"

@@ -1,0 +1,172 @@
+"""What a critic is shown: failing runs, the part of them that read the text under review, and what was said of them.
+
+The text under review stands once in the request, so where an agent's messages repeat it they only refer to it.
+"""
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agl import semconv
+from agl.capture.dialects.conversation import call_messages
+from agl.contracts import AlgorithmContext, RolloutQuery
+from agl.errors import NotFoundError
+from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
+from agl.train.agents import Enclosing
+from agl_algo_apo.evaluate import Measured
+
+MESSAGE_CHARS = 600
+"""Characters of one message that are shown: its start and its end."""
+
+RUN_CHARS = 4000
+"""Characters of one run's messages that are shown."""
+
+
+class Run(Record, frozen=True, kw_only=True):
+    """One run as a critic may see it.
+
+    Attributes:
+        task: The task without its hidden keys, as JSON.
+        measured: Reward and feedback.
+        lines: What happened, one event a line.
+    """
+
+    task: str
+    measured: Measured
+    lines: tuple[str, ...] = ()
+
+    def text(self, number: int) -> str:
+        """The run as text."""
+        parts = [f"## Run {number}: reward {self.measured.reward:.2f}", f"Task: {self.task}"]
+        if self.measured.status != "ok":
+            parts.append(f"The run ended as: {self.measured.status}")
+        if self.measured.feedback:
+            parts.append(f"Feedback: {self.measured.feedback}")
+        if self.lines:
+            parts.append("What happened:\n" + _cut("\n".join(self.lines), RUN_CHARS))
+        return "\n".join(parts)
+
+
+def evidence_text(runs: Sequence[Run]) -> str:
+    """All runs as one text."""
+    return "\n\n".join(["# Runs that fell short", *(run.text(i) for i, run in enumerate(runs, start=1))])
+
+
+async def read_run(
+    context: AlgorithmContext, measured: Measured, *, name: str, resource: Resource, agents: str = ""
+) -> Run:
+    """A rollout as evidence about one resource.
+
+    Args:
+        context: Has the store.
+        measured: What the rollout said.
+        name: The resource under review.
+        resource: Its content in that rollout.
+        agents: Regular expression over agent names whose calls are shown; by default those whose messages hold the
+            text, or all where none does.
+    """
+    try:
+        rollout = (await context.store.rollouts(RolloutQuery(ids=(measured.rollout,))))[0]
+        spans = await context.store.spans(measured.rollout)
+    except NotFoundError:
+        return Run(task="", measured=measured)
+    return Run(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))
+
+
+def _task(rollout: Rollout) -> str:
+    task = rollout.visible_task
+    return task if isinstance(task, str) else msgspec.json.encode(task).decode()
+
+
+def _lines(spans: Sequence[Span], name: str, resource: Resource, agents: str) -> list[str]:
+    enclosing = Enclosing(spans)
+    pattern = rendered(resource)
+    calls = [span for span in spans if span.call is not None]
+    if agents:
+        ours = [span for span in calls if re.fullmatch(agents, enclosing.who(span).agent)]
+    else:
+        ours = [span for span in calls if pattern is not None and _reads(span, pattern)] or calls
+    shown = {span.span_id for span in ours}
+    lines: list[str] = []
+    seen: set[str] = set()
+    for span in spans:
+        if span.span_id in shown:
+            who = enclosing.who(span).agent
+            new = [line for line in _messages(span, name, pattern) if line not in seen]
+            seen.update(new)
+            lines += [f"[{who}] {line}" if who else line for line in new]
+        else:
+            lines += _event(span)
+    return lines
+
+
+def _messages(span: Span, name: str, pattern: "re.Pattern[str] | None") -> list[str]:
+    assert span.call is not None  # noqa: S101 - chosen by the caller
+    lines: list[str] = []
+    for message in call_messages(span.call):
+        content = message.get("content")
+        text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content else ""
+        if pattern is not None:
+            text = pattern.sub(lambda match: _reference(name, match.groupdict()), text)
+        if text:
+            lines.append(f"{message.get('role', '')}: {_cut(text, MESSAGE_CHARS)}")
+        for call in cast("list[dict[str, Any]]", message.get("tool_calls") or []):
+            function: dict[str, Any] = call.get("function") or {}
+            lines.append(f"tool call {function.get('name')}: {_cut(str(function.get('arguments')), MESSAGE_CHARS)}")
+    return [*lines, f"model error: {span.call.error}"] if span.call.error else lines
+
+
+def _event(span: Span) -> list[str]:
+    """A tool's result, an observation, an exception or an emitted object outside the model calls."""
+    attributes = span.attributes
+    lines: list[str] = []
+    if semconv.TOOL_RESULT in attributes:
+        result = _cut(_as_text(attributes[semconv.TOOL_RESULT]), MESSAGE_CHARS)
+        lines.append(f"tool {attributes.get(semconv.TOOL_NAME, '')} returned: {result}")
+    for key, label in ((semconv.OBSERVATION_CONTENT, "observed"), (semconv.MESSAGE, "said"), (semconv.OBJECT, "made")):
+        if key in attributes:
+            lines.append(f"{label}: {_cut(_as_text(attributes[key]), MESSAGE_CHARS)}")
+    if span.status == "error" and span.status_message:
+        lines.append(f"error in {span.name}: {_cut(span.status_message, MESSAGE_CHARS)}")
+    return lines
+
+
+def _reads(span: Span, pattern: "re.Pattern[str]") -> bool:
+    assert span.call is not None  # noqa: S101 - chosen by the caller
+    return any(pattern.search(_as_text(message.get("content"))) for message in call_messages(span.call))
+
+
+def rendered(resource: Resource) -> "re.Pattern[str] | None":
+    """Recognises a template after its placeholders were filled; ``None`` for what is no template or empty."""
+    if not isinstance(resource, PromptTemplate) or not resource.template.strip():
+        return None
+    if resource.engine != "f-string":
+        literal = max(re.split(r"\{\{.*?\}\}|\{%.*?%\}|\n", resource.template), key=len).strip()
+        return re.compile(re.escape(literal)) if literal else None
+    parts: list[str] = []
+    for literal, field, _, _ in string.Formatter().parse(resource.template):
+        parts.append(re.escape(literal))
+        if field is not None:
+            is_named = field.isidentifier() and f"(?P<{field}>" not in "".join(parts)
+            parts.append(f"(?P<{field}>.*?)" if is_named else ".*?")
+    ends_open = parts[-1].endswith(".*?)") or parts[-1] == ".*?"
+    return re.compile("".join(parts) + (r"\Z" if ends_open else ""), re.DOTALL)
+
+
+def _reference(name: str, filled: Mapping[str, str | None]) -> str:
+    values = "".join(f"; {key} = {value}" for key, value in filled.items() if value is not None)
+    return f"(the text {name}{values})"
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters left out ...] {text[-half:]}"

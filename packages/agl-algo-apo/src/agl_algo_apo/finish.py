@@ -1,0 +1,107 @@
+"""The final measurement: the rewards that chose a winner flatter it, so fresh ones are reported."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from agl.schemas import Record
+from agl_algo_apo.budget import BudgetExhaustedError
+from agl_algo_apo.candidates import Candidate, Lineage
+from agl_algo_apo.evaluate import Estimate, Evaluator, Job, estimate
+
+REPEAT = 1
+"""Number of the fresh rollouts; 0 is the first measurement."""
+
+
+class Result(Record, frozen=True, kw_only=True):
+    """What a search found.
+
+    Attributes:
+        winner: The candidate's id; the first prompt's where nothing is better.
+        score: Of the winner, on fresh rollouts.
+        seed_score: Of the first prompt, likewise.
+        gain: Paired difference of the two, on the same tasks.
+        is_fresh: Whether the scores are from fresh rollouts; the budget may have had no room for them.
+    """
+
+    winner: str
+    score: Estimate
+    seed_score: Estimate
+    gain: Estimate
+    is_fresh: bool = True
+
+    @property
+    def words(self) -> str:
+        """The result in one line."""
+        source = "fresh rollouts" if self.is_fresh else "the rollouts that selected it, which flatter it"
+        return (
+            f"score {_interval(self.score)} against {_interval(self.seed_score)} of the first prompt, "
+            f"on {source} of {self.score.n} validation tasks"
+        )
+
+
+async def measure_again(
+    evaluator: Evaluator,
+    lineage: Lineage,
+    *,
+    best: Candidate,
+    seed: Candidate,
+    order: Sequence[int],
+    size: int,
+    step: int,
+) -> Result | None:
+    """Run the best, the runner-up and the seed again on ``size`` tasks, and choose by all that is known.
+
+    What is reported of the winner are the fresh rewards alone. The seed wins a tie. ``None`` where no task is known
+    for both, because the budget ended right after other resources had changed.
+    """
+    finalists = list({c.id: c for c in (best, *_runner_up(evaluator, lineage, best, seed), seed)}.values())
+    tasks = tuple(sorted(order[:size]))
+    is_fresh = True
+    if finalists != [seed]:
+        try:
+            jobs = [Job(candidate, "val", tasks, REPEAT) for candidate in finalists]
+            await evaluator.measure(jobs, step=step, purpose="final")
+        except BudgetExhaustedError:
+            is_fresh = False
+    known = {candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}
+    winner = max(finalists, key=lambda c: (_mean_on_common(known, c.id, seed.id), c.id == seed.id))
+    fresh = {c.id: _fresh(evaluator, c) if is_fresh else {} for c in (winner, seed)}
+    is_fresh = all(fresh.values())
+    rewards = fresh if is_fresh else {c.id: evaluator.scores.rewards(c.id, "val") for c in (winner, seed)}
+    common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
+    if not common:
+        return None
+    return Result(
+        winner=winner.id,
+        score=estimate([rewards[winner.id][task] for task in common]),
+        seed_score=estimate([rewards[seed.id][task] for task in common]),
+        gain=estimate([rewards[winner.id][task] - rewards[seed.id][task] for task in common]),
+        is_fresh=is_fresh,
+    )
+
+
+def _runner_up(evaluator: Evaluator, lineage: Lineage, best: Candidate, seed: Candidate) -> list[Candidate]:
+    others = [c for c in lineage.pool() if c.id not in (best.id, seed.id) and evaluator.scores.rewards(c.id, "val")]
+    return sorted(others, key=lambda c: evaluator.mean(c.id, "val"), reverse=True)[:1]
+
+
+def _fresh(evaluator: Evaluator, candidate: Candidate) -> dict[int, float]:
+    return {task: fmean(values) for task, values in evaluator.scores.repeats(candidate.id, "val").items()}
+
+
+def _all_rewards(evaluator: Evaluator, candidate: Candidate) -> dict[int, float]:
+    """Per task the mean of the first and the fresh rewards."""
+    first = evaluator.scores.rewards(candidate.id, "val")
+    repeats = evaluator.scores.repeats(candidate.id, "val")
+    tasks = sorted(first.keys() | repeats.keys())
+    return {t: fmean([*([first[t]] if t in first else []), *repeats.get(t, [])]) for t in tasks}
+
+
+def _mean_on_common(known: dict[str, dict[int, float]], candidate: str, seed: str) -> float:
+    """Mean difference to the seed on the tasks that are known for both; 0 for the seed."""
+    common = known[candidate].keys() & known[seed].keys()
+    return fmean(known[candidate][t] - known[seed][t] for t in sorted(common)) if common else 0.0
+
+
+def _interval(value: Estimate) -> str:
+    return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"

@@ -1,0 +1,242 @@
+"""The optimiser's model: any endpoint that speaks OpenAI's chat completions, metered, retried and remembered.
+
+An answer is kept on disk by the content of its request, so that a step which is repeated after a crash asks the same,
+is told the same, and pays nothing twice.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import msgspec
+
+from agl.codec import to_json
+from agl.contracts import AlgorithmContext
+from agl.errors import ConfigError
+from agl.schemas import Json, Record
+from agl_algo_apo.budget import Budget
+
+TRIES = 4
+"""Times that a request is sent at most, where the endpoint or the network fails."""
+
+_RETRIED = frozenset({408, 409, 425, 429})
+
+
+class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the optimiser's model is.
+
+    Attributes:
+        base_url: With its ``/v1``.
+        model: Name that the endpoint knows.
+        api_key_env: Environment variable that holds the key; ``""`` if none is needed.
+        temperature: Of its answers; ``None`` leaves it to the endpoint.
+        max_tokens: Tokens of an answer at most.
+        timeout_s: Seconds that one answer may take.
+        retry_s: Seconds before the second try, doubled for each further one.
+        extra: Further fields of the request's body.
+    """
+
+    base_url: str
+    model: str
+    api_key_env: str = ""
+    temperature: float | None = 1.0
+    max_tokens: int = 4096
+    timeout_s: float = 120.0
+    retry_s: float = 0.5
+    extra: dict[str, Json] = {}
+
+
+class OptimizerDownError(Exception):
+    """The optimiser's model does not answer; caught within this package, it ends the search."""
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    """What the model said and how many tokens that took; ``tokens`` are ``(-1, -1)`` where it did not say."""
+
+    text: str
+    tokens: tuple[int, int] = (-1, -1)
+
+
+def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
+    """The settings, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
+    if isinstance(optimizer, OptimizerSettings):
+        return optimizer
+    llm = context.endpoint(optimizer)
+    return OptimizerSettings(base_url=llm.endpoint, model=llm.model, api_key_env=llm.api_key_env)
+
+
+class Optimizer:
+    """Asks the optimiser's model.
+
+    Args:
+        settings: Where it is.
+        budget: Pays for every question, before it is asked.
+        memory: File of the answers so far; made if missing.
+
+    Raises:
+        ConfigError: The URL is none, or the key's environment variable is not set.
+    """
+
+    def __init__(self, settings: OptimizerSettings, *, budget: Budget, memory: Path) -> None:
+        if not settings.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"the optimiser's base_url {settings.base_url!r} is no URL; write http://HOST:PORT/v1")
+        self._settings = settings
+        self._budget = budget
+        self._memory = memory
+        self._answers = _read_answers(memory)
+        self._dropped: set[str] = set()
+        self._client = httpx.AsyncClient(
+            base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
+        )
+
+    async def check(self) -> None:
+        """Refuse an endpoint that does not answer or does not take the key; raises :class:`ConfigError`."""
+        try:
+            response = await self._client.get("models")
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"the optimiser's endpoint {self._settings.base_url} does not answer "
+                f"({type(error).__name__}: {error}); start it, or correct optimizer.base_url"
+            ) from error
+        if response.status_code in (401, 403):
+            raise ConfigError(
+                f"the optimiser's endpoint {self._settings.base_url} refuses the key "
+                f"(HTTP {response.status_code}); set optimizer.api_key_env to the variable that holds it"
+            )
+
+    async def ask(self, text: str, *, seed: str) -> str:
+        """The model's answer; the same text and seed get the same answer, over restarts too.
+
+        Raises:
+            BudgetExhaustedError: There is no room for another question; nothing was asked.
+            OptimizerDownError: The model did not answer.
+        """
+        body = self._body(text, seed)
+        reserved = self._budget.take_call(max_input=_most_tokens(text), max_output=self._settings.max_tokens)
+        key = hashlib.blake2b(to_json([self._settings.base_url, body]), digest_size=16).hexdigest()
+        answer = self._answers.get(key)
+        if answer is None:
+            answer = await self._post(body)
+            self._remember(key, answer)
+        read, written = answer.tokens
+        if read >= 0:
+            self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
+        return answer.text
+
+    async def close(self) -> None:
+        """Close the connections; idempotent."""
+        await self._client.aclose()
+
+    def _body(self, text: str, seed: str) -> dict[str, Json]:
+        settings = self._settings
+        number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "big") >> 1
+        body: dict[str, Json] = {
+            "model": settings.model,
+            "messages": [{"role": "user", "content": text}],
+            "max_tokens": settings.max_tokens,
+            "seed": number,
+        }
+        if settings.temperature is not None:
+            body["temperature"] = settings.temperature
+        return {**body, **settings.extra}
+
+    async def _post(self, body: Mapping[str, Json]) -> Answer:
+        wait, why = self._settings.retry_s, ""
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(wait)
+                wait *= 2
+            try:
+                response = await self._send(body)
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code == 200:
+                answer = _read_answer(response)
+                if answer is not None:
+                    return answer
+                why = "HTTP 200 with a body that is no chat completion"
+                continue
+            why = f"HTTP {response.status_code}: {response.text[:300]}"
+            if response.status_code < 500 and response.status_code not in _RETRIED:
+                break
+        raise OptimizerDownError(f"the optimiser's model at {self._settings.base_url} did not answer: {why}")
+
+    async def _send(self, body: Mapping[str, Json]) -> httpx.Response:
+        """Send a request; a field that the endpoint says it does not take is left out from then on."""
+        response = await self._client.post("chat/completions", json=self._fitted(body))
+        while response.status_code == 400:
+            refused = [name for name in ("seed", "temperature", "max_tokens") if _is_refused(name, response.text)]
+            refused = [name for name in refused if name not in self._dropped]
+            if not refused:
+                return response
+            self._dropped.update(refused)
+            response = await self._client.post("chat/completions", json=self._fitted(body))
+        return response
+
+    def _fitted(self, body: Mapping[str, Json]) -> dict[str, Json]:
+        fitted = {name: value for name, value in body.items() if name not in self._dropped}
+        if "max_tokens" in self._dropped:
+            fitted["max_completion_tokens"] = self._settings.max_tokens
+        return fitted
+
+    def _remember(self, key: str, answer: Answer) -> None:
+        self._answers[key] = answer
+        self._memory.parent.mkdir(parents=True, exist_ok=True)
+        with self._memory.open("ab") as file:
+            file.write(to_json([key, msgspec.to_builtins(answer)]) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _headers(settings: OptimizerSettings) -> dict[str, str]:
+    if not settings.api_key_env:
+        return {}
+    key = os.environ.get(settings.api_key_env, "")
+    if not key:
+        raise ConfigError(
+            f"the optimiser's model needs the environment variable {settings.api_key_env}, which is not set; "
+            "set it, or name another with optimizer.api_key_env"
+        )
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _most_tokens(text: str) -> int:
+    """No tokenizer makes more tokens than there are bytes; the chat format adds a few."""
+    return len(text.encode()) + 64
+
+
+def _is_refused(name: str, message: str) -> bool:
+    """Whether an error says that the endpoint does not take a field; newer models have another name for one."""
+    return ("max_completion_tokens" if name == "max_tokens" else name) in message
+
+
+def _read_answer(response: httpx.Response) -> Answer | None:
+    try:
+        body = response.json()
+        text = body["choices"][0]["message"]["content"]
+    except (ValueError, KeyError, IndexError, TypeError):
+        return None
+    found: Any = cast("dict[str, Any]", body).get("usage")
+    usage = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    tokens = (read, written) if isinstance(read, int) and isinstance(written, int) else (-1, -1)
+    return Answer(text=text if isinstance(text, str) else "", tokens=tokens)
+
+
+def _read_answers(memory: Path) -> dict[str, Answer]:
+    """The remembered answers; a last line that a crash cut is left out."""
+    if not memory.exists():
+        return {}
+    answers: dict[str, Answer] = {}
+    for line in memory.read_bytes().splitlines():
+        try:
+            key, answer = msgspec.json.decode(line, type=tuple[str, Answer])
+        except msgspec.DecodeError:
+            continue
+        answers[key] = answer
+    return answers

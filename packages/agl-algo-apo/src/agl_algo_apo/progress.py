@@ -1,0 +1,59 @@
+"""Where a search stands, and why it stopped."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+StopReason = Literal[
+    "budget",
+    "rounds",
+    "perfect",
+    "patience",
+    "nothing_to_learn",
+    "no_proposals",
+    "optimizer_unreachable",
+    "optimizer_garbage",
+]
+
+STOP_WORDS: Mapping[str, str] = {
+    "budget": "the budget has no room for the next rollouts or question",
+    "rounds": "all rounds are done",
+    "perfect": "every validation task scores the perfect score",
+    "patience": "no improvement for as many steps as patience allows",
+    "nothing_to_learn": "no training task fails any more",
+    "no_proposals": "no new text was proposed that could be tried",
+    "optimizer_unreachable": "the optimiser's model does not answer",
+    "optimizer_garbage": "the optimiser's model does not answer the question",
+}
+"""Each reason in words."""
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """The counters of a search; JSON.
+
+    Attributes:
+        step: Steps done.
+        seed: Id of the first candidate; ``best`` of the best one.
+        stop_reason: Why the search is over, ``None`` while it is not; the final measurement follows it.
+        stop_detail: More about it.
+        stale: Steps in a row without an improvement.
+        barren: Answers in a row without a usable text.
+        idle: Steps in a row without a proposal that could be tried.
+        used: By candidate, the training tasks whose failures a critic has seen.
+    """
+
+    step: int = 0
+    seed: str = ""
+    best: str = ""
+    stop_reason: StopReason | None = None
+    stop_detail: str = ""
+    stale: int = 0
+    barren: int = 0
+    idle: int = 0
+    used: dict[str, list[int]] = {}
+
+    def stop(self, reason: StopReason, detail: str = "") -> None:
+        """End the search; the first reason counts."""
+        if self.stop_reason is None:
+            self.stop_reason, self.stop_detail = reason, detail

@@ -1,0 +1,124 @@
+"""Requests to the optimiser's model, what is taken from its answers, and merging texts without it.
+
+The requests are data: text files with ``$name`` places, each of which a person can replace with a file of their own.
+"""
+
+import difflib
+import re
+import string
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+from agl.errors import ConfigError
+
+REQUESTS = ("critique", "edit", "delete", "merge", "rewrite")
+_PLACES = {
+    "critique": {"component", "text", "evidence"},
+    "edit": {"component", "text", "critique", "evidence", "constraints"},
+    "delete": {"component", "text", "constraints"},
+    "merge": {"component", "text", "other", "constraints"},
+    "rewrite": {"component", "text", "constraints"},
+}
+
+
+class Requests:
+    """The requests by kind.
+
+    Args:
+        replaced: File by kind, relative to ``folder``.
+        folder: The experiment's folder.
+
+    Raises:
+        ConfigError: A kind is unknown, a file is missing, or it has a place that nothing fills.
+    """
+
+    def __init__(self, replaced: Mapping[str, str], *, folder: Path) -> None:
+        unknown = sorted(set(replaced) - set(REQUESTS))
+        if unknown:
+            raise ConfigError(f"requests has {unknown}; the kinds of request are {list(REQUESTS)}")
+        self._texts = {kind: _read(kind, replaced.get(kind), folder) for kind in REQUESTS}
+
+    def text(self, kind: str, **values: str) -> str:
+        """A request with its places filled."""
+        return string.Template(self._texts[kind]).safe_substitute(values)
+
+
+def _read(kind: str, path: str | None, folder: Path) -> str:
+    if path is None:
+        return (resources.files("agl_algo_apo") / "prompts" / f"{kind}.txt").read_text(encoding="utf-8")
+    try:
+        text = (folder / path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read requests.{kind} = {path!r}: {error}") from error
+    unknown = sorted(set(string.Template(text).get_identifiers()) - _PLACES[kind])
+    if unknown:
+        raise ConfigError(
+            f"requests.{kind} = {path!r} has the places {unknown}; those that are filled are "
+            f"{sorted(_PLACES[kind])}. Write a literal dollar sign twice"
+        )
+    return text
+
+
+def extract(answer: str) -> str | None:
+    """The proposed text in an answer, ``None`` where there is none: between the tags, or in the only fenced block."""
+    tagged = re.findall(r"<new_text>[ \t]*\n?(.*?)\n?[ \t]*</new_text>", answer, re.DOTALL | re.IGNORECASE)
+    if tagged:
+        return tagged[-1]
+    cut = re.search(r"<new_text>", answer, re.IGNORECASE)
+    if cut is not None:  # the answer ended before the text did
+        return None
+    fenced = re.findall(r"^```[^\n]*\n(.*?)\n?^```[ \t]*$", answer, re.DOTALL | re.MULTILINE)
+    return fenced[0] if len(fenced) == 1 else None
+
+
+def merge3(base: str, ours: str, theirs: str) -> str | None:
+    """Both changes of ``base``, line by line; ``None`` where they change the same lines.
+
+    Lines that both insert at one place stand in order, ours first; equal ones stand once.
+    """
+    lines = base.splitlines()
+    edits = _edits(lines, ours.splitlines())
+    for start, stop, new in _edits(lines, theirs.splitlines()):
+        if (start, stop, new) in edits:
+            continue
+        clash = [edit for edit in edits if _touches(edit, start, stop)]
+        if not clash:
+            edits.append((start, stop, new))
+        elif len(clash) == 1 and start == stop == clash[0][0] == clash[0][1]:
+            kept = clash[0][2]
+            edits[edits.index(clash[0])] = (start, stop, [*kept, *(line for line in new if line not in kept)])
+        else:
+            return None
+    for start, stop, new in sorted(edits, key=lambda edit: (edit[0], edit[1]), reverse=True):
+        lines[start:stop] = new
+    return "\n".join(lines) + ("\n" if base.endswith("\n") else "")
+
+
+def merge_texts(base: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
+    """All changes of several candidates' texts together, ``None`` where two of them are in each other's way."""
+    merged = dict(others[0])
+    for other in others[1:]:
+        for name, text in base.items():
+            joined = merge3(text, merged[name], other[name])
+            if joined is None:
+                return None
+            merged[name] = joined
+    return merged
+
+
+Edit = tuple[int, int, list[str]]
+
+
+def _edits(base: list[str], changed: list[str]) -> list[Edit]:
+    matcher = difflib.SequenceMatcher(a=base, b=changed, autojunk=False)
+    return [(i1, i2, changed[j1:j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
+
+
+def _touches(edit: Edit, start: int, stop: int) -> bool:
+    """Whether two edits share a line; insertions touch at their own place and at the ends of a replacement."""
+    if edit[0] == edit[1] and start == stop:
+        return edit[0] == start
+    return max(edit[0], start) < min(edit[1], stop) or (
+        (edit[0] == edit[1] and start < edit[0] < stop) or (start == stop and edit[0] < start < edit[1])
+    )

@@ -1,0 +1,86 @@
+"""Random search: rewrites that nobody asked for, kept if they are better. The floor that every optimiser must beat.
+
+One step: the editor rewrites one text of the best candidate without having seen a single run; the proposal passes the
+same static gate and the same race as those of `apo.py`. It pays nothing for training tasks, for it learns from none.
+"""
+
+from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.search import PromptSearch
+from agl_algo_apo.settings import Preset, Publish, SearchSettings
+
+MAX_IDLE = 8
+"""Rewrites in a row that could not be tried, which end the search."""
+
+
+class RandomSearch(PromptSearch):
+    """Tunes prompts and other texts of an agent by guessing.
+
+    Args:
+        optimizer: The model that rewrites; as for `apo`, like all that follow.
+        budget: Rollouts, a preset, or limits.
+        prices: For a budget in money.
+        beam_rounds: Steps at most; 0 for no limit but the budget.
+        val_batch_size: Validation tasks in the first slice of a race.
+        patience: Steps without an improvement that end the search.
+        perfect_score: A reward that leaves nothing to improve.
+        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        reserve: Share of the rollouts that is held back for the final measurement.
+        publish: Make the best texts live at every ``improvement``, or only at the ``end``.
+        invariants: By resource, texts that must stay in it.
+        filled: Placeholders that the agent fills with something else than a key of the task.
+        max_chars: Characters of a text at most.
+        requests: Own file for the request ``rewrite``.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        optimizer: str | OptimizerSettings,
+        budget: int | Preset | Limits = "light",
+        prices: Prices | None = None,
+        beam_rounds: int = 0,
+        val_batch_size: int = 8,
+        patience: int = 20,
+        perfect_score: float = 1.0,
+        failure_reward: float = 0.0,
+        reserve: float = 0.1,
+        publish: Publish = "improvement",
+        invariants: dict[str, tuple[str, ...]] | None = None,
+        filled: tuple[str, ...] = (),
+        max_chars: int = 0,
+        requests: dict[str, str] | None = None,
+    ) -> None:
+        settings = SearchSettings(
+            optimizer=optimizer,
+            budget=budget,
+            prices=prices or Prices(),
+            branch_factor=1,
+            beam_rounds=beam_rounds,
+            val_batch_size=val_batch_size,
+            patience=patience,
+            perfect_score=perfect_score,
+            failure_reward=failure_reward,
+            reserve=reserve,
+            publish=publish,
+            invariants=invariants or {},
+            filled=tuple(filled),
+            max_chars=max_chars,
+            requests=requests or {},
+        )
+        super().__init__(settings, algorithm="random", calls=1)
+
+    async def improve(self, step: int) -> None:
+        """Rewrite one text, race the result."""
+        best, names = self.best, list(self.best.texts)
+        name = names[step % len(names)]
+        seed = f"{self.context.seed}/{self.context.name}/{step}/rewrite"
+        text = await self.ask_for_text("rewrite", name=name, text=best.texts[name], seed=seed)
+        child = None if text is None else self.proposal([best], {**best.texts, name: text}, step=step, operator="edit")
+        if child is None or not self.admit(child):
+            self.progress.idle += 1
+            if self.progress.idle >= MAX_IDLE:
+                self.progress.stop("no_proposals")
+            return
+        self.progress.idle = 0
+        await self.contest([await self.evaluator.register(child, parent=best)], best, step=step, purpose="race")

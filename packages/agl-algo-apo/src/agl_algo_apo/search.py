@@ -1,0 +1,370 @@
+"""What the optimisers here share around their own way to propose: baseline, stopping, files, state, final measurement.
+
+A search takes these steps: measure the first prompt; improve, as often as the budget lets it; measure the winner again
+on fresh rollouts and report that. Everything that a step needs is in the state before it, and all randomness follows
+from (seed, step, purpose), so a step that is repeated does the same.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from agl.contracts import AlgorithmContext, StepReport
+from agl.errors import ConfigError
+from agl.schemas import Json
+from agl_algo_apo import artifacts
+from agl_algo_apo.budget import Budget, BudgetExhaustedError
+from agl_algo_apo.candidates import Candidate, Lineage, candidate_id, resource_of, text_of
+from agl_algo_apo.evaluate import (
+    Evaluator,
+    Job,
+    check_splits,
+    dataset_digest,
+    environment_of,
+    estimate,
+    nothing_scored,
+)
+from agl_algo_apo.finish import Result, measure_again
+from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, settings_of
+from agl_algo_apo.progress import STOP_WORDS, Progress, StopReason
+from agl_algo_apo.proposals import Requests, extract
+from agl_algo_apo.race import Verdict, race, slices
+from agl_algo_apo.settings import SearchSettings, SpendingPlan, spending_plan
+from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
+
+MAX_BARREN = 6
+"""Answers in a row without a usable text that end the search."""
+
+
+class PromptSearch:
+    """The base of an optimiser: override :meth:`improve`.
+
+    Args:
+        settings: What the person set.
+        algorithm: Its registered name, for errors.
+        calls: Questions to the optimiser's model per proposal.
+    """
+
+    def __init__(self, settings: SearchSettings, *, algorithm: str, calls: int) -> None:
+        settings.check(algorithm)
+        self.settings = settings
+        self._algorithm = algorithm
+        self._calls = calls
+        self._optimizers: list[Optimizer] = []
+        self.lineage = Lineage()
+        self.progress = Progress()
+        self.result: Result | None = None
+
+    async def improve(self, step: int) -> None:
+        """One step of the search; overridden."""
+        raise NotImplementedError
+
+    # --- the algorithm contract ---------------------------------------------------------------------------------
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check everything that can be, the optimiser's endpoint included, and say what will be spent."""
+        self.context = context
+        check_splits(context)
+        self.rules = self._rules(context)
+        self.plan: SpendingPlan = spending_plan(
+            self.settings,
+            tasks=len(context.train),
+            val=len(context.val),
+            calls=self._calls,
+            algorithm=self._algorithm,
+        )
+        self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final)
+        self.evaluator = Evaluator(context, self.budget, failure_reward=self.settings.failure_reward)
+        self.requests = Requests(self.settings.requests, folder=context.folder)
+        self.editor = self._open(self.settings.optimizer)
+        self.critic = self.editor if self.settings.critic is None else self._open(self.settings.critic)
+        for optimizer in self._optimizers:
+            await optimizer.check()
+        order = list(range(len(context.val)))
+        self.random(0, "validation order").shuffle(order)
+        self.order: tuple[int, ...] = tuple(order)
+        self.rungs = slices(order, self.settings.val_batch_size)
+        self._environment = environment_of(context)
+        context.say(self.plan.words)
+
+    async def step(self) -> StepReport:
+        """Measure the first prompt, improve, or finish."""
+        step = self.progress.step + 1
+        before = self.progress.best
+        is_final = bool(self.progress.stop_reason)
+        try:
+            if step == 1:
+                await self._start(step)
+            elif is_final:
+                await self._finish(step)
+            else:
+                await self._refresh(step)
+                await self.improve(step)
+        except BudgetExhaustedError:
+            self.progress.stop("budget")
+        except OptimizerDownError as error:
+            self.progress.stop("optimizer_unreachable", str(error))
+        self.progress.step = step
+        self._judge(is_improved=self.progress.best != before)
+        published = await self._publish(step, is_final=is_final)
+        self._write(is_improved=self.progress.best != before)
+        return StepReport(
+            step=step,
+            is_finished=is_final,
+            metrics=self._metrics(),
+            published=published,
+            stop_reason=self._stop_words() if is_final else "",
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """Candidates, rewards, spending and counters."""
+        return {
+            "version": 1,
+            "progress": msgspec.to_builtins(self.progress),
+            "lineage": self.lineage.dump(),
+            "scores": self.evaluator.scores.dump(),
+            "spent": self.budget.dump(),
+            "environment": self._environment,
+            "dataset": dataset_digest(self.context),
+            "result": None if self.result is None else msgspec.to_builtins(self.result),
+        }
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from :meth:`state`; refuses a state that belongs to other tasks."""
+        if state["dataset"] != dataset_digest(self.context):
+            raise ConfigError(
+                f"{self._algorithm} cannot continue: the training or validation tasks are not those that it started "
+                "with, so its scores say nothing about them; put them back, or start again with --fresh"
+            )
+        self.progress = msgspec.convert(state["progress"], Progress)
+        self.lineage = Lineage.load(state["lineage"])
+        self.evaluator.scores.load(state["scores"])
+        self.budget.load(state["spent"])
+        self._environment = dict(state["environment"])
+        self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
+        seed = self.lineage[self.progress.seed].texts
+        self.rules = [
+            msgspec.structs.replace(rules, seed=resource_of(seed[rules.name], rules.seed)) for rules in self.rules
+        ]
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for optimizer in self._optimizers:
+            await optimizer.close()
+
+    # --- what improving steps use -------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> Candidate:
+        """The best candidate so far."""
+        return self.lineage[self.progress.best]
+
+    def random(self, step: int, purpose: str) -> random.Random:
+        """A generator that follows from seed, step and purpose."""
+        return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
+
+    def admit(self, child: Candidate, *, shown: Sequence[str] = ()) -> bool:
+        """The static gate: whether a proposal may be tried; one that may not is kept in the lineage with the reason."""
+        if child.id in self.lineage:
+            return False
+        broken = [violation(child.texts[rules.name], rules, shown=shown) for rules in self.rules]
+        reason = next((text for text in broken if text), "")
+        self.lineage.put(child.replace(status="rejected", reason=reason) if reason else child)
+        return not reason
+
+    def proposal(
+        self, parents: Sequence[Candidate], texts: Mapping[str, str], *, step: int, operator: str, critique: str = ""
+    ) -> Candidate:
+        """A candidate with these texts."""
+        return Candidate(
+            id=candidate_id(texts),
+            texts=dict(texts),
+            parents=tuple(parent.id for parent in parents),
+            operator=operator,
+            step=step,
+            critique=critique,
+        )
+
+    async def ask_for_text(self, kind: str, *, name: str, seed: str, **values: str) -> str | None:
+        """A new text from the editor, ``None`` where its answer holds none."""
+        constraints = "\n".join(next(rules for rules in self.rules if rules.name == name).words())
+        request = self.requests.text(kind, component=name, constraints=constraints, **values)
+        text = extract(await self.editor.ask(request, seed=seed))
+        self.progress.barren = 0 if text is not None else self.progress.barren + 1
+        return text
+
+    async def contest(
+        self, entrants: Sequence[Candidate], rival: Candidate, *, step: int, purpose: str, may_tie: bool = False
+    ) -> list[Candidate]:
+        """Race proposals against their parent; winners join the pool and are returned, the best one first."""
+        verdicts: dict[str, Verdict] = await race(
+            self.evaluator, entrants, rival, rungs=self.rungs, step=step, purpose=purpose, may_tie=may_tie
+        )
+        winners: list[Candidate] = []
+        for entrant in entrants:
+            verdict = verdicts[entrant.id]
+            status = "pool" if verdict.has_won else "beaten"
+            decided = self.lineage.put(entrant.replace(status=status, reason=verdict.words))
+            if verdict.has_won:
+                winners.append(decided)
+        winners.sort(key=lambda winner: verdicts[winner.id].difference, reverse=True)
+        if winners:
+            await self._crown(winners[0], rival, step=step, may_tie=may_tie)
+        return winners
+
+    # --- the parts of a step ------------------------------------------------------------------------------------
+
+    async def _start(self, step: int) -> None:
+        texts = {rules.name: text_of(rules.seed, name=rules.name) for rules in self.rules}
+        seed = await self.evaluator.register(Candidate(id=candidate_id(texts), texts=texts, status="pool", step=step))
+        self.lineage.put(seed)
+        self.progress.seed = self.progress.best = seed.id
+        await self._measure_whole(seed, step)
+
+    async def _measure_whole(self, candidate: Candidate, step: int) -> None:
+        await self.evaluator.measure([Job(candidate, "val", self.order)], step=step, purpose="whole")
+        if not self.evaluator.scores.rewards(candidate.id, "val"):
+            raise nothing_scored(len(self.order), self.evaluator.broken)
+
+    async def _refresh(self, step: int) -> None:
+        """Forget all rewards when what they depended on has changed, and measure the incumbent again."""
+        now = environment_of(self.context)
+        if now == self._environment:
+            return
+        changed = sorted(name for name in now if now.get(name) != self._environment.get(name))
+        self.context.say(f"{', '.join(changed)} changed; what was measured before is out of date and is measured again")
+        self._environment = now
+        self.evaluator.scores.clear()
+        for candidate in self.lineage.pool():
+            if candidate.id not in (self.progress.best, self.progress.seed):
+                self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
+        self.progress.used.clear()
+        await self._measure_whole(self.best, step)
+
+    async def _crown(self, winner: Candidate, rival: Candidate, *, step: int, may_tie: bool) -> None:
+        """Make a winner the best one, after a race against the best one where its rival was another."""
+        if rival.id != self.progress.best:
+            verdicts = await race(
+                self.evaluator, [winner], self.best, rungs=self.rungs, step=step, purpose="crown", may_tie=may_tie
+            )
+            if not verdicts[winner.id].has_won:
+                return
+        self.progress.best = winner.id
+
+    def _judge(self, *, is_improved: bool) -> None:
+        """Stop where there is a reason to."""
+        progress, scores = self.progress, self.evaluator.scores
+        progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + 1
+        known = scores.rewards(progress.best, "val")
+        if len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score:
+            progress.stop("perfect")
+        if progress.barren >= MAX_BARREN:
+            progress.stop("optimizer_garbage", f"{progress.barren} answers in a row held no usable text")
+        if self.settings.beam_rounds and progress.step > self.settings.beam_rounds:
+            progress.stop("rounds")
+        if progress.stale >= self.settings.patience:
+            progress.stop("patience")
+
+    async def _finish(self, step: int) -> None:
+        """Measure the two best and the first prompt on fresh rollouts, and keep the winner if it is better."""
+        self.budget.release()
+        if self._environment != environment_of(self.context):
+            await self._refresh(step)
+        self.result = await measure_again(
+            self.evaluator,
+            self.lineage,
+            best=self.best,
+            seed=self.lineage[self.progress.seed],
+            order=self.order,
+            size=self.plan.final // 3,
+            step=step,
+        )
+        if self.result is not None:
+            self.progress.best = self.result.winner
+
+    async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
+        """Make the best texts live where they are not: at every improvement, or at the end."""
+        if not is_final and self.settings.publish == "end":
+            return ()
+        published: list[str] = []
+        for name, text in self.best.texts.items():
+            live = self.context.current(name)
+            if text_of(live.resource, name=name) != text:
+                resource = resource_of(text, live.resource)
+                made = await self.context.publish(name, resource, step=step, metadata=self._metadata())
+                published.append(f"{name}@{made.version}")
+        return tuple(published)
+
+    def _metadata(self) -> dict[str, Json]:
+        best = self.best
+        rewards = list(self.evaluator.scores.rewards(best.id, "val").values())
+        metadata: dict[str, Json] = {"candidate_id": best.id, "operator": best.operator}
+        if rewards:
+            metadata["selection_score"] = msgspec.to_builtins(estimate(rewards))
+        if self.result is not None:
+            metadata["score"] = msgspec.to_builtins(self.result.score)
+            metadata["seed_score"] = msgspec.to_builtins(self.result.seed_score)
+        return metadata
+
+    def _write(self, *, is_improved: bool) -> None:
+        workdir = self.context.workdir
+        if is_improved or self.progress.step == 1:
+            artifacts.write_best(workdir, self.best.texts)
+        artifacts.write_lineage(workdir, [self._row(candidate) for candidate in self.lineage.all()])
+        if self.result is not None:
+            reason = {"stop_reason": self.progress.stop_reason, "stop_detail": self.progress.stop_detail}
+            spent = {"spent": self.budget.dump(), "texts": self.best.texts}
+            artifacts.write_result(workdir, {**msgspec.to_builtins(self.result), **reason, **spent})
+
+    def _row(self, candidate: Candidate) -> Json:
+        rewards = list(self.evaluator.scores.rewards(candidate.id, "val").values())
+        return {**msgspec.to_builtins(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
+
+    def _metrics(self) -> dict[str, float]:
+        metrics: dict[str, float] = {
+            "candidates": float(len(self.lineage.all())),
+            "rejected": float(sum(c.status == "rejected" for c in self.lineage.all())),
+            "unscored": float(self.evaluator.broken.total()),
+        }
+        if self.result is not None:
+            metrics |= {"score": self.result.score.mean, "seed_score": self.result.seed_score.mean}
+        elif self.evaluator.scores.rewards(self.progress.best, "val"):
+            metrics["best_val_score"] = self.evaluator.mean(self.progress.best, "val")
+        spent: dict[str, Any] = self.budget.dump()
+        return metrics | {f"spent_{name}": float(value) for name, value in spent.items()}
+
+    def _stop_words(self) -> str:
+        reason: StopReason = self.progress.stop_reason or "budget"
+        detail = f" ({self.progress.stop_detail})" if self.progress.stop_detail else ""
+        return f"{reason}: {STOP_WORDS[reason]}{detail}. {self.result.words if self.result else ''}".strip()
+
+    # --- setting up ---------------------------------------------------------------------------------------------
+
+    def _rules(self, context: AlgorithmContext) -> list[Rules]:
+        if not context.tunes:
+            raise ConfigError(
+                f"{self._algorithm} has no prompt to tune; set tunes to a [resource.NAME] with a template or a value"
+            )
+        settings = self.settings
+        unknown = sorted({*settings.invariants, *settings.roles} - set(context.tunes))
+        if unknown:
+            raise ConfigError(f"invariants or roles name {unknown}; this algorithm tunes {list(context.tunes)}")
+        rules: list[Rules] = []
+        for name in context.tunes:
+            resource = context.current(name).resource
+            text = text_of(resource, name=name)
+            longest = settings.max_chars or max(4000, 4 * len(text))
+            rules.append(
+                Rules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
+            )
+            check_seed(rules[-1])
+            check_fields(name, resource, [*context.train, *context.val], filled=settings.filled)
+        return rules
+
+    def _open(self, optimizer: Any) -> Optimizer:
+        memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
+        opened = Optimizer(settings_of(optimizer, self.context), budget=self.budget, memory=memory)
+        self._optimizers.append(opened)
+        return opened

@@ -1,0 +1,131 @@
+"""What a person may set, shared by the optimisers here, and what a run will cost by it."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from agl.errors import ConfigError
+from agl.schemas import Record
+from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.optimizer import OptimizerSettings
+
+Selector = Literal["mixed", "best", "pareto", "beam", "ucb"]
+Publish = Literal["improvement", "end"]
+Preset = Literal["light", "medium", "heavy"]
+PROPOSALS: Mapping[str, int] = {"light": 10, "medium": 25, "heavy": 60}
+"""Proposals that a preset pays for."""
+
+FEWEST_PROPOSALS = 3
+"""A budget that does not reach for so many is refused."""
+
+FEWEST_FINAL = 8
+"""Fresh rollouts per candidate in the final measurement at least, where there are so many validation tasks."""
+
+
+class SearchSettings(Record, frozen=True, kw_only=True):
+    """Parameters of a search; `apo.py` describes them where a person sets them."""
+
+    optimizer: str | OptimizerSettings
+    critic: str | OptimizerSettings | None = None
+    budget: int | Preset | Limits = "light"
+    prices: Prices = Prices()
+    beam_width: int = 4
+    branch_factor: int = 3
+    beam_rounds: int = 0
+    gradient_batch_size: int = 8
+    val_batch_size: int = 8
+    selector: Selector = "mixed"
+    p_best: float = 0.5
+    patience: int = 10
+    delete_every: int = 6
+    perfect_score: float = 1.0
+    failure_reward: float = 0.0
+    reserve: float = 0.1
+    publish: Publish = "improvement"
+    invariants: dict[str, tuple[str, ...]] = {}
+    filled: tuple[str, ...] = ()
+    max_chars: int = 0
+    roles: dict[str, str] = {}
+    requests: dict[str, str] = {}
+
+    def check(self, algorithm: str) -> None:
+        """Refuse numbers that make no sense; raises :class:`ConfigError`."""
+        names = ("beam_width", "branch_factor", "gradient_batch_size", "val_batch_size", "patience")
+        low = {name: getattr(self, name) for name in names if getattr(self, name) < 1}
+        if low:
+            raise ConfigError(f"{algorithm} got {low}; each must be at least 1")
+        negative = {name: getattr(self, name) for name in ("beam_rounds", "delete_every", "max_chars")}
+        if min(negative.values()) < 0:
+            raise ConfigError(f"{algorithm} got {negative}; each must be at least 0")
+        if not (0.0 <= self.reserve < 1.0 and 0.0 <= self.p_best <= 1.0):
+            raise ConfigError(f"{algorithm} got reserve={self.reserve}, p_best={self.p_best}; both are shares of 1")
+
+
+class SpendingPlan(Record, frozen=True, kw_only=True):
+    """What a search may spend, and on what.
+
+    Attributes:
+        limits: The ceilings.
+        seed: Rollouts of the first measurement.
+        proposal: Rollouts that one proposal takes on average, until it is decided.
+        final: Rollouts held back for the final measurement.
+        calls: Questions that one proposal takes.
+    """
+
+    limits: Limits
+    seed: int
+    proposal: float
+    final: int
+    calls: int
+
+    @property
+    def words(self) -> str:
+        """The plan in one line."""
+        limits = self.limits
+        parts = [f"{getattr(limits, name):g} {name}" for name in ("rollouts", "calls", "tokens", "money")
+                 if getattr(limits, name) is not None]  # fmt: skip
+        line = f"plan: at most {', '.join(parts)}"
+        if limits.rollouts is None:
+            return line
+        search = limits.rollouts - self.seed - self.final
+        return (
+            f"{line}; rollouts: {self.seed} on the first prompt, {search} on about "
+            f"{int(search / self.proposal)} proposals, {self.final} on the final measurement"
+        )
+
+
+def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int, algorithm: str) -> SpendingPlan:
+    """The plan; raises :class:`ConfigError` when the budget is less than the method needs.
+
+    Args:
+        settings: With the budget.
+        tasks: Number of training tasks; ``val`` of validation tasks.
+        calls: Questions to the optimiser's model per proposal.
+        algorithm: Its name, for the error.
+    """
+    batch = min(settings.gradient_batch_size, tasks)
+    first = min(settings.val_batch_size, val)
+    proposal = (2 * batch + (first + val) / 2) / settings.branch_factor
+    fewest_final = 3 * min(FEWEST_FINAL, val)
+    budget = settings.budget
+    if isinstance(budget, str):
+        rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val
+        budget = Limits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
+    limits = Limits(rollouts=budget) if isinstance(budget, int) else budget
+    if limits == Limits():
+        raise ConfigError(
+            f'{algorithm} has no budget; set budget = 400 (rollouts), a preset such as "light", or limits'
+        )
+    final = min(3 * val, max(fewest_final, int((limits.rollouts or 0) * settings.reserve)))
+    needed = val + final + 2 * batch + first
+    if limits.rollouts is not None and limits.rollouts < needed:
+        raise ConfigError(
+            f"{algorithm} has a budget of {limits.rollouts} rollouts and needs at least {needed}: {val} to measure the "
+            f"first prompt on all validation tasks, {2 * batch + first} for {FEWEST_PROPOSALS} proposals, {final} for "
+            "the final measurement. Raise the budget, or give fewer validation tasks"
+        )
+    if limits.calls is not None and limits.calls < calls * FEWEST_PROPOSALS:
+        raise ConfigError(
+            f"{algorithm} has a budget of {limits.calls} calls of the optimiser's model and needs at least "
+            f"{calls * FEWEST_PROPOSALS}: {calls} for each of {FEWEST_PROPOSALS} proposals. Raise the budget"
+        )
+    return SpendingPlan(limits=limits, seed=val, proposal=proposal, final=final, calls=calls)
