@@ -62,9 +62,17 @@ def agl_credits() -> Iterable[CreditEntry]:
 @hookimpl
 def agl_runners() -> Iterable[RunnerEntry]:
     """Runners on this machine."""
-    yield RunnerEntry(name="async", factory="agl.run.local:AsyncRunner", summary="many attempts in this process")
     yield RunnerEntry(
-        name="process", factory="agl.run.process:ProcessRunner", summary="isolated processes that can be killed"
+        name="async",
+        factory="agl.run.local:AsyncRunner",
+        summary="many attempts in this process",
+        can_replay=True,
+    )
+    yield RunnerEntry(
+        name="process",
+        factory="agl.run.process:ProcessRunner",
+        summary="isolated processes that can be killed",
+        can_replay=True,
     )
     yield RunnerEntry(name="command", factory="agl.run.command:CommandRunner", summary="any program, once per attempt")
 

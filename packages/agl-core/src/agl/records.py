@@ -65,7 +65,14 @@ class CreditEntry(Entry, frozen=True, kw_only=True):
 
 
 class RunnerEntry(Entry, frozen=True, kw_only=True):
-    """``factory(setup: agl.run.RunSetup, **params)`` gives a :class:`agl.contracts.Runner`."""
+    """``factory(setup: agl.run.RunSetup, **params)`` gives a :class:`agl.contracts.Runner`.
+
+    Attributes:
+        can_replay: Whether it answers the model calls of a replay (:func:`agl.run.replays.load_script`); without,
+            a credit that replays rollouts is refused.
+    """
+
+    can_replay: bool = False
 
 
 class PolicyEntry(Entry, frozen=True, kw_only=True):

@@ -80,8 +80,14 @@ def _completion(head: dict[str, Any], kind: str, choices: list[dict[str, Any]]) 
 
 
 def _response(head: dict[str, Any], body: dict[str, Any], text: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": []}
-    said = {"type": "message", "id": f"msg_{head['id']}", "status": "completed", "role": "assistant", "content": [part]}
+    part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
+    said: dict[str, Any] = {
+        "type": "message",
+        "id": f"msg_{head['id']}",
+        "status": "completed",
+        "role": "assistant",
+        "content": [part],
+    }
     usage = {
         "input_tokens": 0,
         "input_tokens_details": {"cached_tokens": 0},

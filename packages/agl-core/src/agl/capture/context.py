@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from agl.capture import process
+from agl.capture.replay import Player
 from agl.contracts import Tracer, Upstream
 from agl.schemas import Span
 
@@ -35,6 +36,7 @@ class Capture:
             frameworks have a current span, the one that started last is the innermost.
         tracers: The installed tracers.
         opened: How each open span would look if it ended now, by span id; what :func:`agl.capture.who` reads.
+        player: Answers model calls where the attempt replays a recorded one.
     """
 
     rollout_id: str
@@ -50,6 +52,7 @@ class Capture:
     starts: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     tracers: tuple[Tracer, ...] = field(default=(), repr=False)
     opened: dict[str, Callable[[], Span]] = field(default_factory=dict[str, Callable[[], Span]], repr=False)
+    player: Player | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,15 @@ import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import wraps
 from threading import Lock
 from types import ModuleType
 from typing import Any, ClassVar
 
+import msgspec
+
+from agl import semconv
 from agl.capture.context import Capture, current, innermost
 from agl.capture.exchanges import OpenCall
 from agl.capture.late_import import ImportWatch
@@ -29,8 +33,12 @@ from agl.capture.outgoing import (
     retry_count_of,
 )
 from agl.capture.process import Undo, replace
-from agl.capture.routing import route_of
+from agl.capture.replay import VERSION, Played
+from agl.capture.roles import names_of
+from agl.capture.routing import Route, route_of
 from agl.capture.tee import AsyncTee, SyncTee, describe
+from agl.capture.who import who
+from agl.contracts import Upstream
 
 _log = logging.getLogger(__name__)
 
@@ -81,10 +89,10 @@ class _Hook:
 
     def patch(self, module: ModuleType) -> None:
         def send(original: Any) -> Any:
-            return _send(original, type("SyncTee", (SyncTee, module.SyncByteStream), {}))
+            return _send(original, type("SyncTee", (SyncTee, module.SyncByteStream), {}), module.Response)
 
         def send_async(original: Any) -> Any:
-            return _send_async(original, type("AsyncTee", (AsyncTee, module.AsyncByteStream), {}))
+            return _send_async(original, type("AsyncTee", (AsyncTee, module.AsyncByteStream), {}), module.Response)
 
         with self.lock:
             self.undo.append(replace(module.Client, "send", send))
@@ -113,12 +121,14 @@ _IS_SENDING: ContextVar[bool] = ContextVar("agl_is_sending", default=False)
 """Set within a wrapped ``send``, so that a client that hands its request to another one is recorded once."""
 
 
-def _send(original: Callable[..., Any], tee: Any) -> Callable[..., Any]:
+def _send(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., Any]:
     @wraps(original)
     def send(self: Any, request: Any, **options: Any) -> Any:
         departure = _depart(request, options)
         if departure is None:
             return original(self, request, **options)
+        if departure.played is not None:
+            return departure.answered(departure.played, answer)
         outer = _IS_SENDING.set(True)
         try:
             response = original(self, departure.request, **departure.options)
@@ -132,12 +142,14 @@ def _send(original: Callable[..., Any], tee: Any) -> Callable[..., Any]:
     return send
 
 
-def _send_async(original: Callable[..., Any], tee: Any) -> Callable[..., Any]:
+def _send_async(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., Any]:
     @wraps(original)
     async def send(self: Any, request: Any, **options: Any) -> Any:
         departure = _depart(request, options)
         if departure is None:
             return await original(self, request, **options)
+        if departure.played is not None:
+            return departure.answered(departure.played, answer)
         outer = _IS_SENDING.set(True)
         try:
             response = await original(self, departure.request, **departure.options)
@@ -153,13 +165,26 @@ def _send_async(original: Callable[..., Any], tee: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class _Departure:
-    """A request that is ours to watch: what is sent in its place, and the call that it is recorded as."""
+    """A request that is ours to watch: what is sent in its place, and the call that it is recorded as.
+
+    One that is ``played`` is not sent at all.
+    """
 
     given: Any
     request: Any
     options: dict[str, Any]
     call: OpenCall | None
     is_ours: bool
+    played: Played | None = None
+
+    def answered(self, played: Played, answer: Any) -> Any:
+        """The response of a replay, of the client's own class ``answer``."""
+        response = answer(200, headers={"content-type": played.content_type}, content=played.body, request=self.given)
+        response.elapsed = timedelta()
+        if self.call is not None:
+            self.call.answered(response)
+            self.call.finish(is_complete=True, body=played.body)
+        return response
 
     def failed(self, error: BaseException) -> None:
         """No response came. The gateway recorded the call unless it was not reached at all."""
@@ -203,22 +228,55 @@ def _depart(request: Any, options: dict[str, Any]) -> _Departure | None:
 
 def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Departure | None:
     body = body_of(request)
-    route = route_of(capture, method=request.method, url=str(request.url), body=body)
+    names = _names(capture)
+    route = route_of(capture, method=request.method, url=str(request.url), body=body, names=names)
     if route is None or (route.target == "record" and not _is_recorded(capture)):
         return None
+    played = _played(capture, route, body)
+    if played is not None:
+        route = _route_of_played(route, played)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     named = dict(headers)
     parent_id, retries = innermost(capture), retry_count_of(named)
     request_id = request_id_of(named, body or b"", retries)
     call = None
     if route.dialect is not None and body is not None:
-        call = OpenCall(capture, route, body=body, parent_id=parent_id, request_id=request_id, retry_count=retries)
+        about = {semconv.CALLER: list(names), semconv.USER_AGENT: named.get(b"user-agent", b"").decode("latin-1")}
+        call = OpenCall(
+            capture,
+            route,
+            body=body,
+            parent_id=parent_id,
+            request_id=request_id,
+            retry_count=retries,
+            about={key: value for key, value in about.items() if value},
+        )
+    if played is not None:
+        return _Departure(request, request, options, call, is_ours=True, played=played)
     if route.target == "gateway":
-        ours = gateway_headers(capture, headers, parent_id=parent_id, request_id=request_id)
+        ours = gateway_headers(capture, headers, parent_id=parent_id, request_id=request_id, names=names)
         sent = copy_request(request, route.url, headers=ours, body=body)
         # The token is the only credential, and a redirect must not carry it elsewhere.
         return _Departure(request, sent, {**options, "auth": None, "follow_redirects": False}, call, is_ours=False)
     return _Departure(request, recorded_request(request, route, body or b""), options, call, is_ours=True)
+
+
+def _names(capture: Capture) -> tuple[str, ...]:
+    """Who makes the call, where any policy is chosen by that; what nobody asks for costs nothing."""
+    return names_of(who(capture)) if any(upstream.agents for upstream in capture.upstreams) else ()
+
+
+def _played(capture: Capture, route: Route, body: bytes | None) -> Played | None:
+    """The answer that a replay has for the call."""
+    if capture.player is None or route.dialect is None or body is None:
+        return None
+    return capture.player.play(route.dialect, body, agent=who(capture).agent)
+
+
+def _route_of_played(route: Route, played: Played) -> Route:
+    """The call as it is recorded: here, of no policy, with a model version that says that it was played."""
+    nobody = Upstream(name="", base_url="", model_version=f"{VERSION}{played.source}")
+    return msgspec.structs.replace(route, target="record", upstream=nobody, wants_ids=False)
 
 
 def _is_recorded(capture: Capture) -> bool:

@@ -3,11 +3,22 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from agl.contracts.capture import Policy
 from agl.contracts.store import Metric, Store
-from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
+from agl.schemas import (
+    LLM,
+    CallCredit,
+    Claim,
+    Episode,
+    Json,
+    Outcome,
+    Record,
+    ReplayPlan,
+    Resource,
+    ResourceVersion,
+)
 
 
 class Credit(Protocol):
@@ -15,6 +26,35 @@ class Credit(Protocol):
 
     def assign(self, group: Sequence[Episode]) -> Sequence[Sequence[CallCredit]]:
         """One list per episode, in order; episodes of one group share a task. Pure and deterministic."""
+        ...
+
+
+class ReplayFn(Protocol):
+    """Runs recorded rollouts of one step again, each as a plan says."""
+
+    async def __call__(self, plans: Sequence[ReplayPlan]) -> list[Episode]:
+        """The finished replays in the order of the plans, failed ones included; equal plans run once.
+
+        Replays are ordinary rollouts of mode ``test`` with the recorded task and pinned resources, and are never
+        trained on. Their ids follow from (experiment, algorithm, step, plan), so that a step that is repeated after
+        a crash finds what it had already paid for.
+
+        Raises:
+            AglError: A plan names a rollout that is not of this step.
+            CaptureError: A replaced agent's call reached a model: it left past the hook that answers it.
+        """
+        ...
+
+
+@runtime_checkable
+class CounterfactualCredit(Credit, Protocol):
+    """A credit that asks what would have happened without an agent's part, by replaying rollouts."""
+
+    async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> Sequence[Episode]:
+        """The episodes in order, with what :meth:`assign` needs attached as further rewards.
+
+        Called with a step's training episodes after they were collected, before an algorithm sees them.
+        """
         ...
 
 

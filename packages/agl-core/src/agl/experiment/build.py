@@ -6,13 +6,14 @@ from typing import Any
 from agl.contracts import RewardEmitter, RewardSetup, Upstream
 from agl.errors import ConfigError
 from agl.experiment.plan import Plan
+from agl.experiment.replays import check_replays
 from agl.schemas import LLM
 
 
 async def check_components(plan: Plan) -> None:
     """Build and release everything that can be built without starting it; raises what is wrong."""
     config, manager = plan.config, plan.manager
-    manager.build(manager.credit(config.credit.use), **config.credit.params)
+    check_replays(plan, manager.build(manager.credit(config.credit.use), **config.credit.params))
     build_rewards(plan)
     for name in config.tracers:
         manager.build(manager.tracer(name))

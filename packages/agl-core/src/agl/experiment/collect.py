@@ -3,17 +3,18 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import msgspec
 
 from agl.codec import to_json
-from agl.contracts import Collected, RolloutQuery, Store
+from agl.contracts import Collected, CounterfactualCredit, Credit, RolloutQuery, Store
 from agl.errors import ConfigError, MissingTokenIdsError, RunError
 from agl.experiment.config import AlgorithmConfig
 from agl.experiment.plan import NAME, Plan
-from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span
+from agl.experiment.replays import Replays
+from agl.schemas import REPLAY, Episode, Json, Record, RetryPolicy, Rollout, Span
 from agl.train.scores import ScoreOptions
 from agl.train.transitions import EpisodeOptions, build_episode
 
@@ -90,6 +91,8 @@ class Collector:
         progress: Takes (done, total, text).
         algorithm: Whose agents and policy are selected; ``None`` selects all.
         failure: Ends with the worker's error when the worker broke.
+        credit: Prepares training episodes when it is a counterfactual one.
+        log: Takes (step, metrics) about the replays.
     """
 
     def __init__(
@@ -104,6 +107,8 @@ class Collector:
         progress: Callable[[int, int, str], None],
         algorithm: AlgorithmConfig | None,
         failure: "asyncio.Future[None]",
+        credit: Credit | None = None,
+        log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
     ) -> None:
         self._plan = plan
         self._run = run
@@ -113,6 +118,8 @@ class Collector:
         self._live = live
         self._progress = progress
         self._failure = failure
+        self._credit = credit if isinstance(credit, CounterfactualCredit) else None
+        self._log = log
         self._asked: int = 0
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
@@ -147,7 +154,21 @@ class Collector:
             raise RunError(_nothing_left(episodes, dropped))
         if self._needs_ids:
             _check_trainable(episodes)
+        if self._credit is not None:
+            kept = await self._prepare(self._credit, kept, step=step, key=key)
         return Collected(episodes=tuple(kept), dropped=dropped)
+
+    async def _prepare(
+        self, credit: CounterfactualCredit, episodes: Sequence[Episode], *, step: int, key: str
+    ) -> list[Episode]:
+        """Let the credit replay what it needs; says and logs what that took."""
+        place = f"{step:05d}-{key}-" if key else f"{step:05d}-"
+        prefix = f"{self._plan.name}-{self._run}-{self._label}-{REPLAY}-{place}"
+        replays = Replays(episodes, prefix=prefix, run_all=self._run_all, store=self._store)
+        prepared = list(await credit.prepare(episodes, step=step, replay=replays))
+        if replays.count and self._log is not None:
+            await self._log(step, replays.metrics())
+        return prepared
 
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Episodes of finished rollouts that others asked for, with what the experiment's policies left out."""

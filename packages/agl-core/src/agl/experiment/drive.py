@@ -9,13 +9,14 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import Algorithm, AlgorithmContext, Logger, Metric, Policy, StepReport
+from agl.contracts import Algorithm, AlgorithmContext, Credit, Logger, Metric, Policy, StepReport
 from agl.errors import AglError, ConfigError
 from agl.experiment import state as saved
 from agl.experiment.collect import Collector
 from agl.experiment.config import AlgorithmConfig
 from agl.experiment.progress import Progress
 from agl.experiment.recorded import Reader, Sources
+from agl.experiment.replays import check_replays
 from agl.experiment.session import Session
 from agl.experiment.state import AlgorithmState, ExperimentState
 from agl.schemas import Episode, Json, Resource, ResourceVersion
@@ -49,8 +50,16 @@ class Driver:
         """The experiment's name."""
         return self.session.plan.name
 
-    def collector(self, label: str, algorithm: AlgorithmConfig | None) -> Collector:
-        """Collects rollouts under a name."""
+    def credit(self) -> Credit:
+        """The experiment's credit assignment, made anew; raises :class:`ConfigError` when it cannot work here."""
+        plan = self.session.plan
+        config = plan.config.credit
+        credit: Credit = plan.manager.build(plan.manager.credit(config.use), **config.params)
+        check_replays(plan, credit)
+        return credit
+
+    def collector(self, label: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
+        """Collects rollouts under a name, for ``credit`` when it trains."""
         session = self.session
         if session.worker.failure is None:
             raise AglError("the worker is not running")
@@ -64,7 +73,14 @@ class Driver:
             progress=lambda done, total, text: self.progress.update(f"{label} rollouts", done, total, text),
             algorithm=algorithm,
             failure=session.worker.failure,
+            credit=credit,
+            log=lambda step, values: self._log_replays(label, step, values),
         )
+
+    async def _log_replays(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        await self.log(label, step, values)
+        failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
+        self.progress.say(f"{label} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """An algorithm's saved state, a new one before its first step."""
@@ -163,6 +179,7 @@ class DrivenAlgorithm:
         self._driver = driver
         self._config = config
         self._state = state
+        self._credit = driver.credit()
         self._algorithm: Algorithm | None = None
         self._trained: set[str] = set()
         self._published: list[str] = []
@@ -222,8 +239,7 @@ class DrivenAlgorithm:
         driver, config = self._driver, self._config
         session = driver.session
         plan = session.plan
-        credit = plan.config.credit
-        collector = driver.collector(config.label, config)
+        collector = driver.collector(config.label, config, credit=self._credit)
         return AlgorithmContext(
             experiment=plan.name,
             name=config.label,
@@ -234,7 +250,7 @@ class DrivenAlgorithm:
             workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.label),
             folder=plan.folder,
             store=session.store,
-            credit=plan.manager.build(plan.manager.credit(credit.use), **credit.params),
+            credit=self._credit,
             collect=collector,
             sources=config.sources,
             recorded=driver.recorded(config, collector),

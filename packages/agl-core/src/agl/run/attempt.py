@@ -19,6 +19,7 @@ import msgspec
 from agl import semconv
 from agl.capture.context import Capture, activate
 from agl.capture.recorder import SpanRecorder
+from agl.capture.replay import Player, ReplayScript
 from agl.contracts import Tracer, Upstream
 from agl.errors import RunError
 from agl.ids import new_span_id, new_trace_id
@@ -46,6 +47,7 @@ class AttemptScope:
         tracers: The installed tracers.
         recorder: Collects the spans that are made in this process.
         executor: Runs agents that are plain functions.
+        replay: What answers the model calls of an attempt that replays a recorded one.
     """
 
     resources: NamedResources
@@ -55,6 +57,7 @@ class AttemptScope:
     gateway_url: str = ""
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[Tracer] = ()
+    replay: ReplayScript | None = None
 
 
 async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *, scope: AttemptScope) -> Outcome:
@@ -111,6 +114,7 @@ def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture
         current_span_id=current_span_id,
         starts=starts,
         tracers=tracers,
+        player=Player(scope.replay) if scope.replay else None,
     )
 
 

@@ -91,6 +91,7 @@ async def _serve(
             gateway_url=start.gateway_url,
             upstreams=start.upstreams,
             tracers=tracers,
+            replay=message.replay,
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
         outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)

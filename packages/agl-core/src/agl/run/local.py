@@ -16,6 +16,7 @@ from agl.capture.recorder import SpanRecorder
 from agl.capture.token import AttemptTokens
 from agl.errors import ConfigError, StoreError
 from agl.run.attempt import AttemptScope, run_attempt
+from agl.run.replays import load_script
 from agl.run.setup import RunSetup
 from agl.run.tokens import issue_token
 from agl.schemas import Claim, Outcome
@@ -71,6 +72,7 @@ class AsyncRunner:
             gateway_url=setup.gateway_url,
             upstreams=setup.upstreams,
             tracers=[tracer for _, tracer in setup.tracers],
+            replay=await load_script(setup.store, claim.rollout),
         )
         self._recorders[attempt_id] = recorder
         try:

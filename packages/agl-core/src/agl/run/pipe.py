@@ -5,6 +5,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from agl.capture.replay import ReplayScript
 from agl.codec import encode
 from agl.contracts import Upstream
 from agl.schemas import Attempt, Outcome, Record, Resource, Rollout, Span
@@ -30,6 +31,7 @@ class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
     attempt: Attempt
     resources: dict[str, Resource]
     token: str
+    replay: ReplayScript | None = None
 
 
 class ChildReady(Record, frozen=True, kw_only=True, tag="ready"):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from agl.capture.token import AttemptTokens
 from agl.errors import ConfigError, RunError
 from agl.run.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
+from agl.run.replays import load_script
 from agl.run.setup import RunSetup
 from agl.run.tokens import issue_token
 from agl.schemas import Claim, ErrorInfo, Outcome
@@ -54,6 +55,7 @@ class ProcessRunner:
             attempt=claim.attempt,
             resources=await setup.resources(claim.rollout),
             token=issue_token(self._tokens, claim.rollout, claim.attempt),
+            replay=await load_script(setup.store, claim.rollout),
         )
         child = await self._idle_child() or await self._new_child()
         try:
