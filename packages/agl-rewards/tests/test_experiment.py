@@ -8,6 +8,7 @@ import pytest
 import agl
 from agl.errors import AglError
 from agl.experiment.config import parse_config
+from agl_testing.model_server import Reply, ScriptedModelServer
 
 from .cases import database
 
@@ -40,6 +41,7 @@ COMPOSITE = {
     },
 }
 
+JUDGED = Reply(text="Fine.\nScore: 9")
 QUERIES = ["SELECT 2", "SELECT 1 + 1", "SELECT 3", "SELECT nope", "SELECT FROM", "DROP TABLE singer"]
 TASKS = [{"say": say, "gold": "SELECT 2", "db": "songs"} for say in QUERIES]
 
@@ -102,3 +104,42 @@ def test_part_that_is_missing_leaves_no_sum(trainer: Any, tmp_path: Path) -> Non
 def test_wrong_part_is_refused_before_anything_runs(trainer: Any, parts: Any, message: str) -> None:
     with pytest.raises(AglError, match=message):
         trainer({"use": "composite", "params": {"parts": parts}}).dev(train_dataset=TASKS[:1])
+
+
+ASKING = """
+import openai
+
+
+async def solve(task, main_llm):
+    async with openai.AsyncOpenAI(base_url=main_llm.base_url, api_key=main_llm.api_key or "none") as client:
+        messages = [{"role": "user", "content": task["question"]}]
+        answer = await client.chat.completions.create(model="scripted", messages=messages)
+    return answer.choices[0].message.content
+"""
+
+
+@pytest.mark.parametrize("gateway", ["auto", "none"])
+def test_calls_of_a_judge_are_not_the_agents(tmp_path: Path, gateway: str) -> None:
+    (tmp_path / "asking_of_rewards.py").write_text(ASKING, encoding="utf-8")
+    with ScriptedModelServer(default=Reply(text="42")) as agents, ScriptedModelServer(default=JUDGED) as judges:
+        data = {
+            "experiment": {"agent": "asking_of_rewards:solve", "store": "memory://"},
+            "gateway": {"use": gateway},
+            "policy": {
+                "main_llm": {"use": "openai", "model": "scripted", "base_url": agents.base_url, "api_key_env": ""},
+                "judge_lm": {"use": "openai", "model": "judging", "base_url": judges.base_url, "api_key_env": ""},
+            },
+            "reward": [{"use": "judge", "params": {"model": "judge_lm"}}],
+        }
+        trainer = agl.Trainer.from_config(parse_config(data), folder=tmp_path)
+        episodes = trainer.dev(train_dataset=[{"question": "6 * 7?"}, {"question": "1 + 1?"}]).episodes
+        assert [0.9, 0.9] == [episode.reward for episode in episodes]
+        assert [1, 1] == [len(episode.transitions) for episode in episodes]
+        assert (2, 2) == (len(agents.calls), len(judges.calls))
+        assert {"judging"} == {call.json["model"] for call in judges.calls}
+        assert not [call for call in judges.calls if "x-agl-span-id" in call.headers]
+
+
+def test_judge_without_its_policy_is_refused_before_anything_runs(trainer: Any) -> None:
+    with pytest.raises(AglError, match="judge_lm"):
+        trainer({"use": "judge", "params": {"model": "judge_lm"}}).dev(train_dataset=TASKS[:1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agl.errors import AglError, ConfigError
+from agl.errors import AglError
 from agl.schemas import LLM, Json
 
 MAX_ANSWER_BYTES = 4_000_000
@@ -34,7 +34,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def ask(llm: LLM, prompt: str, *, request: Mapping[str, Json], timeout_s: float) -> str:
-    """The text of the answer; raises :class:`EndpointError`, and :class:`ConfigError` without the key."""
+    """The text of the answer; raises :class:`EndpointError`. The key comes from the environment, if one is named."""
     body = msgspec.json.encode({"model": llm.model, "messages": [{"role": "user", "content": prompt}], **request})
     sent = urllib.request.Request(f"{llm.endpoint.rstrip('/')}/chat/completions", data=body, headers=_headers(llm))
     opener = urllib.request.build_opener(_NoRedirect)
@@ -51,21 +51,8 @@ def ask(llm: LLM, prompt: str, *, request: Mapping[str, Json], timeout_s: float)
     return _text(data, llm.endpoint)
 
 
-def key_of(llm: LLM) -> str:
-    """The key from the environment, ``""`` where none is named; raises :class:`ConfigError` when it is not set."""
-    if not llm.api_key_env:
-        return ""
-    key = os.environ.get(llm.api_key_env, "")
-    if not key and "api.openai.com" in llm.endpoint:
-        raise ConfigError(
-            f"the judge needs the environment variable {llm.api_key_env}, which is not set; set it, or name another "
-            "with api_key_env"
-        )
-    return key
-
-
 def _headers(llm: LLM) -> dict[str, str]:
-    key = key_of(llm)
+    key = os.environ.get(llm.api_key_env, "") if llm.api_key_env else ""
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 

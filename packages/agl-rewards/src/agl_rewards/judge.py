@@ -6,10 +6,11 @@ The judged text comes from the agent and may try to talk the judge into a good s
 """
 
 import asyncio
+import os
 import re
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
@@ -110,19 +111,20 @@ class Judge:
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """The reward of one attempt; raises :class:`ConfigError` when the template asks for what the task lacks."""
         prompt = self._prompt(rollout, self._text(spans))
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._judge, prompt)
+        one_try = partial(ask, self._llm, prompt, request=self._request, timeout_s=self._timeout_s)
+        return await self._judge(one_try)
 
     def _prompt(self, rollout: Rollout, text: str) -> str:
         low, high = f"{self._reading.low:g}", f"{self._reading.high:g}"
         own = {"task": as_text(rollout.task), "text": text, "low": low, "high": high}
         return self._template.format(**{**task_fields(rollout.task), **own})
 
-    def _judge(self, prompt: str) -> Reward:
+    async def _judge(self, one_try: Callable[[], str]) -> Reward:
         problem = ""
         for wait_s in self._waits:
-            time.sleep(wait_s)
+            await asyncio.sleep(wait_s)
             try:
-                answer = ask(self._llm, prompt, request=self._request, timeout_s=self._timeout_s)
+                answer = await asyncio.get_running_loop().run_in_executor(self._threads, one_try)
             except EndpointError as error:
                 problem = str(error)
                 if not error.is_passing:
@@ -169,6 +171,11 @@ def _of_endpoint(endpoint: Endpoint) -> LLM:
         raise ConfigError(
             f"judge got base_url = {endpoint.base_url!r} and model = {endpoint.model!r}; write "
             'model = { base_url = "http://HOST:PORT/v1", model = "NAME" }'
+        )
+    if endpoint.api_key_env and not os.environ.get(endpoint.api_key_env):
+        raise ConfigError(
+            f"the judge needs the environment variable {endpoint.api_key_env}, which is not set; set it, or name "
+            "another with api_key_env"
         )
     return LLM(endpoint=endpoint.base_url, model=endpoint.model, api_key_env=endpoint.api_key_env)
 
