@@ -1,0 +1,247 @@
+"""GEPA by the library of that name: reflective evolution on a Pareto front (Agrawal et al. 2025, arXiv 2507.19457).
+
+The library proposes, accepts and keeps its pool; rollouts, budget, templates, evidence, state and the final
+measurement are those of every optimiser here. One phase of the library is one step of the experiment: it cannot be
+stopped in between and continued, so a step that was cut is repeated from its start. It then makes the same requests in
+the same order and finds what was paid for, so a resumed run ends like an unbroken one.
+
+Deviations from the library's own way, and why:
+- The budget is hard. The library looks at it between iterations only, and exceeds it by a validation pass.
+- Its evaluation cache stays off, because it confuses validation tasks with training tasks of the same position. What is
+  paid once is known below it, by split, so a parent is not paid twice on one minibatch.
+- A text that breaks its template scores below everything and costs nothing.
+- It stops at a perfect score, where the optimiser's model is down or writes nothing usable, and where nothing is left
+  to learn; by itself it would spend the whole budget.
+- Its checkpoints are pickles and are not written.
+- The winner is measured again on fresh rollouts, and that is reported: the score that selected it flatters it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from agl_algo_apo import artifacts
+from agl_algo_apo.budget import BudgetExhaustedError, Limits, Prices
+from agl_algo_apo.candidates import Candidate, candidate_id, resource_of
+from agl_algo_apo.evaluate import Job, Measured, Split
+from agl_algo_apo.evidence import Run, read_run
+from agl_algo_apo.gepa_adapter import Adapter, Place, Stopped, Texts
+from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.search import MAX_BARREN, PromptSearch
+from agl_algo_apo.settings import Preset, Publish, SearchSettings
+from agl_algo_apo.templates import task_text
+
+_gepa: Any = import_module("gepa")  # untyped in part
+
+
+class GEPA(PromptSearch):
+    """Tunes prompts and other texts of an agent with the ``gepa`` library.
+
+    Args:
+        optimizer: The model that reflects: ``{base_url=..., model=..., api_key_env=...}``, or a policy's name.
+        budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy``; or ``{rollouts=..., calls=..., tokens=...,
+            money=...}``. It is never exceeded.
+        prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
+        reflection_minibatch_size: Training tasks per proposal.
+        phases: Runs of the library, each from the best texts so far and with an equal share of what is left: in a
+            schedule that alternates, other algorithms take their turns in between.
+        use_merge: Merge candidates that are good at different tasks.
+        patience: Phases without an improvement that end the search.
+        perfect_score: A reward that leaves nothing to improve.
+        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        reserve: Share of the rollouts that is held back for the final measurement.
+        publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
+        invariants: By resource, texts that must stay in it.
+        filled: Placeholders that the agent fills with something else than a key of the task.
+        max_chars: Characters of a text at most; 0 for four times the first one's, and at least 4000.
+        roles: By resource, a regular expression over the names of the agents that read it.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        optimizer: str | OptimizerSettings,
+        budget: int | Preset | Limits = "light",
+        prices: Prices | None = None,
+        reflection_minibatch_size: int = 3,
+        phases: int = 1,
+        use_merge: bool = False,
+        patience: int = 3,
+        perfect_score: float = 1.0,
+        failure_reward: float = 0.0,
+        reserve: float = 0.1,
+        publish: Publish = "improvement",
+        invariants: dict[str, tuple[str, ...]] | None = None,
+        filled: tuple[str, ...] = (),
+        max_chars: int = 0,
+        roles: dict[str, str] | None = None,
+    ) -> None:
+        settings = SearchSettings(
+            optimizer=optimizer,
+            budget=budget,
+            prices=prices or Prices(),
+            branch_factor=1,
+            beam_rounds=max(1, phases),
+            gradient_batch_size=reflection_minibatch_size,
+            val_batch_size=1,
+            patience=patience,
+            perfect_score=perfect_score,
+            failure_reward=failure_reward,
+            reserve=reserve,
+            publish=publish,
+            invariants=invariants or {},
+            filled=tuple(filled),
+            max_chars=max_chars,
+            roles=roles or {},
+        )
+        super().__init__(settings, algorithm="gepa", calls=1)
+        self._use_merge = use_merge
+
+    async def improve(self, step: int) -> None:
+        """One phase: run the library in a thread until its share of the budget is spent or it has to stop."""
+        phase = _Phase(self, step)
+        adapter = Adapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
+        try:
+            await asyncio.to_thread(self._optimise, adapter, step)
+        except asyncio.CancelledError:
+            adapter.cancel()
+            raise
+        except BudgetExhaustedError:
+            self.progress.stop("budget")
+        finally:
+            phase.close()
+        if adapter.stopped and adapter.stopped != "share":
+            self.progress.stop(adapter.stopped, phase.detail if adapter.stopped == "no_proposals" else "")
+
+    def _optimise(self, adapter: Adapter, step: int) -> None:
+        size = min(self.settings.gradient_batch_size, len(self.context.train))
+        _gepa.optimize(
+            seed_candidate=dict(self.best.texts),
+            trainset=[("train", position) for position in range(len(self.context.train))],
+            valset=[("val", position) for position in range(len(self.context.val))],
+            adapter=adapter,
+            reflection_lm=adapter.reflect,
+            reflection_minibatch_size=size,
+            perfect_score=self.settings.perfect_score,
+            use_merge=self._use_merge,
+            stop_callbacks=[adapter.should_stop],
+            logger=_Silent(),
+            track_best_outputs=False,
+            cache_evaluation=False,
+            seed=self.random(step, "gepa").randrange(2**31),
+        )
+
+
+class _Silent:
+    """The library's log; what matters of it is in the lineage."""
+
+    def log(self, message: str, *_: Any, **__: Any) -> None:
+        """Drop a line."""
+
+
+class _Phase:
+    """What the library's adapter asks of the search during one phase.
+
+    Attributes:
+        detail: Why the last refused text was refused.
+    """
+
+    def __init__(self, search: GEPA, step: int) -> None:
+        self.detail = ""
+        self._search = search
+        self._step = step
+        self._requests = 0
+        self._shown: list[str] = []
+        self._parent = ""
+        self._began = search.budget.spent.rollouts
+        self._share = self._share_of_budget()
+
+    def close(self) -> None:
+        """Everything that was tried and did not get into the pool was beaten."""
+        lineage = self._search.lineage
+        for candidate in lineage.all():
+            if candidate.status == "proposed":
+                lineage.put(candidate.replace(status="beaten", reason="not better than its parent on its minibatch"))
+
+    def refusal(self, texts: Texts) -> str:
+        """Why these texts may not be tried."""
+        search = self._search
+        key = candidate_id(texts)
+        if key not in search.lineage:
+            parents = [search.lineage[self._parent]] if self._parent else []
+            search.admit(search.proposal(parents, texts, step=self._step, operator="reflect"), shown=self._shown)
+        candidate = search.lineage[key]
+        self.detail = candidate.reason if candidate.status == "rejected" else self.detail
+        return candidate.reason if candidate.status == "rejected" else ""
+
+    async def measure(self, texts: Texts, parent: Texts | None, places: Sequence[Place]) -> None:
+        """Pay for what is not known; texts that were measured on all validation tasks join the pool."""
+        search = self._search
+        candidate = search.lineage[candidate_id(texts)]
+        if not candidate.versions:
+            known = search.lineage[candidate_id(parent)] if parent else search.best
+            candidate = search.lineage.put(await search.evaluator.register(candidate, parent=known))
+        self._requests += 1
+        jobs = [Job(candidate, split, positions) for split, positions in _by_split(places).items()]
+        await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
+        if len(places) == len(search.order) and places[0][0] == "val":
+            self._enter(candidate)
+
+    def known(self, texts: Texts, place: Place) -> Measured | None:
+        """What is known of these texts on a task."""
+        return self._search.evaluator.scores.get(candidate_id(texts), *place)
+
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
+        """What happened in rollouts, about one component."""
+        search = self._search
+        self._parent = candidate_id(texts)
+        resource = resource_of(texts[name], search.context.current(name).resource)
+        agents = search.settings.roles.get(name, "")
+        runs = [await read_run(search.context, item, name=name, resource=resource, agents=agents) for item in measured]
+        self._shown = [task_text(run.task) for run in runs]
+        return runs
+
+    async def ask(self, request: str, number: int) -> str:
+        """The optimiser's answer."""
+        return await self._search.editor.ask(request, seed=f"{self._search.context.seed}/{self._step}/{number}")
+
+    def spent_rollouts(self) -> int:
+        """Rollouts that were paid so far."""
+        return self._search.budget.spent.rollouts
+
+    def stop_reason(self) -> Stopped:
+        """Whether the score is perfect, or the budget or this phase's share of it has no room for a proposal."""
+        search = self._search
+        rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
+        if len(rewards) == len(search.order) and min(rewards) >= search.settings.perfect_score:
+            return "perfect"
+        left = search.budget.rollouts_left()
+        if left is not None and left < search.settings.gradient_batch_size + len(search.order):
+            return "budget"
+        if self._share is not None and self.spent_rollouts() - self._began >= self._share:
+            return "share"
+        return ""
+
+    def _enter(self, candidate: Candidate) -> None:
+        """Put a candidate into the pool, and on disk where it is the best."""
+        search = self._search
+        if candidate.status == "pool":
+            return
+        candidate = search.lineage.put(candidate.replace(status="pool"))
+        means = [search.evaluator.mean(owner, "val") for owner in (candidate.id, search.progress.best)]
+        if means[0] > means[1]:
+            search.progress.best = candidate.id
+            artifacts.write_best(search.context.workdir, candidate.texts)
+
+    def _share_of_budget(self) -> int | None:
+        left = self._search.budget.rollouts_left()
+        phases_left = self._search.settings.beam_rounds - (self._step - 2)
+        return None if left is None or phases_left <= 1 else left // phases_left
+
+
+def _by_split(places: Sequence[Place]) -> Mapping[Split, tuple[int, ...]]:
+    found: dict[Split, tuple[int, ...]] = {}
+    for split, position in places:
+        found[split] = (*found.get(split, ()), position)
+    return found

@@ -1,0 +1,220 @@
+"""gepa's view of an experiment: its adapter, its reflection model, its stoppers.
+
+The library is synchronous and runs in a thread of its own; everything here that pays or waits is posted to the event
+loop. Nothing here reads a wall clock or draws a random number, so a phase that is repeated after a crash makes the
+same requests under the same names, finds the rollouts and answers that were paid for, and goes on where it was cut.
+
+Tolerates what later releases of the library add to calls; depends on two methods of its adapter protocol, on the
+attribute ``propose_new_texts``, on ``EvaluationBatch`` and on stoppers being asked between iterations.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
+
+from gepa.core.adapter import EvaluationBatch
+
+from agl.errors import RunError
+from agl_algo_apo.budget import BudgetExhaustedError
+from agl_algo_apo.evaluate import Measured, Split
+from agl_algo_apo.evidence import Run
+from agl_algo_apo.optimizer import OptimizerDownError
+from agl_algo_apo.progress import StopReason
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
+Stopped = StopReason | Literal["", "share"]
+"""Why a phase ended early: as a search does, or because its share of the budget is spent; ``""`` while it has not."""
+
+Texts = Mapping[str, str]
+Place = tuple[Split, int]
+"""gepa's data instance: a task by its split and position."""
+
+IDLE = 20
+"""Iterations in a row without a rollout after which nothing is left to learn."""
+
+
+class Host(Protocol):
+    """What the algorithm does for the adapter, on the event loop."""
+
+    def refusal(self, texts: Texts) -> str:
+        """Why these texts may not be tried, ``""`` if they may."""
+        ...
+
+    async def measure(self, texts: Texts, parent: Mapping[str, str] | None, places: Sequence[Place]) -> None:
+        """Pay for the rewards that are not known yet; raises :class:`BudgetExhaustedError`."""
+        ...
+
+    def known(self, texts: Texts, place: Place) -> Measured | None:
+        """What is known of these texts on a task."""
+        ...
+
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
+        """What happened in rollouts, about one component."""
+        ...
+
+    async def ask(self, request: str, number: int) -> str:
+        """The optimiser's answer to the phase's ``number``-th request."""
+        ...
+
+    def spent_rollouts(self) -> int:
+        """Rollouts that were paid so far."""
+        ...
+
+    def stop_reason(self) -> "Stopped":
+        """Why to stop now, ``""`` to go on."""
+        ...
+
+
+class PhaseCancelledError(BaseException):
+    """Ends the library's thread after the step was cancelled; not an ``Exception``, which the library would catch."""
+
+
+class Adapter:
+    """What ``gepa.optimize`` gets as its adapter, its reflection model and its stopper.
+
+    Attributes:
+        propose_new_texts: ``None``: the library's own proposer asks :meth:`reflect`. It has to be there.
+        stopped: Why the phase ended early, ``""`` while nothing speaks against going on.
+        refused: Proposals in a row that the static gate refused.
+
+    Args:
+        host: Does what has to happen on the loop.
+        loop: The loop.
+        patience: Refused proposals in a row that end the phase.
+    """
+
+    propose_new_texts = None
+
+    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
+        self.stopped: Stopped = ""
+        self.refused = 0
+        self._host = host
+        self._loop = loop
+        self._patience = patience
+        self._parent: dict[str, str] | None = None
+        self._asked = 0
+        self._idle = 0
+        self._paid = -1
+        self._waiting: Future[Any] | None = None
+        self._tried: set[tuple[tuple[str, str], ...]] = set()
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        """End the phase from the event loop's thread."""
+        self._is_cancelled = True
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def evaluate(
+        self, batch: list[Place], candidate: dict[str, str], capture_traces: bool = False, **_: Any
+    ) -> "EvaluationBatch[Measured | None, str]":
+        """Rewards of a candidate; a refused one gets the lowest there is and costs nothing."""
+        del capture_traces  # what was measured is at hand anyway
+        refusal = self._host.refusal(candidate)
+        if refusal:
+            self._count_refusal(refusal)
+            lowest, nothing = [float("-inf")] * len(batch), cast("list[Measured | None]", [None] * len(batch))
+            return EvaluationBatch([refusal] * len(batch), lowest, nothing, num_metric_calls=0)
+        self._accept(candidate)
+        before = self._host.spent_rollouts()
+        try:
+            self._wait(lambda: self._host.measure(candidate, self._parent, batch))
+        except BudgetExhaustedError:
+            self.stopped = "budget"
+            raise
+        found = [self._host.known(candidate, place) for place in batch]
+        return EvaluationBatch(
+            outputs=[measured.rollout if measured else "" for measured in found],
+            scores=_filled(found),
+            trajectories=found,
+            num_metric_calls=self._host.spent_rollouts() - before,
+        )
+
+    def make_reflective_dataset(
+        self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str], **_: Any
+    ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """What happened in a minibatch, for each component under review; the candidate becomes the next parent."""
+        self._parent = dict(candidate)
+        found = cast("list[Measured | None]", eval_batch.trajectories)
+        measured = [item for item in found if item is not None]
+        return {name: self._records(name, candidate, measured) for name in components_to_update}
+
+    def reflect(self, prompt: str | list[dict[str, Any]], **_: Any) -> str:
+        """Ask the optimiser's model; ends the phase when it is down or cannot be paid."""
+        if self.stopped:
+            raise RunError(self.stopped)
+        request = prompt if isinstance(prompt, str) else "\n\n".join(str(part.get("content")) for part in prompt)
+        self._asked += 1
+        number = self._asked
+        try:
+            return self._wait(lambda: self._host.ask(request, number))
+        except BudgetExhaustedError:
+            self.stopped = "budget"
+            raise
+        except OptimizerDownError:
+            self.stopped = "optimizer_unreachable"
+            raise
+
+    def should_stop(self, _state: Any = None, **_: Any) -> bool:
+        """The stopper: whether anything speaks against another iteration."""
+        if self._is_cancelled:
+            raise PhaseCancelledError
+        paid = self._host.spent_rollouts()
+        self._idle = self._idle + 1 if paid == self._paid else 0
+        self._paid = paid
+        if not self.stopped and self._idle >= IDLE:
+            self.stopped = "nothing_to_learn"
+        self.stopped = self.stopped or self._host.stop_reason()
+        return bool(self.stopped)
+
+    def _records(self, name: str, texts: dict[str, str], measured: Sequence[Measured]) -> list[dict[str, Any]]:
+        runs = self._wait(lambda: self._host.evidence(name, texts, measured))
+        return [
+            {
+                "Inputs": run.task,
+                "Generated Outputs": "\n".join(run.lines),
+                "Feedback": run.measured.feedback or f"reward {run.measured.reward:.2f}",
+            }
+            for run in runs
+        ]
+
+    def _accept(self, candidate: dict[str, str]) -> None:
+        key = tuple(sorted(candidate.items()))
+        if key not in self._tried:
+            self._tried.add(key)
+            self.refused = 0
+
+    def _count_refusal(self, why: str) -> None:
+        self.refused += 1
+        if self.refused >= self._patience:
+            self.stopped = "no_proposals"
+
+    def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run a coroutine on the event loop and block this thread until it is done."""
+        if self._is_cancelled:
+            raise PhaseCancelledError
+
+        async def run() -> T:
+            return await work()
+
+        waiting = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._waiting = waiting
+        try:
+            return waiting.result()
+        finally:
+            self._waiting = None
+            if self._is_cancelled:
+                raise PhaseCancelledError
+
+
+def _filled(found: Sequence[Measured | None]) -> list[float]:
+    """The rewards; a task that infrastructure broke every time gets the mean of the others, which moves no mean."""
+    rewards = [measured.reward for measured in found if measured is not None]
+    if not rewards:
+        raise RunError("infrastructure broke every rollout of a batch")
+    mean = fmean(rewards)
+    return [mean if measured is None else measured.reward for measured in found]
