@@ -20,6 +20,7 @@ from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, unpack_
 from agl.stores.memory import MemoryStore
 from agl.train.transitions import build_episode
 from agl_gateway.embedded import EmbeddedGateway
+from agl_testing.adapters import ANYBODY, check_callers
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -95,7 +96,7 @@ async def _play(
     agent: Any, server: ScriptedModelServer, tracers: Sequence[Tracer], *, count: int, gateway: bool, task: str
 ) -> list[Played]:
     store = MemoryStore("memory://")
-    upstream = Upstream(name="main", base_url=server.base_url, model="scripted", is_trained=True)
+    upstream = Upstream(name="main", base_url=server.base_url, model="scripted", is_trained=True, agents=ANYBODY)
     proxy = EmbeddedGateway() if gateway else None
     url = "" if proxy is None else await proxy.start(store=store, upstreams=[upstream], secret=SECRET)
     llm = LLM(endpoint=f"{url}/v1" if url else server.base_url, model="scripted")
@@ -155,6 +156,7 @@ def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int 
             ids = answered[call.response["id"]]
             assert (ids.prompt, ids.response) == (unpack_ids(call.prompt_ids), unpack_ids(call.response_ids))
         check_tree(run)
+        check_callers(run.spans)
     assert len(server.calls) == sum(len(run.calls) for run in played)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from agl import semconv
+from agl.capture.roles import names_of
 from agl.contracts import Store, Tracer, Upstream
 from agl.ids import new_rollout_id
 from agl.run.agent import AgentSpec
@@ -19,11 +21,14 @@ from agl.run.local import AsyncRunner
 from agl.run.setup import RunSetup
 from agl.schemas import LLM, Attempt, Claim, Episode, Json, NamedResources, Outcome, Rollout, Span, unpack_ids
 from agl.stores.memory import MemoryStore
+from agl.train.agents import Enclosing
 from agl.train.transitions import build_episode
 from agl_testing.model_server import RecordedCall, ScriptedModelServer, decode
 
 SECRET = b"the secret of the adapters' tests"
 MODEL = "scripted"
+ANYBODY = "(?s).+"
+"""A pattern that claims every named caller: with it the wire hook says who makes each call."""
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +104,7 @@ async def _play(
     folder: str,
     timeout_s: float,
 ) -> list[Played]:
-    upstream = Upstream(name="main_llm", base_url=server.base_url, model=MODEL, is_trained=True)
+    upstream = Upstream(name="main_llm", base_url=server.base_url, model=MODEL, is_trained=True, agents=ANYBODY)
     async with AsyncExitStack() as stack:
         store: Store = MemoryStore()
         stack.push_async_callback(store.close)
@@ -168,6 +173,18 @@ def check_rollouts(played: Sequence[Played], server: ScriptedModelServer, *, mar
         text = item.rollout.task[marker]  # type: ignore[call-overload,index]
         assert all(text in decode(_recorded_ids(span)[0]) for span in item.calls), f"a call is not of {text}"
         _check_tree(item)
+        check_callers(item.spans)
+
+
+def check_callers(spans: Sequence[Span]) -> None:
+    """The names that were known when each call left are those that the recorded spans show.
+
+    The calls' policy has ``agents`` set to :data:`ANYBODY`.
+    """
+    enclosing = Enclosing(spans)
+    for span in spans:
+        if span.call is not None:
+            assert list(names_of(enclosing.who(span))) == span.attributes.get(semconv.CALLER, [])
 
 
 def _check_tree(item: Played) -> None:

@@ -13,7 +13,8 @@ from agl.schemas import LLM
 async def check_components(plan: Plan) -> None:
     """Build and release everything that can be built without starting it; raises what is wrong."""
     config, manager = plan.config, plan.manager
-    check_replays(plan, manager.build(manager.credit(config.credit.use), **config.credit.params))
+    for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
+        check_replays(plan, manager.build(manager.credit(credit.use), **credit.params))
     build_rewards(plan)
     for name in config.tracers:
         manager.build(manager.tracer(name))

@@ -12,6 +12,7 @@ from agl.codec import to_json
 from agl.contracts import Collected, CounterfactualCredit, Credit, RolloutQuery, Store
 from agl.errors import ConfigError, MissingTokenIdsError, RunError
 from agl.experiment.config import AlgorithmConfig
+from agl.experiment.names import NameCheck
 from agl.experiment.plan import NAME, Plan
 from agl.experiment.replays import Replays
 from agl.schemas import REPLAY, Episode, Json, Record, RetryPolicy, Rollout, Span
@@ -123,6 +124,7 @@ class Collector:
         self._asked: int = 0
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
+        self._names = NameCheck(plan, algorithm)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
@@ -149,6 +151,7 @@ class Collector:
         episodes = await self._run_all(rollouts)
         if mode != "train" or keeps_all:
             return Collected(episodes=tuple(episodes))
+        self._names.check(episodes)
         kept, dropped = self._apply_policies(episodes)
         if episodes and not kept:
             raise RunError(_nothing_left(episodes, dropped))

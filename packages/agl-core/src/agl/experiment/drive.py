@@ -50,10 +50,14 @@ class Driver:
         """The experiment's name."""
         return self.session.plan.name
 
-    def credit(self) -> Credit:
-        """The experiment's credit assignment, made anew; raises :class:`ConfigError` when it cannot work here."""
+    def credit(self, algorithm: AlgorithmConfig) -> Credit:
+        """An algorithm's credit assignment, its own or the experiment's, made anew.
+
+        Raises:
+            ConfigError: It cannot work here.
+        """
         plan = self.session.plan
-        config = plan.config.credit
+        config = algorithm.credit or plan.config.credit
         credit: Credit = plan.manager.build(plan.manager.credit(config.use), **config.params)
         check_replays(plan, credit)
         return credit
@@ -179,7 +183,7 @@ class DrivenAlgorithm:
         self._driver = driver
         self._config = config
         self._state = state
-        self._credit = driver.credit()
+        self._credit = driver.credit(config)
         self._algorithm: Algorithm | None = None
         self._trained: set[str] = set()
         self._published: list[str] = []

@@ -1,0 +1,293 @@
+"""Several agents of one program train apart: two policies, each by its own algorithm and credit, and a frozen model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import agl
+from agl.cli.main import cli
+from agl.errors import AglError, ConfigError
+from agl.experiment.config import parse_config
+from agl.experiment.progress import Quiet
+from agl.plugins import PluginManager
+from agl_testing.model_server import Reply, ScriptedModelServer
+from agl_testing.plugins import PluginFolder
+
+PLUGIN = '''
+import json
+from pathlib import Path
+
+import agl
+from agl.contracts import StepReport
+from agl.schemas import LLM, Weights
+
+
+class Served:
+    """A policy in training that answers from elsewhere; remembers what it was told to load."""
+
+    def __init__(self, *, name, base_url, model):
+        self._llm, self._version = LLM(endpoint=base_url, model=model), "initial"
+
+    async def start(self):
+        return self._llm
+
+    async def stop(self):
+        pass
+
+    async def load(self, version):
+        self._version = version.version
+
+    def resource(self):
+        return Weights(uri="none")
+
+    has_token_ids = True
+
+    @property
+    def model_version(self):
+        return self._version
+
+
+class Learner:
+    """Writes down what it would train on: the agent, the policy, the credit and the baseline of every call."""
+
+    def __init__(self, *, log):
+        self._log, self._step = Path(log), 0
+
+    async def setup(self, context):
+        self._context = context
+
+    async def step(self):
+        context, step = self._context, self._step + 1
+        collected = await context.collect(context.train[:2], step=step, n=2)
+        lines = []
+        for group in collected.groups():
+            for episode, credits in zip(group, context.credit.assign(group), strict=True):
+                given = {credit.span_id: credit for credit in credits}
+                lines += [
+                    {"agent": call.agent, "policy": call.policy, "reject": call.reject}
+                    | ({} if call.reject else {"value": given[call.span_id].value, "tokens": len(call.response_ids)})
+                    for call in episode.transitions
+                ]
+        with self._log.open("a") as file:
+            file.writelines(json.dumps(line) + "\\n" for line in lines)
+        await context.publish(context.tunes[0], Weights(uri=f"step-{step}"), step=step)
+        self._step = step
+        trained = tuple(episode.rollout.rollout_id for episode in collected.episodes)
+        return StepReport(step=step, is_finished=step >= 2, trained=trained)
+
+    def state(self):
+        return {"step": self._step}
+
+    async def restore(self, state):
+        self._step = state["step"]
+
+    async def close(self):
+        pass
+
+
+@agl.hookimpl
+def agl_algorithms():
+    yield agl.AlgorithmEntry(name="learner", factory=Learner)
+
+
+@agl.hookimpl
+def agl_policies():
+    yield agl.PolicyEntry(name="served", factory=Served, trains=True)
+'''
+
+AGENT = '''
+import agl
+import openai
+
+
+def ask(client, text):
+    answer = client.chat.completions.create(model="gpt-5", messages=[{"role": "user", "content": text}])
+    return answer.choices[0].message.content
+
+
+def solve(task):
+    """Three agents, one client, one model name: nothing here knows that they are trained apart."""
+    with openai.OpenAI() as client:
+        with agl.operation("write"):
+            draft = ask(client, "write " + task["question"])
+        with agl.operation("check", **{"agl.role": "critic"}):
+            ask(client, "check " + draft)
+        with agl.operation("rewrite"):
+            ask(client, "rewrite " + draft)
+        with agl.operation("report"):
+            ask(client, "report " + draft)
+    agl.emit_reward(0.25, name="style")
+    agl.emit_reward(1.0, name="goal")
+    agl.emit_reward(0.5)
+'''
+
+
+@pytest.fixture
+def server():
+    with ScriptedModelServer(respond=lambda request: Reply(text="well")) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path, agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch) -> Path:
+    agl_plugins.install(PLUGIN, name="roles-toy")
+    (tmp_path / "three_agents.py").write_text(AGENT)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"question": f"{n}?"}) + "\n" for n in range(3)))
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
+    return tmp_path
+
+
+def experiment(folder: Path, server: ScriptedModelServer, **policies: str) -> Path:
+    agents = {"writer": "write|rewrite", "reviewer": "critic", **policies}
+    served = "\n".join(
+        f'[policy.{name}]\nuse = "served"\nbase_url = "{server.base_url}"\nmodel = "m-{name}"\nagents = "{pattern}"'
+        for name, pattern in agents.items()
+    )
+    file = folder / "experiment.toml"
+    file.write_text(f"""
+[experiment]
+name = "roles"
+agent = "three_agents:solve"
+train = "train.jsonl"
+trust_agent_rewards = true
+
+{served}
+
+[policy.frozen]
+use = "openai"
+base_url = "{server.base_url}"
+model = "m-frozen"
+aliases = ["gpt-*"]
+
+[[algorithm]]
+use = "learner"
+name = "writing"
+tunes = "writer"
+credit = {{ use = "role", params = {{ trust_agent = true, roles = {{ write = {{ reward = "goal", gamma = 0.5 }}, \
+rewrite = {{ reward = "style", baseline = "turn" }} }} }} }}
+params = {{ log = {json.dumps(str(folder / "writing.jsonl"))} }}
+
+[[algorithm]]
+use = "learner"
+name = "reviewing"
+tunes = "reviewer"
+params = {{ log = {json.dumps(str(folder / "reviewing.jsonl"))} }}
+
+[schedule]
+mode = "alternate"
+""")
+    return file
+
+
+def trained(file: Path) -> list[tuple[str, str, float]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [(line["agent"], line["policy"], line["value"]) for line in lines if not line["reject"]]
+
+
+@pytest.mark.parametrize("runner", ["async", "process"])
+def test_two_policies_train_apart_and_the_frozen_model_never(folder, server, runner):
+    file = experiment(folder, server)
+    file.write_text(f'{file.read_text()}\n[runner]\nuse = "{runner}"\n')
+    result = CliRunner().invoke(cli, ["run", str(file)])
+    assert 0 == result.exit_code, result.output
+    rollouts = 2 * 2 * 2
+    writing = [("write", "writer", 1.0), ("rewrite", "writer", 0.25)] * rollouts
+    assert writing == trained(folder / "writing.jsonl")
+    assert [("critic", "reviewer", 0.5)] * rollouts == trained(folder / "reviewing.jsonl")
+    asked = [(call.json["model"], call.json["messages"][0]["content"].split()[0]) for call in server.calls]
+    expected = {"write": "m-writer", "check": "m-reviewer", "rewrite": "m-writer", "report": "m-frozen"}
+    assert {(model, verb) for verb, model in expected.items()} == set(asked)
+    assert 2 * 4 * rollouts == len(asked)
+
+
+def test_a_pattern_that_matches_nobody_is_refused_with_the_names_that_were_seen(folder, server):
+    result = CliRunner().invoke(cli, ["run", str(experiment(folder, server, writer="author"))])
+    assert 0 != result.exit_code
+    assert "[policy.writer] agents = 'author' matched none of the agents" in result.output
+    assert "'critic', 'report', 'rewrite', 'write'" in result.output
+
+
+def test_overlapping_patterns_are_refused_before_the_first_rollout(folder, server):
+    result = CliRunner().invoke(cli, ["check", str(experiment(folder, server, reviewer="critic|rewrite"))])
+    assert 0 != result.exit_code
+    assert "both take the calls of agent 'rewrite'" in result.output
+    assert [] == server.calls
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ('[gateway]\nuse = "none"', "agents needs the gateway"),
+        ('[runner]\nuse = "command"', "a command is a program that does not say it"),
+    ],
+)
+def test_where_no_one_can_know_the_agent_roles_are_refused(folder, server, section, words):
+    file = experiment(folder, server)
+    text = file.read_text()
+    if "command" in section:
+        text = text.replace('agent = "three_agents:solve"', 'agent = ["true"]')
+    file.write_text(f"{text}\n{section}\n")
+    result = CliRunner().invoke(cli, ["check", str(file)])
+    assert words in " ".join(result.output.split())
+
+
+def test_an_algorithms_own_credit_is_checked(folder, server):
+    file = experiment(folder, server)
+    file.write_text(file.read_text().replace('credit = { use = "role"', 'credit = { use = "rolle"'))
+    result = CliRunner().invoke(cli, ["check", str(file)])
+    assert "rolle" in result.output
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm.credit.uses'; did you mean 'use'"):
+        parse_config({"experiment": {"agent": "a:b"}, "algorithm": [{"use": "x", "credit": {"uses": "turn"}}]})
+
+
+def test_python_says_the_same_as_the_file(folder, server):
+    trainer = agl.Trainer(
+        algorithm=[
+            agl.Algorithm("learner", label="a", tunes="writer", credit=agl.Credit("turn", gamma=0.5), log="a"),
+            agl.Algorithm("learner", label="b", tunes="reviewer", log="b"),
+        ],
+        policies={
+            "writer": agl.Policy("served", base_url=server.base_url, model="m", agents="write|rewrite"),
+            "reviewer": agl.Policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"]),
+        },
+        progress=Quiet(),
+    )
+    assert ["write|rewrite", ""] == [policy.agents for policy in trainer.config.policy.values()]
+    assert ("gpt-*",) == trainer.config.policy["reviewer"].aliases
+    credits = [algorithm.credit for algorithm in trainer.config.algorithm]
+    assert credits[0] is not None
+    assert ("turn", {"gamma": 0.5}) == (credits[0].use, credits[0].params)
+    assert credits[1] is None
+
+
+def test_agent_match_of_the_adapter_selects_by_agent_node_and_role(folder, server, monkeypatch):
+    monkeypatch.syspath_prepend(str(folder))
+    trainer = agl.Trainer(
+        algorithm=agl.Algorithm("learner", log=str(folder / "log.jsonl")),
+        adapter={"agent_match": "^write$|critic"},
+        policies={"main": agl.Policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"])},
+        store=f"sqlite:///{folder}/runs.db",
+        folder=folder,
+        trust_agent_rewards=True,
+        progress=Quiet(),
+        plugins=PluginManager.from_environment(),
+    )
+    trainer.fit("three_agents:solve", [{"question": "1?"}, {"question": "2?"}])
+    assert {("write", "main", 0.5), ("critic", "main", 0.5)} == set(trained(folder / "log.jsonl"))
+
+
+def test_agent_match_that_selects_nobody_says_who_was_there(folder, server):
+    trainer = agl.Trainer(
+        algorithm=agl.Algorithm("learner", log=str(folder / "log.jsonl")),
+        adapter={"agent_match": "author"},
+        policies={"main": agl.Policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"])},
+        store=f"sqlite:///{folder}/runs.db",
+        folder=folder,
+        trust_agent_rewards=True,
+        progress=Quiet(),
+    )
+    with pytest.raises(AglError, match=r"agents = 'author' selected none of the calls.*'write'"):
+        trainer.fit("three_agents:solve", [{"question": "1?"}, {"question": "2?"}])
