@@ -31,10 +31,10 @@ class WorldHost:
         self._world = world
         self._optimizer = optimizer or ScriptedOptimizer()
 
-    def refusal(self, texts: Texts) -> str:
+    async def refusal(self, texts: Texts) -> str:
         return "" if "{order}" in texts["clerk_prompt"] else "lost the placeholder"
 
-    async def measure(self, texts: Texts, parent: Texts | None, places: Sequence[Place]) -> None:
+    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
         prompt = texts["clerk_prompt"]
         new = [place for place in places if (prompt, place) not in self.scores]
         self.budget.take_rollouts(len(new))

@@ -164,24 +164,24 @@ class _Phase:
             if candidate.status == "proposed":
                 lineage.put(candidate.replace(status="beaten", reason="not better than its parent on its minibatch"))
 
-    def refusal(self, texts: Texts) -> str:
+    async def refusal(self, texts: Texts) -> str:
         """Why these texts may not be tried."""
         search = self._search
         key = candidate_id(texts)
         if key not in search.lineage:
-            parents = [search.lineage[self._parent]] if self._parent else []
-            search.admit(search.proposal(parents, texts, step=self._step, operator="reflect"), shown=self._shown)
+            parent = search.lineage[self._parent] if self._parent else search.best
+            child = search.proposal([parent], texts, step=self._step, operator="reflect")
+            await search.admit(child, parent, shown=self._shown)
         candidate = search.lineage[key]
-        self.detail = candidate.reason if candidate.status == "rejected" else self.detail
-        return candidate.reason if candidate.status == "rejected" else ""
+        if candidate.status != "rejected":
+            return ""
+        self.detail = candidate.reason
+        return candidate.reason
 
-    async def measure(self, texts: Texts, parent: Texts | None, places: Sequence[Place]) -> None:
+    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
         """Pay for what is not known; texts that were measured on all validation tasks join the pool."""
         search = self._search
         candidate = search.lineage[candidate_id(texts)]
-        if not candidate.versions:
-            known = search.lineage[candidate_id(parent)] if parent else search.best
-            candidate = search.lineage.put(await search.evaluator.register(candidate, parent=known))
         self._requests += 1
         jobs = [Job(candidate, split, positions) for split, positions in _by_split(places).items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")

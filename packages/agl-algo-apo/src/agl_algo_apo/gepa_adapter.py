@@ -40,11 +40,11 @@ IDLE = 20
 class Host(Protocol):
     """What the algorithm does for the adapter, on the event loop."""
 
-    def refusal(self, texts: Texts) -> str:
+    async def refusal(self, texts: Texts) -> str:
         """Why these texts may not be tried, ``""`` if they may."""
         ...
 
-    async def measure(self, texts: Texts, parent: Mapping[str, str] | None, places: Sequence[Place]) -> None:
+    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
         """Pay for the rewards that are not known yet; raises :class:`BudgetExhaustedError`."""
         ...
 
@@ -95,7 +95,6 @@ class Adapter:
         self._host = host
         self._loop = loop
         self._patience = patience
-        self._parent: dict[str, str] | None = None
         self._asked = 0
         self._idle = 0
         self._paid = -1
@@ -114,7 +113,7 @@ class Adapter:
     ) -> "EvaluationBatch[Measured | None, str]":
         """Rewards of a candidate; a refused one gets the lowest there is and costs nothing."""
         del capture_traces  # what was measured is at hand anyway
-        refusal = self._host.refusal(candidate)
+        refusal = self._wait(lambda: self._host.refusal(candidate))
         if refusal:
             self._count_refusal(refusal)
             lowest, nothing = [float("-inf")] * len(batch), cast("list[Measured | None]", [None] * len(batch))
@@ -122,7 +121,7 @@ class Adapter:
         self._accept(candidate)
         before = self._host.spent_rollouts()
         try:
-            self._wait(lambda: self._host.measure(candidate, self._parent, batch))
+            self._wait(lambda: self._host.measure(candidate, batch))
         except BudgetExhaustedError:
             self.stopped = "budget"
             raise
@@ -137,8 +136,7 @@ class Adapter:
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str], **_: Any
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """What happened in a minibatch, for each component under review; the candidate becomes the next parent."""
-        self._parent = dict(candidate)
+        """What happened in a minibatch, for each component under review."""
         found = cast("list[Measured | None]", eval_batch.trajectories)
         measured = [item for item in found if item is not None]
         return {name: self._records(name, candidate, measured) for name in components_to_update}
@@ -203,6 +201,8 @@ class Adapter:
 
         waiting = asyncio.run_coroutine_threadsafe(run(), self._loop)
         self._waiting = waiting
+        if self._is_cancelled:  # between the check and the assignment
+            waiting.cancel()
         try:
             return waiting.result()
         finally:
