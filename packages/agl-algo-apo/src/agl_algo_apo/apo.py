@@ -213,7 +213,7 @@ class APO(PromptSearch):
         texts = {**parent.texts, share.name: new}
         child = self.proposal([parent], texts, step=step, operator="edit", critique=critique)
         shown = [task_text(self.context.train[task]) for task in share.tasks]
-        return await self.evaluator.register(child, parent=parent) if self.admit(child, shown=shown) else None
+        return await self.admit(child, parent, shown=shown)
 
     async def _evidence(self, parent: Candidate, name: str, measured: Sequence[Measured]) -> str:
         like = next(rules.seed for rules in self.rules if rules.name == name)
@@ -251,9 +251,9 @@ class APO(PromptSearch):
         entrants = list(passed)
         merged = merge_texts(parent.texts, [child.texts for child in passed]) if len(passed) > 1 else None
         if merged is not None:
-            child = self.proposal(passed, merged, step=step, operator="merge")
-            if self.admit(child):
-                entrants = [await self.evaluator.register(child, parent=parent)]
+            child = await self.admit(self.proposal(passed, merged, step=step, operator="merge"), parent)
+            if child is not None:
+                entrants = [child]
                 for part in passed:
                     self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
         await self.contest(entrants, parent, step=step, purpose="race")
@@ -265,9 +265,9 @@ class APO(PromptSearch):
         text = await self.ask_for_text("delete", name=name, text=best.texts[name], seed=self._seed(step, "delete"))
         if text is None or len(text) >= len(best.texts[name]):
             return
-        child = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
-        if self.admit(child):
-            child = await self.evaluator.register(child, parent=best)
+        proposed = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
+        child = await self.admit(proposed, best)
+        if child is not None:
             await self.contest([child], best, step=step, purpose="delete", may_tie=True)
 
     def _count_idle(self, has_proposals: bool) -> None:

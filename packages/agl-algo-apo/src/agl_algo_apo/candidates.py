@@ -31,6 +31,7 @@ class Candidate(Record, frozen=True, kw_only=True):
         status: What became of it.
         reason: Why it was rejected or beaten, in words.
         critique: What the critic said.
+        tries: How often it was proposed and tried.
         gate: Mean reward difference to its parent on the gate's tasks, ``None`` without one.
     """
 
@@ -43,6 +44,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     status: Status = "proposed"
     reason: str = ""
     critique: str = ""
+    tries: int = 1
     gate: float | None = None
 
     def replace(self, **changes: object) -> "Candidate":

@@ -12,7 +12,13 @@ from agl_algo_apo.candidates import Candidate
 from agl_algo_apo.evaluate import Evaluator, Job
 
 CLEAR = 2.0
-"""Standard errors of the mean difference from zero that end a race early."""
+"""Standard errors of the mean difference above zero that end a race early."""
+
+AHEAD = 0.5
+"""Standard errors above zero that win on the last slice; less is chance, and lets a text grow without end."""
+
+BEHIND = 0.5
+"""Standard errors below zero that end one with a defeat; few, for a defeat costs only the entrant."""
 
 
 class Verdict(Record, frozen=True, kw_only=True):
@@ -99,9 +105,12 @@ def _judge(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict 
         return Verdict(has_won=False, difference=0.0, n=0)
     mean = fmean(values)
     error = stdev(values) / math.sqrt(n) if n > 1 else math.inf
-    is_behind = mean < 0 or (mean == 0 and not may_tie)
-    if is_behind or is_last:
-        return Verdict(has_won=not is_behind, difference=mean, n=n)
+    is_equal = error == 0 and mean == 0
+    if is_last or (is_equal and not may_tie):
+        has_won = mean >= 0 if may_tie else mean > 0 and mean >= AHEAD * error
+        return Verdict(has_won=has_won, difference=mean, n=n)
+    if mean < 0 and mean <= -BEHIND * error:
+        return Verdict(has_won=False, difference=mean, n=n)
     if mean > 0 and mean >= CLEAR * error:
         return Verdict(has_won=True, difference=mean, n=n)
     return None

@@ -5,6 +5,7 @@ same static gate and the same race as those of `apo.py`. It pays nothing for tra
 """
 
 from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.candidates import Candidate
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
@@ -76,11 +77,14 @@ class RandomSearch(PromptSearch):
         name = names[step % len(names)]
         seed = f"{self.context.seed}/{self.context.name}/{step}/rewrite"
         text = await self.ask_for_text("rewrite", name=name, text=best.texts[name], seed=seed)
-        child = None if text is None else self.proposal([best], {**best.texts, name: text}, step=step, operator="edit")
-        if child is None or not self.admit(child):
+        child: Candidate | None = None
+        if text is not None:
+            texts = {**best.texts, name: text}
+            child = await self.admit(self.proposal([best], texts, step=step, operator="rewrite"), best)
+        if child is None:
             self.progress.idle += 1
             if self.progress.idle >= MAX_IDLE:
                 self.progress.stop("no_proposals")
             return
         self.progress.idle = 0
-        await self.contest([await self.evaluator.register(child, parent=best)], best, step=step, purpose="race")
+        await self.contest([child], best, step=step, purpose="race")

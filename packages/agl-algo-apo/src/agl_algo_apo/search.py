@@ -34,6 +34,9 @@ from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, spending_plan
 from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
 
+MAX_TRIES = 2
+"""Times that one candidate is tried."""
+
 MAX_BARREN = 6
 """Answers in a row without a usable text that end the search."""
 
@@ -165,14 +168,23 @@ class PromptSearch:
         """A generator that follows from seed, step and purpose."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
 
-    def admit(self, child: Candidate, *, shown: Sequence[str] = ()) -> bool:
-        """The static gate: whether a proposal may be tried; one that may not is kept in the lineage with the reason."""
-        if child.id in self.lineage:
-            return False
+    async def admit(self, child: Candidate, parent: Candidate, *, shown: Sequence[str] = ()) -> Candidate | None:
+        """The candidate to go on with, with versions that rollouts can pin; ``None`` if it may not be tried.
+
+        A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
+        tried once more: chance may have been against it, and what was paid for it counts again.
+        """
+        known = self.lineage[child.id] if child.id in self.lineage else None
+        if known is not None:
+            if known.status != "beaten" or known.tries >= MAX_TRIES:
+                return None
+            return self.lineage.put(known.replace(status="proposed", tries=known.tries + 1))
         broken = [violation(child.texts[rules.name], rules, shown=shown) for rules in self.rules]
         reason = next((text for text in broken if text), "")
-        self.lineage.put(child.replace(status="rejected", reason=reason) if reason else child)
-        return not reason
+        if reason:
+            self.lineage.put(child.replace(status="rejected", reason=reason))
+            return None
+        return self.lineage.put(await self.evaluator.register(child, parent=parent))
 
     def proposal(
         self, parents: Sequence[Candidate], texts: Mapping[str, str], *, step: int, operator: str, critique: str = ""
@@ -200,7 +212,7 @@ class PromptSearch:
     ) -> list[Candidate]:
         """Race proposals against their parent; winners join the pool and are returned, the best one first."""
         verdicts: dict[str, Verdict] = await race(
-            self.evaluator, entrants, rival, rungs=self.rungs, step=step, purpose=purpose, may_tie=may_tie
+            self.evaluator, entrants, rival, rungs=self._rungs(entrants), step=step, purpose=purpose, may_tie=may_tie
         )
         winners: list[Candidate] = []
         for entrant in entrants:
@@ -213,6 +225,12 @@ class PromptSearch:
         if winners:
             await self._crown(winners[0], rival, step=step, may_tie=may_tie)
         return winners
+
+    def _rungs(self, entrants: Sequence[Candidate]) -> Sequence[tuple[int, ...]]:
+        """The slices of a race: where an entrant runs again, those that are longer than what decided it before."""
+        again = [entrant for entrant in entrants if entrant.tries > 1]
+        known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
+        return [rung for rung in self.rungs if len(rung) > known] or self.rungs[-1:]
 
     # --- the parts of a step ------------------------------------------------------------------------------------
 
@@ -326,7 +344,7 @@ class PromptSearch:
         metrics: dict[str, float] = {
             "candidates": float(len(self.lineage.all())),
             "rejected": float(sum(c.status == "rejected" for c in self.lineage.all())),
-            "unscored": float(self.evaluator.broken.total()),
+            "unmeasured": float(self.evaluator.broken.total()),
         }
         if self.result is not None:
             metrics |= {"score": self.result.score.mean, "seed_score": self.result.seed_score.mean}

@@ -42,16 +42,29 @@ def select_parent(
     if kind == "ucb":
         total = 1 + sum(children.values())
         return max(pool, key=lambda c: means[c.id] + math.sqrt(math.log(total) / (1 + children.get(c.id, 0))))
-    weights = _leads(pool, evaluator)
-    return draw.choices(pool, weights=[weights[c.id] for c in pool])[0] if any(weights.values()) else best
+    leads = _leads(pool, evaluator)
+    front = _front(sorted(pool, key=lambda c: means[c.id]), leads)
+    return draw.choices(front, weights=[len(leads[c.id]) for c in front])[0] if front else best
 
 
-def _leads(pool: Sequence[Candidate], evaluator: Evaluator) -> dict[str, int]:
-    """How many validation tasks each candidate leads, alone or with others."""
+def _leads(pool: Sequence[Candidate], evaluator: Evaluator) -> dict[str, set[int]]:
+    """The validation tasks that each candidate leads, alone or with others; nobody leads where all are equal."""
     rewards = {candidate.id: evaluator.scores.rewards(candidate.id, "val") for candidate in pool}
-    leads = dict.fromkeys(rewards, 0)
+    leads: dict[str, set[int]] = {candidate: set() for candidate in rewards}
     for task in sorted({task for known in rewards.values() for task in known}):
-        top = max(known[task] for known in rewards.values() if task in known)
-        for candidate, known in rewards.items():
-            leads[candidate] += known.get(task) == top
+        values = [known[task] for known in rewards.values() if task in known]
+        if min(values) < max(values):
+            for candidate, known in rewards.items():
+                if known.get(task) == max(values):
+                    leads[candidate].add(task)
     return leads
+
+
+def _front(worst_first: Sequence[Candidate], leads: Mapping[str, set[int]]) -> list[Candidate]:
+    """The candidates without those whose every lead is shared with one that stays."""
+    staying = list(worst_first)
+    for candidate in worst_first:
+        others = set[int]().union(*(leads[other.id] for other in staying if other.id != candidate.id))
+        if leads[candidate.id] <= others:
+            staying.remove(candidate)
+    return staying
