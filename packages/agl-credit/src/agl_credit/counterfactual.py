@@ -1,0 +1,217 @@
+"""What leave-one-out and Shapley credit share: which replays to ask for, within a budget, and what follows from them.
+
+A rollout is a cooperative game. Its players are the agents whose calls train; agents that do not train belong to the
+world that they act in. The worth of the run as it was is its reward; the worth of a coalition is the mean reward of
+replays in which the other players' part is replaced. What a player's share is says the ``Rule``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+
+from agl.contracts import ReplayFn
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode, ReplayPlan, Reward
+from agl_credit.episodes import by_group, group_of, live_calls, players_of, return_of
+from agl_credit.games import Replaced, Worth
+
+
+class Rule(Protocol):
+    """How shares follow from worths. Deterministic: both methods are asked with the same players and name."""
+
+    def coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
+        """Who is replaced in each coalition whose worth is needed, the run as it was left out."""
+        ...
+
+    def shares(self, players: Sequence[str], name: str, worth: Worth) -> dict[str, float]:
+        """Every player's share; ``name`` is the rollout's id and may seed what is sampled."""
+        ...
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What both credits take; see :class:`agl_credit.leave_one_out.LeaveOneOutCredit`."""
+
+    replace: Literal["silent", "sibling"] = "silent"
+    text: str = ""
+    samples: int = 1
+    every: int = 1
+    max_replays: int = 1024
+    failed: float = 0.0
+    baseline: Literal["counterfactual", "group"] = "counterfactual"
+
+    def check(self, name: str) -> None:
+        """Raise :class:`ConfigError` for what cannot be."""
+        if self.replace not in ("silent", "sibling") or self.baseline not in ("counterfactual", "group"):
+            raise ConfigError(
+                f"{name} got replace = {self.replace!r} and baseline = {self.baseline!r}; replace is 'silent' or "
+                "'sibling', baseline is 'counterfactual' or 'group'"
+            )
+        low = {key: value for key in ("samples", "every", "max_replays") if (value := getattr(self, key)) < 1}
+        if low:
+            raise ConfigError(f"{name} got {low}; each must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Game:
+    """One episode as a game.
+
+    Attributes:
+        siblings: Ids of the other rollouts of the group, from the one after this on, in a circle.
+        stand_in: The rollout of the group with the same players that is replayed when all of them are silent.
+    """
+
+    episode: Episode
+    players: tuple[str, ...]
+    siblings: tuple[str, ...]
+    stand_in: str
+
+    @property
+    def name(self) -> str:
+        """The rollout's id."""
+        return self.episode.rollout.rollout_id
+
+
+class Counterfactual:
+    """Prepares and assigns a counterfactual credit.
+
+    Args:
+        name: The credit's name, under which shares are attached to the episodes.
+        rule: How shares follow from worths.
+        settings: What the person set.
+    """
+
+    def __init__(self, name: str, rule: Rule, settings: Settings) -> None:
+        settings.check(name)
+        self._name, self._rule, self._settings = name, rule, settings
+
+    async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
+        """The episodes with their players' shares, those within the budget; see the credits for the rest."""
+        if (step - 1) % self._settings.every:
+            return list(episodes)
+        games = self._affordable(self._games(episodes), step)
+        if not games:
+            return list(episodes)
+        plans = list(dict.fromkeys(plan for game in games for plan in self._plans(game)))
+        rewards = dict(zip(plans, [self._worth(episode) for episode in await replay(plans)], strict=True))
+        shares = {game.name: self._shares(game, rewards) for game in games}
+        return [self._attached(episode, shares.get(episode.rollout.rollout_id)) for episode in episodes]
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """Each call gets its agent's share; without one, the episode's return, compared within the role."""
+        return [self._assign(episode) for episode in group]
+
+    def _assign(self, episode: Episode) -> list[CallCredit]:
+        calls = live_calls(episode)
+        if not calls:
+            return []
+        shares = self._read(episode)
+        is_final = shares is not None and self._settings.baseline == "counterfactual"
+        value = return_of(episode)
+        return [
+            CallCredit(
+                span_id=call.span_id,
+                value=value if shares is None else shares[call.agent],
+                baseline=f"{group_of(episode)}/{call.agent}",
+                is_advantage=is_final,
+            )
+            for call in calls
+        ]
+
+    def _games(self, episodes: Sequence[Episode]) -> list[Game]:
+        """Every episode that has players, and siblings where those are needed."""
+        games: list[Game] = []
+        for group in by_group(episodes).values():
+            ids = sorted(episode.rollout.rollout_id for episode in group)
+            first: dict[tuple[str, ...], str] = {}
+            for episode in sorted(group, key=lambda each: each.rollout.rollout_id):
+                players, own = players_of(episode), ids.index(episode.rollout.rollout_id)
+                siblings = tuple(ids[own + 1 :] + ids[:own])
+                if players and (siblings or self._settings.replace == "silent"):
+                    stand_in = first.setdefault(players, episode.rollout.rollout_id)
+                    games.append(Game(episode=episode, players=players, siblings=siblings, stand_in=stand_in))
+        self._check(games)
+        return games
+
+    def _check(self, games: Sequence[Game]) -> None:
+        if not games and self._settings.replace == "sibling":
+            raise ConfigError(
+                f"{self._name} replaces an agent's answers by those of another rollout of the task, and no task has "
+                'two rollouts; let the algorithm run each task at least twice, or use replace = "silent"'
+            )
+        if games and all(game.players == ("",) for game in games):
+            raise ConfigError(
+                f"{self._name} needs to know which agent makes each call, and no call of this step names one. Install "
+                "the tracer of the agent's framework, or wrap each agent's part: with agl.operation(\"writer\"): ..."
+            )
+
+    def _affordable(self, games: Sequence[Game], step: int) -> list[Game]:
+        """The games of as many whole groups as the budget has replays for; steps take turns in where they begin."""
+        groups: dict[str, list[Game]] = {}
+        for game in games:
+            groups.setdefault(group_of(game.episode), []).append(game)
+        names = list(groups)
+        start = (step - 1) % len(names) if names else 0
+        needs = {name: len({plan for game in own for plan in self._plans(game)}) for name, own in groups.items()}
+        left, kept = self._settings.max_replays, list[Game]()
+        for name in names[start:] + names[:start]:
+            if needs[name] <= left:
+                left -= needs[name]
+                kept += groups[name]
+        if games and not kept:
+            raise ConfigError(
+                f"{self._name} may take {self._settings.max_replays} replays per step, and the smallest group needs "
+                f"{min(needs.values())}; raise max_replays, or let the algorithm run fewer rollouts per task"
+            )
+        return kept
+
+    def _plans(self, game: Game) -> list[ReplayPlan]:
+        coalitions = self._rule.coalitions(game.players, game.name)
+        return [plan for replaced in coalitions for plan in self._samples(game, replaced)]
+
+    def _samples(self, game: Game, replaced: Replaced) -> list[ReplayPlan]:
+        """The replays whose mean reward is a coalition's worth."""
+        settings, names = self._settings, tuple(sorted(replaced))
+        if settings.replace == "sibling":
+            return [
+                ReplayPlan(
+                    rollout_id=game.name,
+                    replaced=names,
+                    how="sibling",
+                    text=settings.text,
+                    sibling=game.siblings[sample % len(game.siblings)],
+                    sample=sample // len(game.siblings),
+                )
+                for sample in range(settings.samples)
+            ]
+        source = game.stand_in if names == game.players else game.name
+        return [
+            ReplayPlan(rollout_id=source, replaced=names, text=settings.text, sample=sample)
+            for sample in range(settings.samples)
+        ]
+
+    def _shares(self, game: Game, rewards: Mapping[ReplayPlan, float]) -> dict[str, float]:
+        def worth(replaced: Replaced) -> float:
+            if not replaced:
+                return return_of(game.episode)
+            return sum(rewards[plan] for plan in self._samples(game, replaced)) / self._settings.samples
+
+        return self._rule.shares(game.players, game.name, worth)
+
+    def _worth(self, replayed: Episode) -> float:
+        is_scored = replayed.rollout.status == "succeeded" and replayed.reward is not None
+        return replayed.reward if is_scored and replayed.reward is not None else self._settings.failed
+
+    def _attached(self, episode: Episode, shares: Mapping[str, float] | None) -> Episode:
+        if shares is None:
+            return episode
+        reward = Reward(value=None, name=self._name, dimensions=dict(shares), source="hook")
+        return msgspec.structs.replace(episode, rewards=(*episode.rewards, reward))
+
+    def _read(self, episode: Episode) -> Mapping[str, float] | None:
+        """The shares that :meth:`prepare` attached, ``None`` if it left the episode out."""
+        for reward in reversed(episode.rewards):
+            if reward.name == self._name and reward.source == "hook" and reward.value is None:
+                return {agent: share for agent, share in reward.dimensions.items() if share is not None}
+        return None

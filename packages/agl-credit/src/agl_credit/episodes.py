@@ -1,0 +1,39 @@
+"""What every credit here reads of an episode."""
+
+from collections.abc import Sequence
+
+from agl.errors import ConfigError
+from agl.schemas import Episode, Transition
+
+
+def live_calls(episode: Episode) -> list[Transition]:
+    """The calls that train, in order of time."""
+    return [call for call in episode.transitions if not call.reject]
+
+
+def group_of(episode: Episode) -> str:
+    """The task's identity; a rollout without one is compared with nothing else."""
+    return episode.rollout.group_id or episode.rollout.rollout_id
+
+
+def players_of(episode: Episode) -> tuple[str, ...]:
+    """Names of the agents whose calls train, sorted."""
+    return tuple(sorted({call.agent for call in live_calls(episode)}))
+
+
+def return_of(episode: Episode) -> float:
+    """The episode's reward; raises :class:`ConfigError` when there is none."""
+    if episode.reward is None:
+        raise ConfigError(
+            f"rollout {episode.rollout.rollout_id} has model calls to train on and no reward; return or emit one, add "
+            "a reward emitter, or let the experiment drop or penalise rollouts without a reward"
+        )
+    return episode.reward
+
+
+def by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
+    """Episodes by task, in order of first appearance."""
+    groups: dict[str, list[Episode]] = {}
+    for episode in episodes:
+        groups.setdefault(group_of(episode), []).append(episode)
+    return groups

@@ -1,0 +1,86 @@
+"""Leave-one-out credit: what the run earned more than it would have earned without the agent.
+
+    A_i = R - R(without i)
+
+R(without i) is the mean reward of ``samples`` replays in which agent i's answers are replaced, and the others say
+what they said then, as long as they are asked the same; what they are asked differently, the model answers anew.
+This is the difference reward of Wolpert and Tumer 2001 ("Optimal Payoff Functions for Members of Collectives"), and
+with ``replace = "sibling"`` a one-sample form of the counterfactual baseline of COMA (Foerster et al. 2018,
+arXiv 1705.08926, equation 4). The baseline does not depend on what agent i said, so subtracting it leaves the policy
+gradient unbiased; it takes out of it the noise that comes from the other agents.
+
+Costs one replay per rollout, agent and sample: at most ``rollouts * agents * samples`` per step.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from agl.contracts import ReplayFn
+from agl.schemas import CallCredit, Episode
+from agl_credit import games
+from agl_credit.counterfactual import Counterfactual, Settings
+
+NAME = "leave-one-out"
+
+
+class _LeaveOneOut:
+    def coalitions(self, players: Sequence[str], name: str) -> list[games.Replaced]:  # the contract's
+        return [frozenset({player}) for player in players]
+
+    def shares(self, players: Sequence[str], name: str, worth: games.Worth) -> dict[str, float]:
+        return games.leave_one_out(players, worth)
+
+
+class LeaveOneOutCredit:
+    """Credit by replays without the agent; see the module.
+
+    Rollouts that are not replayed (steps that ``every`` skips, groups beyond ``max_replays``) get their return,
+    compared with the same role in the other rollouts of the task.
+
+    Args:
+        replace: What stands for a missing agent: ``silent`` says ``text`` at every turn and calls no tool,
+            ``sibling`` what the same agent said at that turn in another rollout of the task.
+        text: What a silent agent says.
+        samples: Replays per rollout and agent. More than one helps where the other agents answer anew.
+        every: Replay in every so manieth step only.
+        max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
+        failed: What a replay that fails, or that gets no reward, is worth.
+        baseline: ``counterfactual``: the difference is the advantage. ``group``: it is a return, which the
+            algorithm's estimator compares with the same role in the other rollouts of the task.
+
+    Raises:
+        ConfigError: For an unknown or impossible setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        replace: Literal["silent", "sibling"] = "silent",
+        text: str = "",
+        samples: int = 1,
+        every: int = 1,
+        max_replays: int = 1024,
+        failed: float = 0.0,
+        baseline: Literal["counterfactual", "group"] = "counterfactual",
+    ) -> None:
+        settings = Settings(
+            replace=replace,
+            text=text,
+            samples=samples,
+            every=every,
+            max_replays=max_replays,
+            failed=failed,
+            baseline=baseline,
+        )
+        self._shared = Counterfactual(NAME, _LeaveOneOut(), settings)
+
+    async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
+        """Replay every episode once without each agent, and attach the differences as the reward ``leave-one-out``.
+
+        Raises :class:`ConfigError` when no call names its agent, or when not even one group fits into the budget.
+        """
+        return await self._shared.prepare(episodes, step=step, replay=replay)
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """One list per episode, in order of time; raises :class:`ConfigError` for a trained episode without reward."""
+        return self._shared.assign(group)

@@ -1,0 +1,25 @@
+"""What this distribution registers."""
+
+from collections.abc import Iterable
+
+from agl import CreditEntry, hookimpl
+
+
+@hookimpl
+def agl_credits() -> Iterable[CreditEntry]:
+    """Credits that look at the siblings of a call, and credits that replay rollouts without an agent."""
+    yield CreditEntry(
+        name="hierarchical",
+        factory="agl_credit.hierarchical:HierarchicalCredit",
+        summary="the episode's advantage plus that of the step among equal states (GiGPO)",
+    )
+    yield CreditEntry(
+        name="leave-one-out",
+        factory="agl_credit.leave_one_out:LeaveOneOutCredit",
+        summary="what the run is worth more than without the agent, by replay",
+    )
+    yield CreditEntry(
+        name="shapley",
+        factory="agl_credit.shapley:ShapleyCredit",
+        summary="each agent's Shapley value over coalitions, by replay",
+    )

@@ -1,0 +1,102 @@
+"""Shapley credit: what an agent adds to the agents before it, on average over the orders in which they could come.
+
+    phi_i = mean over orders of  v(those before i, and i) - v(those before i)
+
+(Shapley 1953). v of all agents is the recorded reward, v of fewer is the mean reward of replays in which the others
+are replaced. The shares add up to v(all) - v(nobody) exactly, whatever is sampled. All orders are taken when there
+are at most ``orders`` of them, else that many random ones, each followed by its reverse (Castro et al. 2009,
+"Polynomial calculation of the Shapley value based on sampling").
+
+Beside leave-one-out it also credits an agent whose good work another one spoilt: alone, it would have earned.
+
+Coalitions are replayed once, however many orders pass through them, and the one in which all agents are silent once
+per task, because nothing of a rollout is left in it. For n agents that makes at most
+``samples * min(2^n - 1, orders * n)`` replays per rollout: 7 for three agents with all 6 orders.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+from agl.contracts import ReplayFn
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Episode
+from agl_credit import games
+from agl_credit.counterfactual import Counterfactual, Settings
+
+NAME = "shapley"
+
+
+class _Shapley:
+    def __init__(self, orders: int, seed: int) -> None:
+        self._limit, self._seed = orders, seed
+
+    def coalitions(self, players: Sequence[str], name: str) -> list[games.Replaced]:
+        return games.coalitions_of(self._orders(players, name))
+
+    def shares(self, players: Sequence[str], name: str, worth: games.Worth) -> dict[str, float]:
+        return games.shapley(players, self._orders(players, name), worth)
+
+    def _orders(self, players: Sequence[str], name: str) -> list[games.Order]:
+        return games.orders_of(players, limit=self._limit, draw=random.Random(f"{self._seed}/{name}"))
+
+
+class ShapleyCredit:
+    """Credit by sampled coalitions; see the module.
+
+    Rollouts that are not replayed (steps that ``every`` skips, groups beyond ``max_replays``) get their return,
+    compared with the same role in the other rollouts of the task.
+
+    Args:
+        orders: Orders of the agents per rollout; all of them when there are no more.
+        seed: Of the sampled orders, with the rollout's id.
+        replace: What stands for a missing agent: ``silent`` says ``text`` at every turn and calls no tool,
+            ``sibling`` what the same agent said at that turn in another rollout of the task.
+        text: What a silent agent says.
+        samples: Replays per coalition. More than one helps where the other agents answer anew.
+        every: Replay in every so manieth step only.
+        max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
+        failed: What a replay that fails, or that gets no reward, is worth.
+        baseline: ``counterfactual``: the share is the advantage. ``group``: it is a return, which the algorithm's
+            estimator compares with the same role in the other rollouts of the task.
+
+    Raises:
+        ConfigError: For an unknown or impossible setting.
+    """
+
+    def __init__(
+        self,
+        *,
+        orders: int = 8,
+        seed: int = 0,
+        replace: Literal["silent", "sibling"] = "silent",
+        text: str = "",
+        samples: int = 1,
+        every: int = 1,
+        max_replays: int = 1024,
+        failed: float = 0.0,
+        baseline: Literal["counterfactual", "group"] = "counterfactual",
+    ) -> None:
+        if orders < 1:
+            raise ConfigError(f"{NAME} got orders = {orders}; it must be at least 1")
+        settings = Settings(
+            replace=replace,
+            text=text,
+            samples=samples,
+            every=every,
+            max_replays=max_replays,
+            failed=failed,
+            baseline=baseline,
+        )
+        self._shared = Counterfactual(NAME, _Shapley(orders, seed), settings)
+
+    async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
+        """Replay every episode with each needed coalition, and attach the shares as the reward ``shapley``.
+
+        Raises :class:`ConfigError` when no call names its agent, or when not even one group fits into the budget.
+        """
+        return await self._shared.prepare(episodes, step=step, replay=replay)
+
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        """One list per episode, in order of time; raises :class:`ConfigError` for a trained episode without reward."""
+        return self._shared.assign(group)

@@ -1,0 +1,76 @@
+"""A team of three agents whose contributions are known: a free-rider, a saboteur and a hero.
+
+In every room each of them says one word. The hero earns 1 for the room's right word; the saboteur does damage with
+every word but the room's right one; what the free-rider says changes nothing. An agent that says nothing earns
+nothing and does no damage. So the team's reward, what each agent added to it, and the expected reward of a policy
+that draws words at random are all known in closed form.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+ROLES = ("rider", "saboteur", "hero")
+WORDS = ("north", "south", "east", "west", "up", "down", "in", "out")
+ROOMS = ("hall", "kitchen", "cellar", "attic")
+DAMAGE = 3.0
+"""The most that one word of the saboteur costs; harmful words cost a quarter of it to all of it."""
+
+Table = Mapping[str, Sequence[float]]
+"""Logits over :data:`WORDS` by ``"role/room"``."""
+
+
+def right_word(room: str) -> str:
+    """The word that the hero earns with and that the saboteur does no damage with."""
+    return WORDS[ROOMS.index(room)]
+
+
+def contributions(room: str, said: Mapping[str, str]) -> dict[str, float]:
+    """What each role added to the reward; they add up to it."""
+    return {
+        "rider": 0.0,
+        "saboteur": -damage(room, said.get("saboteur", "")),
+        "hero": float(said.get("hero", "") == right_word(room)),
+    }
+
+
+def damage(room: str, word: str) -> float:
+    """What a word of the saboteur costs."""
+    right = right_word(room)
+    if word not in WORDS or word == right:
+        return 0.0
+    distance = (WORDS.index(word) - WORDS.index(right)) % len(WORDS)
+    return DAMAGE * (1 + (distance - 1) % 4) / 4
+
+
+def reward(room: str, said: Mapping[str, str]) -> float:
+    """The team's reward for what was said in a room, at most 1."""
+    return math.fsum(contributions(room, said).values())
+
+
+def uniform() -> dict[str, list[float]]:
+    """A policy that says every word equally often."""
+    return {key(role, room): [0.0] * len(WORDS) for role in ROLES for room in ROOMS}
+
+
+def key(role: str, room: str) -> str:
+    """Where a role's logits in a room are in a table."""
+    return f"{role}/{room}"
+
+
+def probabilities(logits: Sequence[float]) -> list[float]:
+    """The softmax of the logits."""
+    top = max(logits)
+    weights = [math.exp(logit - top) for logit in logits]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def expected_reward(table: Table) -> float:
+    """The mean reward of a policy over rooms and words."""
+    return math.fsum(_expected(table, room) for room in ROOMS) / len(ROOMS)
+
+
+def _expected(table: Table, room: str) -> float:
+    hero = probabilities(table[key("hero", room)])[WORDS.index(right_word(room))]
+    chances = probabilities(table[key("saboteur", room)])
+    return hero - math.fsum(chance * damage(room, word) for chance, word in zip(chances, WORDS, strict=True))

@@ -1,0 +1,252 @@
+"""The parts of :mod:`agl_testing.team_world` that an experiment runs: agent, model server and a tabular algorithm.
+
+Everything but the model is real: the agent calls its model with the ``openai`` client, calls are captured and
+stored, and the algorithm learns from collected episodes by the experiment's credit.
+
+    plugins = PluginManager.from_environment()
+    plugins.register(TeamPlugin(), name="team")
+    trainer = agl.Trainer(
+        algorithm=agl.Algorithm("team-gradient", tunes="team"),
+        policies={"team": agl.Policy("team-table")},
+        credit="episode",
+        gateway="none",
+        plugins=plugins,
+    )
+    trainer.fit(play, train_dataset=tasks())
+"""
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import agl
+from agl.contracts import AlgorithmContext, StepReport
+from agl.schemas import LLM, CallCredit, Episode, Json, ResourceVersion, Transition, Weights, unpack_ids
+from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, decode
+from agl_testing.model_server.codec import OFFSET
+from agl_testing.team_world import (
+    ROLES,
+    ROOMS,
+    WORDS,
+    contributions,
+    expected_reward,
+    key,
+    probabilities,
+    reward,
+    uniform,
+)
+
+
+def tasks(*, is_chained: bool = False) -> list[Json]:
+    """One task per room; in a chained one every agent is told what the others said before it."""
+    return [{"room": room, "is_chained": is_chained} for room in ROOMS]
+
+
+async def play(task: Any, team: LLM) -> float:
+    """The agent: three roles that speak one after the other."""
+    said: dict[str, str] = {}
+    for role in ROLES:
+        with agl.operation(role):
+            heard = "".join(f" {name} said {word!r}" for name, word in said.items()) if task["is_chained"] else ""
+            messages: list[Any] = [{"role": "user", "content": f"{key(role, task['room'])}{heard}"}]
+            answer = await _client(team.base_url).chat.completions.create(model=team.model, messages=messages)
+            said[role] = answer.choices[0].message.content or ""
+    return reward(task["room"], said)
+
+
+@lru_cache(maxsize=4)
+def _client(base_url: str) -> Any:
+    import openai  # only where an agent runs
+
+    return openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+
+
+class TeamTable:
+    """A policy: a table of logits behind an OpenAI-compatible endpoint; weights are a JSON file.
+
+    Args:
+        name: The policy's name.
+        seed: Of what it draws.
+    """
+
+    def __init__(self, *, name: str, seed: int = 0) -> None:
+        self._name, self._draw = name, random.Random(seed)
+        self._table: dict[str, list[float]] = uniform()
+        self._version = "uniform"
+        self._server = ScriptedModelServer(respond=self._answer, models=(name,))
+
+    async def start(self) -> LLM:
+        """Serve."""
+        self._server.start()
+        return LLM(endpoint=self._server.base_url, model=self._name)
+
+    async def stop(self) -> None:
+        """Close the port."""
+        self._server.stop()
+
+    async def load(self, version: ResourceVersion) -> None:
+        """Serve the table in the file that the version names."""
+        assert isinstance(version.resource, Weights)
+        if version.resource.uri:
+            self._table = json.loads(Path(version.resource.uri).read_text(encoding="utf-8"))
+        self._version = version.version
+        self._server.clear_calls()
+
+    def resource(self) -> Weights:
+        """The uniform table, which is in no file."""
+        return Weights(uri="")
+
+    @property
+    def has_token_ids(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def model_version(self) -> str:
+        """The version that was loaded last."""
+        return self._version
+
+    def _answer(self, request: ModelRequest) -> Reply:
+        logits = self._table[request.turns[0].text.split()[0]]
+        return Reply(text=self._draw.choices(WORDS, probabilities(logits))[0])
+
+
+class TeamGradient:
+    """Policy gradients on the table: plain gradient ascent on what the experiment's credit says.
+
+    A credit that is no advantage yet becomes one by group: minus the mean of the rollouts' means, over their
+    deviation, as GRPO does. The metric ``signs_right`` is the part of a step's calls whose advantage has the sign of
+    what the role really added, 0 where it added nothing; ``signs_right_of_active`` leaves the latter out.
+
+    Args:
+        steps: Steps at most.
+        goal: Stops when the expected reward of the table reaches it.
+        group_size: Rollouts per room and step.
+        lr: Step length.
+    """
+
+    def __init__(self, *, steps: int = 100, goal: float = 0.9, group_size: int = 4, lr: float = 4.0) -> None:
+        self._steps, self._goal, self._size, self._lr = steps, goal, group_size, lr
+        self._step, self._table = 0, uniform()
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Remember where this runs."""
+        self._context = context
+
+    async def step(self) -> StepReport:
+        """Collect, climb, publish."""
+        step = self._step + 1
+        collected = await self._context.collect(self._context.train, step=step, n=self._size)
+        signs: list[tuple[int, int]] = []
+        for group in collected.groups():
+            advantages = _advantages(self._context.credit.assign(group))
+            signs += _signs(group, advantages)
+            self._climb(group, advantages)
+        path = self._context.workdir / f"table-{step:05d}.json"
+        path.write_text(json.dumps(self._table), encoding="utf-8")
+        await self._context.publish(self._context.tunes[0], Weights(uri=str(path)), step=step)
+        self._step = step
+        expected = expected_reward(self._table)
+        rewards = [episode.reward or 0.0 for episode in collected.episodes]
+        is_reached = expected >= self._goal
+        return StepReport(
+            step=step,
+            is_finished=is_reached or step >= self._steps,
+            metrics={
+                "reward": statistics.fmean(rewards),
+                "expected_reward": expected,
+                "signs_right": _agreement(signs),
+                "signs_right_of_active": _agreement([pair for pair in signs if pair[0]]),
+            },
+            trained=tuple(episode.rollout.rollout_id for episode in collected.episodes),
+            stop_reason="the goal is reached" if is_reached else "",
+        )
+
+    def _climb(self, group: Sequence[Episode], advantages: Mapping[str, float]) -> None:
+        """Add every call's advantage times the gradient of its word's log-probability, all at the old table."""
+        gradients: dict[str, list[float]] = {}
+        for episode in group:
+            for call in episode.transitions:
+                name, word = key(call.agent, _room(episode)), _word(call)
+                chances = probabilities(self._table[name])
+                gradient = gradients.setdefault(name, [0.0] * len(WORDS))
+                for index, chance in enumerate(chances):
+                    gradient[index] += advantages[call.span_id] * ((WORDS[index] == word) - chance)
+        for name, gradient in gradients.items():
+            logits = self._table[name]
+            self._table[name] = [z + self._lr * g / len(group) for z, g in zip(logits, gradient, strict=True)]
+
+    def state(self) -> dict[str, Json]:
+        """The table and the step."""
+        return {"step": self._step, "table": self._table}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from :meth:`state`."""
+        self._step, self._table = state["step"], dict(state["table"])
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+def _room(episode: Episode) -> str:
+    return episode.rollout.task["room"]
+
+
+def _word(call: Transition) -> str:
+    return decode(token for token in unpack_ids(call.response_ids) if token >= OFFSET)
+
+
+def _signs(group: Sequence[Episode], advantages: Mapping[str, float]) -> list[tuple[int, int]]:
+    """For every call the sign of what its role added to the reward, and that of its advantage."""
+    found: list[tuple[int, int]] = []
+    for episode in group:
+        known = contributions(_room(episode), {call.agent: _word(call) for call in episode.transitions})
+        found += [(_sign(known[call.agent]), _sign(advantages[call.span_id])) for call in episode.transitions]
+    return found
+
+
+def _agreement(signs: Sequence[tuple[int, int]]) -> float:
+    return statistics.fmean(one == other for one, other in signs) if signs else 1.0
+
+
+def _sign(value: float) -> int:
+    return 0 if math.isclose(value, 0.0, abs_tol=1e-9) else int(math.copysign(1, value))
+
+
+def _advantages(credits: Sequence[Sequence[CallCredit]]) -> dict[str, float]:
+    """The advantage of every call by span id."""
+    scores: dict[str, list[float]] = {}
+    for calls in credits:
+        own: dict[str, list[float]] = {}
+        for call in calls:
+            own.setdefault(call.baseline, []).append(call.value)
+        for baseline, values in own.items():
+            scores.setdefault(baseline, []).append(statistics.fmean(values))
+
+    def advantage(call: CallCredit) -> float:
+        if call.is_advantage:
+            return call.value
+        compared = scores[call.baseline]
+        deviation = statistics.stdev(compared) if len(compared) > 1 else 0.0
+        return (call.value - statistics.fmean(compared)) / deviation if deviation > 1e-9 else 0.0
+
+    return {call.span_id: advantage(call) for calls in credits for call in calls}
+
+
+class TeamPlugin:
+    """Registers the policy ``team-table`` and the algorithm ``team-gradient``."""
+
+    @agl.hookimpl
+    def agl_policies(self) -> Iterable[agl.PolicyEntry]:
+        """The table behind an endpoint."""
+        yield agl.PolicyEntry(name="team-table", factory=TeamTable, trains=True)
+
+    @agl.hookimpl
+    def agl_algorithms(self) -> Iterable[agl.AlgorithmEntry]:
+        """Gradient ascent on the table."""
+        yield agl.AlgorithmEntry(name="team-gradient", factory=TeamGradient)
