@@ -33,7 +33,7 @@ def example(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
     assert 0 == done.returncode, done.stdout + done.stderr
     return done.stdout
 

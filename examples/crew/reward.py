@@ -1,0 +1,18 @@
+"""The reward of the example: 1 when the lead delegated and the crew's answer is right, else 0."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+
+class DelegatedAndRight:
+    """Reads what was recorded of a finished run; `answer` is a field of the task that the crew never sees."""
+
+    def __call__(self, rollout: Any, spans: Sequence[Any]) -> float:
+        """Return the reward of one run."""
+        messages = [span.call.response["choices"][0]["message"] for span in spans if span.call and span.call.response]
+        calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or []]
+        if not any(name.endswith("_coworker") for name in calls):
+            return 0.0
+        numbers = re.findall(r"\d+", messages[-1].get("content") or "")
+        return float(bool(numbers) and numbers[-1] == rollout.task["answer"])
