@@ -22,7 +22,6 @@ Deviations from ProTeGi, and why:
 - What selected the winner flatters it, so it is measured again at the end, and that is reported (`finish.py`).
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -30,7 +29,7 @@ from typing import NamedTuple
 
 from agl_algo_apo.budget import Limits, Prices
 from agl_algo_apo.candidates import Candidate, resource_of
-from agl_algo_apo.evaluate import Job, Measured
+from agl_algo_apo.evaluate import Job
 from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.proposals import merge_texts
@@ -147,9 +146,7 @@ class APO(PromptSearch):
             if len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
                 self.progress.stop("nothing_to_learn")
             return
-        shares = self._shares(failures, parent, step)
-        made = await asyncio.gather(*(self._child(parent, share, step, k) for k, share in enumerate(shares)))
-        pairs = list({child.id: (child, share) for child, share in zip(made, shares, strict=True) if child}.values())
+        pairs = await self._children(parent, self._shares(failures, parent, step), step)
         self._count_idle(bool(pairs))
         if pairs:
             passed = await self._gate(parent, pairs, step)
@@ -193,32 +190,57 @@ class APO(PromptSearch):
         self.progress.used.setdefault(parent.id, []).extend(sorted(shown))
         return shares
 
-    async def _child(self, parent: Candidate, share: _Share, step: int, k: int) -> Candidate | None:
-        """A proposal that passed the static gate."""
-        measured = [self.evaluator.scores.get(parent.id, "train", task) for task in share.tasks]
-        evidence = await self._evidence(parent, share.name, [m for m in measured if m is not None])
-        text = parent.texts[share.name]
-        request = self.requests.text("critique", component=share.name, text=text, evidence=evidence)
-        critique = await self.critic.ask(request, seed=self._seed(step, f"critique{k}"))
-        new = await self.ask_for_text(
-            "edit",
-            name=share.name,
-            text=text,
-            critique=critique,
-            evidence=evidence,
-            seed=self._seed(step, f"edit{k}"),
+    async def _children(self, parent: Candidate, shares: Sequence[_Share], step: int) -> list[tuple[Candidate, _Share]]:
+        """Proposals that passed the static gate, with what they were made from: all critiques, then all edits."""
+        evidence = [await self._evidence(parent, share) for share in shares]
+        texts = [parent.texts[share.name] for share in shares]
+        critiques = await self.critic.ask_all(
+            [
+                (
+                    self.requests.text("critique", component=share.name, text=text, evidence=shown),
+                    self.question_seed(step, f"critique{k}"),
+                )
+                for k, (share, text, shown) in enumerate(zip(shares, texts, evidence, strict=True))
+            ]
         )
-        if new is None:
-            return None
-        texts = {**parent.texts, share.name: new}
-        child = self.proposal([parent], texts, step=step, operator="edit", critique=critique)
-        shown = [task_text(self.context.train[task]) for task in share.tasks]
-        return await self.admit(child, parent, shown=shown)
+        asked = [k for k, critique in enumerate(critiques) if critique is not None]
+        edits = await self.ask_for_texts(
+            [
+                (
+                    self.request(
+                        "edit",
+                        name=shares[k].name,
+                        text=texts[k],
+                        critique=critiques[k] or "",
+                        evidence=evidence[k],
+                    ),
+                    self.question_seed(step, f"edit{k}"),
+                )
+                for k in asked
+            ]
+        )
+        admitted: dict[str, tuple[Candidate, _Share]] = {}
+        for k, text in zip(asked, edits, strict=True):
+            if text is not None:
+                child = await self._admit_edit(parent, shares[k], text, critiques[k] or "", step)
+                if child is not None:
+                    admitted[child.id] = (child, shares[k])
+        return list(admitted.values())
 
-    async def _evidence(self, parent: Candidate, name: str, measured: Sequence[Measured]) -> str:
+    async def _admit_edit(
+        self, parent: Candidate, share: _Share, text: str, critique: str, step: int
+    ) -> Candidate | None:
+        child = self.proposal(
+            [parent], {**parent.texts, share.name: text}, step=step, operator="edit", critique=critique
+        )
+        return await self.admit(child, parent, shown=[task_text(self.context.train[task]) for task in share.tasks])
+
+    async def _evidence(self, parent: Candidate, share: _Share) -> str:
+        name, scores = share.name, self.evaluator.scores
         like = next(rules.seed for rules in self.rules if rules.name == name)
         resource = resource_of(parent.texts[name], like)
         agents = self.settings.roles.get(name, "")
+        measured = [m for task in share.tasks if (m := scores.get(parent.id, "train", task)) is not None]
         runs = [await read_run(self.context, m, name=name, resource=resource, agents=agents) for m in measured]
         return evidence_text(runs)
 
@@ -262,7 +284,8 @@ class APO(PromptSearch):
         """Take one line out of the best candidate."""
         best, names = self.best, list(self.best.texts)
         name = names[(step // self.settings.delete_every) % len(names)]
-        text = await self.ask_for_text("delete", name=name, text=best.texts[name], seed=self._seed(step, "delete"))
+        request = self.request("delete", name=name, text=best.texts[name])
+        text = (await self.ask_for_texts([(request, self.question_seed(step, "delete"))]))[0]
         if text is None or len(text) >= len(best.texts[name]):
             return
         proposed = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
@@ -278,6 +301,3 @@ class APO(PromptSearch):
     def _rejections(self) -> str:
         reasons = Counter(c.reason for c in self.lineage.all() if c.status == "rejected")
         return reasons.most_common(1)[0][0] if reasons else "every proposal was known already"
-
-    def _seed(self, step: int, purpose: str) -> str:
-        return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"

@@ -103,6 +103,10 @@ class Lineage:
     def __getitem__(self, candidate_id: str) -> Candidate:
         return self._all[candidate_id]
 
+    def get(self, candidate_id: str) -> Candidate | None:
+        """The candidate of that id, ``None`` if there is none."""
+        return self._all.get(candidate_id)
+
     def put(self, candidate: Candidate) -> Candidate:
         """Add a candidate, or replace the one of that id in its place."""
         self._all[candidate.id] = candidate

@@ -20,7 +20,8 @@ class Result(Record, frozen=True, kw_only=True):
         score: Of the winner, on fresh rollouts.
         seed_score: Of the first prompt, likewise.
         gain: Paired difference of the two, on the same tasks.
-        is_fresh: Whether the scores are from fresh rollouts; the budget may have had no room for them.
+        is_fresh: Whether the rewards did not select the winner: they are from fresh rollouts, or there was nothing to
+            select. The budget may have had no room for fresh ones.
     """
 
     winner: str
@@ -32,6 +33,8 @@ class Result(Record, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The result in one line."""
+        if self.gain == Estimate(mean=0.0, low=0.0, high=0.0, n=self.gain.n):
+            return f"nothing better than the first prompt was found; its score is {_interval(self.seed_score)}"
         source = "fresh rollouts" if self.is_fresh else "the rollouts that selected it, which flatter it"
         return (
             f"score {_interval(self.score)} against {_interval(self.seed_score)} of the first prompt, "
@@ -65,9 +68,10 @@ async def measure_again(
             is_fresh = False
     known = {candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}
     winner = max(finalists, key=lambda c: (_mean_on_common(known, c.id, seed.id), c.id == seed.id))
-    fresh = {c.id: _fresh(evaluator, c) if is_fresh else {} for c in (winner, seed)}
-    is_fresh = all(fresh.values())
-    rewards = fresh if is_fresh else {c.id: evaluator.scores.rewards(c.id, "val") for c in (winner, seed)}
+    fresh = {c.id: _fresh(evaluator, c) for c in (winner, seed)}
+    is_fresh = is_fresh and (finalists == [seed] or all(fresh.values()))
+    uses_fresh = is_fresh and finalists != [seed]
+    rewards = fresh if uses_fresh else {c.id: evaluator.scores.rewards(c.id, "val") for c in (winner, seed)}
     common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
     if not common:
         return None

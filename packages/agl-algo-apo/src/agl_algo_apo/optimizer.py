@@ -7,7 +7,7 @@ is told the same, and pays nothing twice.
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from agl.codec import to_json
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record
-from agl_algo_apo.budget import Budget
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, Spent
 
 TRIES = 4
 """Times that a request is sent at most, where the endpoint or the network fails."""
@@ -115,8 +115,37 @@ class Optimizer:
             BudgetExhaustedError: There is no room for another question; nothing was asked.
             OptimizerDownError: The model did not answer.
         """
-        body = self._body(text, seed)
-        reserved = self._budget.take_call(max_input=_most_tokens(text), max_output=self._settings.max_tokens)
+        return await self._answer(self._body(text, seed), self._reserve(text))
+
+    async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
+        """The answers to (text, seed) pairs, asked at once; ``None`` where one failed or the budget had no room.
+
+        All are paid for in order before the first is asked, so what is asked does not depend on who answers first.
+
+        Raises:
+            BudgetExhaustedError: There is no room for any of them.
+            OptimizerDownError: The model answered none of them.
+        """
+        reserved: list[Spent] = []
+        for text, _ in questions:
+            try:
+                reserved.append(self._reserve(text))
+            except BudgetExhaustedError:
+                if not reserved:
+                    raise
+                break
+        asked = [self._answer(self._body(*pair), paid) for pair, paid in zip(questions, reserved, strict=False)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failed and (len(failed) == len(answers) or not isinstance(failed[0], OptimizerDownError)):
+            raise failed[0]
+        texts = [answer if isinstance(answer, str) else None for answer in answers]
+        return texts + [None] * (len(questions) - len(texts))
+
+    def _reserve(self, text: str) -> Spent:
+        return self._budget.take_call(max_input=_most_tokens(text), max_output=self._settings.max_tokens)
+
+    async def _answer(self, body: Mapping[str, Json], reserved: Spent) -> str:
         key = hashlib.blake2b(to_json([self._settings.base_url, body]), digest_size=16).hexdigest()
         answer = self._answers.get(key)
         if answer is None:

@@ -4,11 +4,15 @@ One step: the editor rewrites one text of the best candidate without having seen
 same static gate and the same race as those of `apo.py`. It pays nothing for training tasks, for it learns from none.
 """
 
+from typing import TYPE_CHECKING
+
 from agl_algo_apo.budget import Limits, Prices
-from agl_algo_apo.candidates import Candidate
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
+
+if TYPE_CHECKING:
+    from agl_algo_apo.candidates import Candidate
 
 MAX_IDLE = 8
 """Rewrites in a row that could not be tried, which end the search."""
@@ -75,8 +79,8 @@ class RandomSearch(PromptSearch):
         """Rewrite one text, race the result."""
         best, names = self.best, list(self.best.texts)
         name = names[step % len(names)]
-        seed = f"{self.context.seed}/{self.context.name}/{step}/rewrite"
-        text = await self.ask_for_text("rewrite", name=name, text=best.texts[name], seed=seed)
+        request = self.request("rewrite", name=name, text=best.texts[name])
+        text = (await self.ask_for_texts([(request, self.question_seed(step, "rewrite"))]))[0]
         child: Candidate | None = None
         if text is not None:
             texts = {**best.texts, name: text}

@@ -174,7 +174,7 @@ class PromptSearch:
         A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
         tried once more: chance may have been against it, and what was paid for it counts again.
         """
-        known = self.lineage[child.id] if child.id in self.lineage else None
+        known = self.lineage.get(child.id)
         if known is not None:
             if known.status != "beaten" or known.tries >= MAX_TRIES:
                 return None
@@ -199,13 +199,23 @@ class PromptSearch:
             critique=critique,
         )
 
-    async def ask_for_text(self, kind: str, *, name: str, seed: str, **values: str) -> str | None:
-        """A new text from the editor, ``None`` where its answer holds none."""
+    async def ask_for_texts(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
+        """New texts from the editor for (request, seed) pairs, ``None`` where an answer holds none."""
+        texts: list[str | None] = []
+        for answer in await self.editor.ask_all(questions):
+            texts.append(None if answer is None else extract(answer))
+            if answer is not None:
+                self.progress.barren = 0 if texts[-1] is not None else self.progress.barren + 1
+        return texts
+
+    def request(self, kind: str, *, name: str, **values: str) -> str:
+        """A request to the editor about one resource."""
         constraints = "\n".join(next(rules for rules in self.rules if rules.name == name).words())
-        request = self.requests.text(kind, component=name, constraints=constraints, **values)
-        text = extract(await self.editor.ask(request, seed=seed))
-        self.progress.barren = 0 if text is not None else self.progress.barren + 1
-        return text
+        return self.requests.text(kind, component=name, constraints=constraints, **values)
+
+    def question_seed(self, step: int, purpose: str) -> str:
+        """What makes the same request in another step another question."""
+        return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
     async def contest(
         self, entrants: Sequence[Candidate], rival: Candidate, *, step: int, purpose: str, may_tie: bool = False
@@ -333,12 +343,12 @@ class PromptSearch:
         artifacts.write_lineage(workdir, [self._row(candidate) for candidate in self.lineage.all()])
         if self.result is not None:
             reason = {"stop_reason": self.progress.stop_reason, "stop_detail": self.progress.stop_detail}
-            spent = {"spent": self.budget.dump(), "texts": self.best.texts}
-            artifacts.write_result(workdir, {**msgspec.to_builtins(self.result), **reason, **spent})
+            spent = {"spent": msgspec.structs.asdict(self.budget.spent), "texts": self.best.texts}
+            artifacts.write_result(workdir, {**msgspec.structs.asdict(self.result), **reason, **spent})
 
     def _row(self, candidate: Candidate) -> Json:
         rewards = list(self.evaluator.scores.rewards(candidate.id, "val").values())
-        return {**msgspec.to_builtins(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
+        return {**msgspec.structs.asdict(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
 
     def _metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {
@@ -350,7 +360,7 @@ class PromptSearch:
             metrics |= {"score": self.result.score.mean, "seed_score": self.result.seed_score.mean}
         elif self.evaluator.scores.rewards(self.progress.best, "val"):
             metrics["best_val_score"] = self.evaluator.mean(self.progress.best, "val")
-        spent: dict[str, Any] = self.budget.dump()
+        spent: dict[str, Any] = msgspec.structs.asdict(self.budget.spent)
         return metrics | {f"spent_{name}": float(value) for name, value in spent.items()}
 
     def _stop_words(self) -> str:

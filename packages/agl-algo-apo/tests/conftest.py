@@ -1,0 +1,140 @@
+"""A world that apo can learn in, as a real experiment in a folder."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import agl
+from agl.contracts import RolloutQuery
+from agl.experiment.progress import Quiet
+from agl.experiment.state import load_algorithm
+from agl.schemas import Rollout
+from agl.stores.memory import MemoryStore
+from agl_testing.prompt_world import PromptWorld, easy
+from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
+
+
+@dataclass
+class Run:
+    """A finished experiment: what it returned and what it left."""
+
+    fit: Any
+    folder: Path
+    rollouts: list[Rollout]
+    state: dict[str, Any]
+    stop_reason: str
+    said: list[str]
+    use: str
+    progress: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.progress = self.state["progress"]
+
+    @property
+    def paid(self) -> list[Rollout]:
+        """The rollouts that the algorithm asked for."""
+        return [rollout for rollout in self.rollouts if rollout.metadata.get("algorithm") == self.use]
+
+    @property
+    def workdir(self) -> Path:
+        return self.folder / "runs/orders/run-1" / self.use
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return msgspec.json.decode((self.workdir / "result.json").read_bytes())
+
+    @property
+    def best(self) -> dict[str, str]:
+        return {path.stem: path.read_text() for path in (self.workdir / "best").glob("*.txt")}
+
+    @property
+    def lineage(self) -> list[dict[str, Any]]:
+        return [msgspec.json.decode(line) for line in (self.workdir / "lineage.jsonl").read_bytes().splitlines()]
+
+
+class Listening(Quiet):
+    """Keeps what the person would be told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@contextmanager
+def serving(world: PromptWorld, optimizer: ScriptedOptimizer | None = None) -> Iterator[dict[str, Any]]:
+    """The optimiser's settings for a scripted model that serves meanwhile."""
+    with model_server(world, optimizer or ScriptedOptimizer()) as server:
+        yield {"base_url": server.base_url, "model": "editor", "retry_s": 0.01}
+
+
+@pytest.fixture
+def optimize(tmp_path: Path) -> Callable[..., Run]:
+    """Runs an algorithm in the world to its end; keyword arguments are the algorithm's."""
+
+    def run(
+        world: PromptWorld | None = None,
+        *,
+        use: str = "apo",
+        script: ScriptedOptimizer | None = None,
+        runners: int = 8,
+        seed: int = 0,
+        fault: Any = None,
+        resources: Any = None,
+        tunes: tuple[str, ...] | None = None,
+        train: Any = None,
+        val: Any = None,
+        folder: str = "run",
+        settings: Any = None,
+        **params: Any,
+    ) -> Run:
+        world = world or easy(1)
+        store, progress = MemoryStore("memory://"), Listening()
+        initial = resources or dict(world.seeds())
+        with serving(world, script) as served:
+            algorithm = agl.Algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})
+            trainer = agl.Trainer(
+                algorithm=algorithm,
+                name="orders",
+                store=store,
+                n_runners=runners,
+                seed=seed,
+                initial_resources=initial,
+                rewards=(order_reward(world),),
+                hidden=HIDDEN,
+                folder=tmp_path / folder,
+                progress=progress,
+                validation_limit=2,
+                **(settings or {}),
+            )
+            fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val)
+        return read_run(fit, store, tmp_path / folder, progress.said, use)
+
+    return run
+
+
+def read_run(fit: Any, store: Any, folder: Path, said: list[str], use: str = "apo") -> Run:
+    """What a finished experiment left."""
+    import asyncio
+
+    async def read() -> Any:
+        rollouts = await store.rollouts(RolloutQuery(experiment="orders", limit=100_000))
+        return rollouts, await load_algorithm(store, "orders", 1, use)
+
+    rollouts, state = asyncio.run(read())
+    return Run(
+        fit=fit,
+        folder=folder,
+        rollouts=rollouts,
+        state=state.state,
+        stop_reason=state.stop_reason,
+        said=said,
+        use=use,
+    )

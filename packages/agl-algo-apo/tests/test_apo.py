@@ -1,0 +1,254 @@
+"""`apo` and `random` in the scripted world, as whole experiments: what they find, what they pay, why they stop."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from agl.errors import AglError, ConfigError, RunError
+from agl.schemas import JsonResource, PromptTemplate, Rollout
+from agl_testing.prompt_world import WORLDS, PromptWorld, Rule, easy, line_of
+from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+
+Optimize = Callable[..., Any]
+
+
+@pytest.mark.parametrize(("name", "budget"), [("easy", 400), ("two-prompt", 500)])
+def test_apo_finds_the_rules_and_makes_them_live(optimize: Optimize, name: str, budget: int) -> None:
+    world = WORLDS[name](1)
+    run = optimize(world, budget=budget)
+    assert world.gap_closed(run.best) > 0.95
+    assert run.result["texts"] == run.best
+    assert run.result["gain"]["low"] > 0
+    assert abs(run.result["score"]["mean"] - world.expected(run.best)) < 0.15
+    live = {name: version for name, version in run.fit.resources.items() if name in world.seeds()}
+    assert all("-apo-" in version for version in live.values())
+    assert len(run.paid) <= budget
+
+
+@pytest.mark.parametrize("engine", ["jinja", "plain"])
+def test_apo_tunes_templates_of_every_engine(optimize: Optimize, engine: Any) -> None:
+    world = msgspec.structs.replace(easy(1), engine=engine)
+    run = optimize(world, budget=250)
+    assert world.gap_closed(run.best) > 0.5
+
+
+def test_candidates_are_versions_with_their_parents_and_are_not_live(optimize: Optimize) -> None:
+    run = optimize(budget=200)
+    pinned = {rollout.resources["clerk_prompt"] for rollout in run.paid}
+    known = {row["versions"]["clerk_prompt"] for row in run.lineage if row["versions"]}
+    assert pinned <= known
+    ids = {row["id"] for row in run.lineage}
+    assert all(set(row.get("parents", [])) <= ids for row in run.lineage)
+    assert ["seed"] == [row.get("operator", "seed") for row in run.lineage if not row.get("parents")]
+
+
+def test_random_is_worse_than_apo_at_equal_budget(optimize: Optimize) -> None:
+    gaps = {use: [] for use in ("apo", "random")}
+    for seed in range(3):
+        world = easy(seed)
+        for use in gaps:
+            run = optimize(world, use=use, seed=seed, budget=300, folder=f"{use}-{seed}")
+            gaps[use].append(world.gap_closed(run.best))
+            assert len(run.paid) <= 300
+    assert sum(gaps["apo"]) / 3 > sum(gaps["random"]) / 3 + 0.3
+
+
+@pytest.mark.parametrize("budget", [101, 113, 140, 171, 222])
+def test_budget_in_rollouts_is_never_exceeded(optimize: Optimize, budget: int) -> None:
+    run = optimize(budget=budget)
+    assert len(run.paid) <= budget
+    assert run.state["spent"]["rollouts"] == len(run.paid)
+    assert run.stop_reason.startswith("budget:")
+
+
+def test_budget_in_calls_tokens_and_money_is_never_exceeded(optimize: Optimize) -> None:
+    prices = {"input": 1.0, "output": 2.0, "rollout": 0.001}
+    calls = optimize(budget={"calls": 9}, folder="calls")
+    assert calls.state["spent"]["calls"] <= 9
+    tokens = optimize(budget={"tokens": 9000}, script=ScriptedOptimizer(), folder="tokens")
+    assert tokens.state["spent"]["tokens"] <= 9000
+    money = optimize(budget={"money": 0.15}, prices=prices, folder="money")
+    assert money.state["spent"]["money"] <= 0.15
+    for run in (calls, tokens, money):
+        assert run.stop_reason.startswith("budget:")
+        assert run.result["is_fresh"] is True
+
+
+def test_plan_is_said_before_the_first_rollout(optimize: Optimize) -> None:
+    told: list[int] = []
+    run = optimize(budget=150, fault=lambda rollout: told.append(1))
+    plans = [line for line in run.said if "plan: at most 150 rollouts" in line]
+    assert 1 == len(plans)
+    assert run.said.index(plans[0]) <= 1
+
+
+def test_broken_templates_cost_no_rollout_and_end_the_search(optimize: Optimize) -> None:
+    world = easy(1)
+    run = optimize(world, budget=300, script=ScriptedOptimizer(mode="broken"))
+    tried = {rollout.resources["clerk_prompt"] for rollout in run.paid}
+    assert {run.lineage[0]["versions"]["clerk_prompt"]} == tried
+    rejected = [row for row in run.lineage if row["status"] == "rejected"]
+    assert rejected
+    assert all("lost the placeholders" in row["reason"] or "first version lacks" in row["reason"] for row in rejected)
+    assert run.stop_reason.startswith("no_proposals:")
+    assert dict(run.best) == {name: prompt.template for name, prompt in world.seeds().items()}
+
+
+def test_lost_invariant_is_rejected_and_the_kept_one_survives(optimize: Optimize) -> None:
+    run = optimize(budget=250, invariants={"clerk_prompt": ["Complete the order."]})
+    assert "Complete the order." in run.best["clerk_prompt"]
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("dead", "optimizer_unreachable"), ("corrupt", "optimizer_unreachable")])
+def test_optimizer_that_dies_ends_the_search_and_what_was_found_is_kept(
+    optimize: Optimize, mode: Any, reason: str
+) -> None:
+    world = easy(1)
+    run = optimize(world, budget=400, script=ScriptedOptimizer(mode=mode, after=12))
+    assert run.stop_reason.startswith(f"{reason}:")
+    assert world.gap_closed(run.best) > 0.3
+    assert run.fit.resources["clerk_prompt"].startswith("orders-1-apo-")
+    assert len(run.paid) < 250
+
+
+@pytest.mark.parametrize("mode", ["garbage", "silent"])
+def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode: Any) -> None:
+    run = optimize(budget=400, script=ScriptedOptimizer(mode=mode))
+    assert run.stop_reason.startswith("optimizer_garbage:")
+    assert len(run.paid) < 150
+
+
+def test_perfect_score_ends_the_search(optimize: Optimize) -> None:
+    world = PromptWorld(rules=(Rule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
+    run = optimize(world, budget=500)
+    assert run.stop_reason.startswith("perfect:")
+    assert line_of("date", "ISO 8601") in run.best["clerk_prompt"]
+    assert len(run.paid) < 250
+
+
+def test_perfect_first_prompt_costs_one_measurement(optimize: Optimize) -> None:
+    world = PromptWorld(rules=(Rule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
+    run = optimize(world, resources=dict(world.solution()), budget=500)
+    assert run.stop_reason.startswith("perfect:")
+    assert 32 == len(run.paid)
+
+
+def test_patience_ends_the_search(optimize: Optimize) -> None:
+    world = easy(1)
+    run = optimize(world, resources=dict(world.solution()), budget=2000, patience=3)
+    assert run.stop_reason.startswith("patience:")
+    assert len(run.paid) < 500
+
+
+def test_rounds_end_the_search(optimize: Optimize) -> None:
+    run = optimize(budget=2000, beam_rounds=2)
+    assert run.stop_reason.startswith("rounds:")
+    assert 4 == run.progress["step"]
+
+
+def test_equal_seeds_give_equal_runs_whatever_the_concurrency(optimize: Optimize) -> None:
+    one, eight = (optimize(budget=220, runners=n, folder=f"with-{n}") for n in (1, 8))
+    assert one.lineage == eight.lineage
+    assert one.result == eight.result
+    assert [r.rollout_id for r in one.rollouts] == [r.rollout_id for r in eight.rollouts]
+    other = optimize(budget=220, seed=1, folder="other-seed")
+    assert one.lineage != other.lineage
+
+
+def test_infrastructure_failures_are_started_again_and_never_scored(optimize: Optimize) -> None:
+    from httpx import Request
+    from openai import APIConnectionError
+
+    def fault(rollout: Rollout) -> None:
+        if re.search(r"-0-[0-9a-f]{10}-0-\d*[16]-000$", rollout.rollout_id):  # a first attempt
+            raise APIConnectionError(request=Request("POST", "http://nowhere"))
+
+    run = optimize(budget=300, fault=fault)
+    broken = [rollout for rollout in run.paid if rollout.status == "failed"]
+    assert broken
+    rows = run.state["scores"]
+    assert not {rollout.rollout_id for rollout in broken} & {row[4]["rollout"] for row in rows}
+    assert 32 == len([row for row in rows if row[0] == run.lineage[0]["id"] and row[1] == "val" and row[3] == 0])
+    assert len(run.paid) == run.state["spent"]["rollouts"] <= 300
+
+
+def test_agents_own_failures_are_scored_and_shown_to_the_critic(optimize: Optimize) -> None:
+    def fault(rollout: Rollout) -> None:
+        if rollout.task["order"].endswith("3"):
+            raise ValueError("the order has no end")
+
+    run = optimize(budget=150, fault=fault, failure_reward=-0.5)
+    rows = [row[4] for row in run.state["scores"] if row[4].get("status") == "failed"]
+    assert rows
+    assert {-0.5} == {row["reward"] for row in rows}
+    assert {"ValueError: the order has no end"} == {row["feedback"] for row in rows}
+
+
+def test_agent_that_never_gives_a_reward_is_an_error_that_says_so(optimize: Optimize) -> None:
+    def fault(rollout: Rollout) -> None:
+        raise ConnectionError("no route to host")
+
+    with pytest.raises(RunError, match="none of 32 rollouts could be scored"):
+        optimize(budget=300, fault=fault)
+
+
+def test_publish_at_the_end_leaves_the_live_prompt_until_then(optimize: Optimize) -> None:
+    run = optimize(budget=250, publish="end")
+    assert f"orders-1-apo-{run.progress['step']}" == run.fit.resources["clerk_prompt"]
+
+
+def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize) -> None:
+    world = easy(1)
+    tools = JsonResource(value=[{"name": "lookup", "description": "You are the clerk. Looks up."}])
+    prompts = {**world.seeds(), "tools": tools}
+    run = optimize(world, resources=prompts, tunes=("tools",), budget=140, settings={"trust_agent_rewards": False})
+    assert "lookup" in run.best["tools"]
+    assert run.stop_reason
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 60}, "needs at least"),
+        ({"budget": {"calls": 3}}, "calls of the optimiser's model and needs at least 6"),
+        ({"budget": {}}, "has no budget"),
+        ({"budget": {"money": 1.0}}, "no prices"),
+        ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
+        ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is no URL"),
+        ({"optimizer": {"base_url": "http://x/v1", "model": "x", "api_key_env": "NO_SUCH_KEY"}}, "NO_SUCH_KEY"),
+        ({"optimizer": "nobody"}, "there is no policy 'nobody'"),
+        ({"requests": {"poem": "a.txt"}}, "the kinds of request are"),
+        ({"requests": {"edit": "missing.txt"}}, "cannot read requests.edit"),
+        ({"invariants": {"clerk_prompt": ["Sing."]}}, "breaks a rule itself"),
+        ({"invariants": {"nobody": ["Sing."]}}, "this algorithm tunes"),
+        ({"branch_factor": 0}, "each must be at least 1"),
+        ({"selector": "best-of"}, "selector"),
+    ],
+)
+def test_bad_parameters_are_refused_before_anything_is_paid(
+    optimize: Optimize, change: dict[str, Any], message: str
+) -> None:
+    started: list[str] = []
+
+    def fault(rollout: Rollout) -> None:
+        if "apo" in rollout.rollout_id:
+            started.append(rollout.rollout_id)
+
+    with pytest.raises(AglError, match=message):
+        optimize(fault=fault, **{"budget": 300, **change})
+    assert [] == started
+
+
+def test_bad_tasks_and_templates_are_refused(optimize: Optimize) -> None:
+    world = easy(1)
+    with pytest.raises(ConfigError, match="32 of 32 validation tasks are training tasks too"):
+        optimize(world, train=[*world.train, *world.val], budget=300)
+    asks = {"clerk_prompt": PromptTemplate(template="You are the clerk. {order} for {customer}")}
+    with pytest.raises(ConfigError, match="customer"):
+        optimize(world, resources=asks, budget=300, folder="fields")
+    broken = {"clerk_prompt": PromptTemplate(template="You are the clerk. {order")}
+    with pytest.raises(ConfigError, match="no valid template"):
+        optimize(world, resources=broken, budget=300, folder="broken")
