@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -114,3 +115,14 @@ def connect() -> Iterator[Callable[[TorchPolicy], openai.OpenAI]]:
     yield make
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
+    """A saved tiny model."""
+    made = make_loaded()
+    with torch.no_grad():
+        made.model.model.embed_tokens.weight.mul_(8.0)  # else adapters below a frozen head could not matter
+    made.model.save_pretrained(tmp_path / "model")
+    made.tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"

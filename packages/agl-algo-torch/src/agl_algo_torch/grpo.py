@@ -23,12 +23,10 @@ Deviations from the paper, and why:
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +35,7 @@ from agl.errors import ConfigError
 from agl_algo_torch.advantages import ESTIMATORS, Estimator
 from agl_algo_torch.batch import MicroBatch, Sample, micro_batches, split_updates, weights
 from agl_algo_torch.episodes import prepare
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.learner import Learner, LearnerSettings, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
@@ -48,8 +46,9 @@ from agl_algo_torch.losses import (
     policy_loss,
     truncated_importance,
 )
-from agl_algo_torch.model import LoraSettings, Reference
+from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, one_of
 from agl_algo_torch.typed import backward
 
 if TYPE_CHECKING:
@@ -112,19 +111,17 @@ class GRPO:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        _refuse_unknown(estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
-        counts = {
-            "steps": steps,
-            "tasks_per_step": tasks_per_step,
-            "group_size": group_size,
-            "updates_per_step": updates_per_step,
-            "epochs": epochs,
-            "constant_tokens": constant_tokens,
-            "keep": keep,
-        }
-        low = {name: value for name, value in counts.items() if value < 1}
-        if low:
-            raise ConfigError(f"grpo got {low}; each must be at least 1.")
+        one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        at_least_one(
+            "grpo",
+            steps=steps,
+            tasks_per_step=tasks_per_step,
+            group_size=group_size,
+            updates_per_step=updates_per_step,
+            epochs=epochs,
+            constant_tokens=constant_tokens,
+            keep=keep,
+        )
         if group_size == 1 and estimator != "reinforce++":
             raise ConfigError(
                 f"grpo with estimator {estimator!r} compares the rollouts of a group, but group_size is 1. "
@@ -138,8 +135,8 @@ class GRPO:
         self._clip_low, self._clip_high = clip_low, clip_high
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
-        self._token_budget, self._keep = token_budget, keep
-        self._settings = LearnerSettings(
+        self._token_budget = token_budget
+        settings = LearnerSettings(
             optim=OptimSettings(
                 lr=lr,
                 betas=(betas[0], betas[1]),
@@ -154,25 +151,22 @@ class GRPO:
             dtype=dtype,
             threads=threads,
         )
-        self._learner: Learner | None = None
-        self._reference: Reference | None = None
+        self._tuned = TunedPolicy(settings=settings, algorithm="grpo", keep=keep, has_reference=kl_coef > 0)
         self._step = 0
-        self._opened = ""  # the version that `_learner` was opened from
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
         self._context = context
-        self._name = tuned_name(context, algorithm="grpo")
-        tuned_weights(context.current(self._name).resource, name=self._name)
-        if not context.train:
-            raise ConfigError("grpo needs training tasks, but the experiment has none. Set `train` to a dataset.")
+        self._tuned.begin(context)
+        check_tasks(context, algorithm="grpo")
 
     async def step(self) -> StepReport:
         """Collect one batch of groups, update, save and publish."""
         context, step = self._context, self._step + 1
-        learner = await self._current_learner()
+        learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
         started = time.perf_counter()
-        collected = await context.collect(self._tasks(step), step=step, n=self._group_size)
+        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
+        collected = await context.collect(tasks, step=step, n=self._group_size)
         collect_s = time.perf_counter() - started
         batch = prepare(collected.groups(), credit=context.credit, estimator=self._estimator)
         metrics = batch.metrics | {"collect_s": collect_s}
@@ -182,9 +176,8 @@ class GRPO:
         metrics |= await self._train(learner, batch.samples)
         metrics["update_s"] = time.perf_counter() - started
 
-        await asyncio.to_thread(learner.save, context.workdir, step=step, keep=self._keep)
-        resource = await asyncio.to_thread(learner.export, context.workdir, step=step, keep=self._keep)
-        version = await context.publish(self._name, resource, step=step)
+        await self._tuned.save(step=step)
+        version = await self._tuned.publish(step=step)
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -192,59 +185,22 @@ class GRPO:
             is_finished=is_finished,
             metrics=metrics,
             trained=tuple(dict.fromkeys(sample.rollout for sample in batch.samples)),
-            published=(f"{self._name}@{version.version}",),
+            published=(version,),
             stop_reason=f"{self._steps} steps done" if is_finished else "",
         )
 
     def state(self) -> Mapping[str, Json]:
         """The step count, the newest checkpoint and the version that training started from."""
-        return {"step": self._step, "checkpoint": saved_path(self._context.workdir, self._step), "opened": self._opened}
+        return {"step": self._step, **self._tuned.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the KL reference included."""
-        self._step, self._opened = int(state["step"]), str(state["opened"])
-        if state["checkpoint"]:
-            self._learner = await asyncio.to_thread(self._resume, Path(state["checkpoint"]))
+        self._step = int(state["step"])
+        await self._tuned.restore(state)
 
     async def close(self) -> None:
         """Drop the model and the reference."""
-        self._learner = self._reference = None
-
-    def _tasks(self, step: int) -> list[Json]:
-        """The tasks of a step: every epoch is a shuffle that follows from seed and epoch."""
-        tasks, first = self._context.train, (step - 1) * self._tasks_per_step
-        chosen: list[Json] = []
-        for position in range(first, first + min(self._tasks_per_step, len(tasks))):
-            epoch, index = divmod(position, len(tasks))
-            order = list(range(len(tasks)))
-            random.Random(f"{self._context.seed}/{self._context.name}/{epoch}").shuffle(order)
-            chosen.append(tasks[order[index]])
-        return chosen
-
-    async def _current_learner(self) -> Learner:
-        """The learner, opened again when another algorithm has published weights since."""
-        version = self._context.current(self._name)
-        is_foreign = version.algorithm != self._context.name and version.version != self._opened
-        if self._learner is None or is_foreign:
-            origin = tuned_weights(version.resource, name=self._name)
-            self._learner = None  # free the old model before the new one is loaded
-            updates = self._step * self._updates_per_step * self._epochs
-            self._learner = await asyncio.to_thread(self._open, origin, updates)
-            self._opened = version.version
-        return self._learner
-
-    def _open(self, origin: Any, updates: int) -> Learner:
-        learner = Learner(origin=origin, settings=self._settings)
-        learner.updates = updates
-        if self._kl_coef and self._reference is None:
-            self._reference = Reference(learner.loaded.model)
-        return learner
-
-    def _resume(self, checkpoint: Path) -> Learner:
-        learner = Learner.resume(checkpoint, settings=self._settings)
-        if self._kl_coef:
-            self._reference = Reference(Learner(origin=learner.origin, settings=self._settings).loaded.model)
-        return learner
+        self._tuned.close()
 
     async def _train(self, learner: Learner, samples: list[Sample]) -> dict[str, float]:
         """All updates of a step; a number that several updates report is averaged."""
@@ -323,13 +279,5 @@ class GRPO:
         return report | peaks | {"grad_norm": learner.apply()}
 
     def _reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        if self._reference is None:
-            raise AssertionError("a KL penalty is configured, so opening the learner made a reference")
-        with self._reference.active() as model:
+        with self._tuned.reference.active() as model:
             return batch.logprobs(batch.logits(model))
-
-
-def _refuse_unknown(**choices: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ConfigError(f"grpo got {name} = {value!r}, which is unknown. Use one of: {', '.join(known)}.")

@@ -26,6 +26,26 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
         summary="policy gradients with group-relative advantages (GRPO, RLOO, REINFORCE++, Dr. GRPO)",
         tunes=("weights",),
     )
+    yield AlgorithmEntry(
+        name="ppo",
+        factory="agl_algo_torch.ppo:PPO",
+        summary="policy gradients with a learned value function (PPO, GAE)",
+        tunes=("weights",),
+    )
+    yield AlgorithmEntry(
+        name="dpo",
+        factory="agl_algo_torch.dpo:DPO",
+        summary="preferences between rollouts of one task (DPO)",
+        tunes=("weights",),
+        shares=True,
+    )
+    yield AlgorithmEntry(
+        name="rft",
+        factory="agl_algo_torch.rft:RFT",
+        summary="supervised fine-tuning on the best rollouts (rejection sampling)",
+        tunes=("weights",),
+        shares=True,
+    )
 
 
 @hookimpl

@@ -1,0 +1,293 @@
+"""DPO: learn which of two rollouts of a task was better, without a reward model and without sampling while training.
+
+Paper: Rafailov et al. 2023, "Direct Preference Optimization" (arXiv 2305.18290), equation 7. For a pair of a chosen
+rollout w and a rejected rollout l of one task
+
+    loss = -log sigmoid(beta m),   m = [log pi(w) - log ref(w)] - [log pi(l) - log ref(l)]
+
+where log pi(rollout) sums over the policy's tokens of all its turns and rows. One step:
+
+    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for
+    2. pairs: in each group the best against the worst, or every pair, whose rewards differ by `min_gap` at least
+    3. `epochs` passes over the pairs, `pairs_per_update` at a time
+    4. publish the new weights
+
+Deviations from the paper, and why:
+- Preferences come from rewards, not from people; a group without a difference gives no pair and is counted.
+- A rollout has several turns; observations between them are masked, as the policy did not write them.
+- The sums over a pair need all its rows, which need not fit one micro-batch. The gradient is
+  -beta sigmoid(-beta m) [grad log pi(w) - grad log pi(l)], so m comes from a first pass without gradient and the
+  factor then weights the tokens of a second pass: exact, at the price of one more forward pass.
+- `reference = "behaviour"` takes the recorded log-probabilities of the sampler as the reference: no second model is
+  held, and the reference is the policy that acted. `"start"` is the paper's: the policy when this algorithm began.
+- The temperature that a call was sampled with is part of the policy here, in pi and in the reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+from agl.contracts import StepReport
+from agl.errors import ConfigError
+from agl_algo_torch.batch import Sample, from_row, micro_batches
+from agl_algo_torch.forward import logprobs
+from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.model import LoraSettings
+from agl_algo_torch.optim import OptimSettings
+from agl_algo_torch.supply import Supply
+from agl_algo_torch.tuned import TunedPolicy, at_least_one, one_of
+from agl_algo_torch.typed import backward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Episode, Json
+
+ReferenceKind = Literal["start", "behaviour"]
+Pairing = Literal["extremes", "all"]
+TASKS_PER_STEP, GROUP_SIZE = 16, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two rollouts of one task by id; `chosen` has the higher reward."""
+
+    chosen: str
+    rejected: str
+
+
+class DPO:
+    """Trains the weights of one policy on pairs of rollouts of one task, the better against the worse.
+
+    Args:
+        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+        group_size: Rollouts per task, by default 4; refused with a source.
+        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
+        beta: Strength of the reference: the inverse of how far the policy may go from it.
+        min_gap: Least difference of two rewards that is a preference.
+        pairs: `extremes` (one pair per group) or `all`.
+        reference: `start` or `behaviour`, see the module.
+        epochs: Passes over a step's pairs; `pairs_per_update` make one optimizer update.
+        lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        token_budget: Padded tokens that one forward pass may take.
+        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        keep: Saved states and exported weights that stay on disk.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        steps: int | None = None,
+        tasks_per_step: int | None = None,
+        group_size: int | None = None,
+        max_age: int = -1,
+        beta: float = 0.1,
+        min_gap: float = 1e-6,
+        pairs: Pairing = "extremes",
+        reference: ReferenceKind = "start",
+        epochs: int = 1,
+        pairs_per_update: int = 16,
+        lr: float = 1e-6,
+        warmup: int = 0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        token_budget: int = 16_384,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+        lora_targets: tuple[str, ...] = ("all-linear",),
+        device: str = "auto",
+        dtype: str = "float32",
+        threads: int = 0,
+        keep: int = 2,
+    ) -> None:
+        one_of("dpo", pairs=(pairs, get_args(Pairing)), reference=(reference, get_args(ReferenceKind)))
+        at_least_one("dpo", epochs=epochs, pairs_per_update=pairs_per_update, keep=keep)
+        if group_size == 1 or beta <= 0 or min_gap <= 0:
+            raise ConfigError(
+                f"dpo got {group_size=}, {beta=} and {min_gap=}; a pair needs a group of 2 at least, "
+                "and the other two must be above 0."
+            )
+        self._epochs, self._pairs_per_update = epochs, pairs_per_update
+        self._beta, self._min_gap, self._token_budget = beta, min_gap, token_budget
+        self._pairing: Pairing = pairs
+        self._reference: ReferenceKind = reference
+        settings = LearnerSettings(
+            optim=OptimSettings(
+                lr=lr,
+                betas=(betas[0], betas[1]),
+                weight_decay=weight_decay,
+                warmup=warmup,
+                max_grad_norm=max_grad_norm,
+            ),
+            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+        self._tuned = TunedPolicy(settings=settings, algorithm="dpo", keep=keep, has_reference=reference == "start")
+        self._supply = Supply(
+            algorithm="dpo", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
+        )
+        self._step, self._updates = 0, 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned, and where the rollouts come from."""
+        self._context = context
+        self._tuned.begin(context)
+        self._supply.begin(context)
+
+    async def step(self) -> StepReport:
+        """Take groups, make pairs, update, save and publish."""
+        step = self._step + 1
+        learner = await self._tuned.learner(updates=self._updates)
+        given = await self._supply.take(step)
+        pairs = [pair for group in given.groups for pair in make_pairs(group, gap=self._min_gap, pairing=self._pairing)]
+        chosen = {rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)}
+        rows = [row for group in given.groups for e in group if e.rollout.rollout_id in chosen for row in _rows(e)]
+
+        started = time.perf_counter()
+        metrics = given.metrics | await self._train(learner, pairs, rows)
+        metrics |= {"pairs": float(len(pairs)), "update_s": time.perf_counter() - started}
+
+        await self._tuned.save(step=step)
+        published = (await self._tuned.publish(step=step),) if pairs else ()
+        self._step, self._updates = step, learner.updates
+        return StepReport(
+            step=step,
+            is_finished=bool(given.stop_reason),
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(row.rollout for row in rows)),
+            published=published,
+            stop_reason=given.stop_reason,
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """Counts, what of the sources was read, the newest checkpoint and the version that training started from."""
+        own: dict[str, Json] = {"step": self._step, "updates": self._updates}
+        return own | self._supply.state() | self._tuned.state(step=self._step)
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments and the reference included."""
+        self._step, self._updates = int(state["step"]), int(state["updates"])
+        self._supply.restore(state)
+        await self._tuned.restore(state)
+
+    async def close(self) -> None:
+        """Drop the model and the reference."""
+        self._tuned.close()
+
+    async def _train(self, learner: Learner, pairs: list[Pair], rows: list[Sample]) -> dict[str, float]:
+        """All updates of a step; numbers are averaged over the updates."""
+        if not pairs:
+            return {"updates_skipped": 1.0}
+        reference = await asyncio.to_thread(self._reference_sums, learner, rows)
+        by_rollout: defaultdict[str, list[Sample]] = defaultdict(list)
+        for row in rows:
+            by_rollout[row.rollout].append(row)
+        reports: list[dict[str, float]] = []
+        for epoch in range(self._epochs):
+            order = list(pairs)
+            random.Random(f"{self._context.seed}/{self._context.name}/{self._step}/{epoch}").shuffle(order)
+            for start in range(0, len(order), self._pairs_per_update):
+                part = order[start : start + self._pairs_per_update]
+                reports.append(await asyncio.to_thread(self._update, learner, part, by_rollout, reference))
+                self._context.progress(epoch * len(order) + start + len(part), self._epochs * len(order), "update")
+        return {name: mean([report[name] for report in reports]) for name in reports[0]}
+
+    def _reference_sums(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
+        """log ref(rollout) by rollout, before the step's first update."""
+        learner.use_threads()
+        if self._reference == "behaviour":
+            return _sums(rows, [row.behaviour * row.mask for row in rows])
+        with self._tuned.reference.active() as model:
+            return _sums(rows, logprobs(model, rows, token_budget=self._token_budget, device=learner.loaded.device))
+
+    def _update(
+        self,
+        learner: Learner,
+        pairs: Sequence[Pair],
+        by_rollout: Mapping[str, Sequence[Sample]],
+        reference: Mapping[str, float],
+    ) -> dict[str, float]:
+        """One optimizer update on whole pairs."""
+        learner.use_threads()
+        model, device = learner.loaded.model, learner.loaded.device
+        rollouts = dict.fromkeys(name for pair in pairs for name in (pair.chosen, pair.rejected))
+        rows = [row for name in rollouts for row in by_rollout[name]]
+        policy = _sums(rows, logprobs(model, rows, token_budget=self._token_budget, device=device))
+        ratio = {name: policy[name] - reference[name] for name in rollouts}
+        margins = [ratio[pair.chosen] - ratio[pair.rejected] for pair in pairs]
+
+        factor: defaultdict[str, float] = defaultdict(float)  # d loss / d log pi(rollout), negated
+        for pair, margin in zip(pairs, margins, strict=True):
+            slope = self._beta * _sigmoid(-self._beta * margin) / len(pairs)
+            factor[pair.chosen] += slope
+            factor[pair.rejected] -= slope
+        for batch in micro_batches(
+            [replace(row, advantages=row.mask * factor[row.rollout]) for row in rows],
+            [1.0] * len(rows),
+            token_budget=self._token_budget,
+            device=device,
+        ):
+            backward(-(batch.advantages_M * batch.logprobs(batch.logits(model))).sum())
+        return {
+            "loss": mean([-_log_sigmoid(self._beta * margin) for margin in margins]),
+            "margin": mean(margins),
+            "accuracy": mean([float(margin > 0) for margin in margins]),
+            "grad_norm": learner.apply(),
+        }
+
+
+def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> list[Pair]:
+    """Return the pairs of a group, best rollouts first; of equal rewards the earlier rollout comes first.
+
+    Only rollouts with a reward and with tokens of the policy take part; `extremes` gives one pair at most.
+    """
+    ranked = sorted(
+        (e for e in group if e.reward is not None and any(any(row.mask) for row in e.rows)),
+        key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id),
+    )
+    found = [
+        Pair(chosen=better.rollout.rollout_id, rejected=worse.rollout.rollout_id)
+        for index, better in enumerate(ranked)
+        for worse in ranked[index + 1 :]
+        if (better.reward or 0.0) - (worse.reward or 0.0) >= gap
+    ]
+    if pairing == "all" or not found:
+        return found
+    return [Pair(chosen=ranked[0].rollout.rollout_id, rejected=ranked[-1].rollout.rollout_id)]
+
+
+def _rows(episode: Episode) -> list[Sample]:
+    live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
+    temperatures = {call.span_id: call.temperature for call in episode.transitions}
+    rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
+    return [row for row in rows if row.trained_tokens]
+
+
+def _sums(rows: Sequence[Sample], values: Sequence[Tensor]) -> dict[str, float]:
+    """The sum over the trained tokens of all rows of a rollout; a row's first token is never predicted."""
+    sums: defaultdict[str, float] = defaultdict(float)
+    for row, value in zip(rows, values, strict=True):
+        sums[row.rollout] += float(value[1:].double().sum())
+    return dict(sums)
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+def _log_sigmoid(x: float) -> float:
+    return min(x, 0.0) - math.log1p(math.exp(-abs(x)))

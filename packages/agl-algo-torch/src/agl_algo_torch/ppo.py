@@ -1,0 +1,365 @@
+"""PPO: policy gradients whose baseline is a learned value function, on the recorded tokens of whatever the agent did.
+
+Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), equations 7 and 9, with the
+advantages of arXiv 1506.02438 (`gae.py`). One step:
+
+    1. collect: run every task `group_size` times with the live weights
+    2. values from the critic, then advantages and value targets over the policy's tokens of each row
+    3. `epochs` passes in `updates_per_step` parts: the clipped policy loss (`losses.py`), the critic's (`critic.py`)
+    4. publish the new weights; the critic is saved and never served
+
+Deviations from the paper, and why:
+- The critic is a network of its own; no entropy bonus (its effect on language models is to lengthen rambling).
+- Rewards come from the configured credit as differences of returns (`gae.py`), so every credit works that gives
+  returns; one that gives finished advantages is refused, for a critic would be ignored.
+- Advantages are whitened with the weights of the loss, so a rollout's share does not grow with its calls or rows when
+  `aggregation = "sequence"`; with `"token"` every token counts once, as is usual.
+- The log-probability gap between sampler and trainer is corrected by truncated importance sampling, as in `grpo.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl.contracts import StepReport
+from agl.errors import ConfigError
+from agl_algo_torch import gae
+from agl_algo_torch.batch import Sample, from_row, micro_batches, split_updates, weights
+from agl_algo_torch.critic import Critic
+from agl_algo_torch.forward import logprobs
+from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.losses import (
+    AGGREGATIONS,
+    KL,
+    KLS,
+    Aggregation,
+    entropy,
+    kl_estimate,
+    policy_loss,
+    truncated_importance,
+)
+from agl_algo_torch.model import LoraSettings
+from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, one_of
+from agl_algo_torch.typed import backward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import CallCredit, Episode, Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A row with what the critic says of it: `values` before the update and their `targets`, both [T]."""
+
+    sample: Sample
+    values: Tensor
+    targets: Tensor
+
+
+class PPO:
+    """Trains the weights of one policy, and a critic beside it.
+
+    Args:
+        steps: Steps in all; one step collects once and publishes once.
+        tasks_per_step: Tasks per step, drawn without repetition until the training tasks are used up.
+        group_size: Rollouts per task; the baseline is the critic, so 1 is enough.
+        gamma: Discount per token of the policy; `lam` is GAE's lambda.
+        is_whitened: Whether a step's advantages are brought to mean 0 and deviation 1.
+        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`).
+        updates_per_step: Parts that a step's rollouts are dealt into; `epochs` passes over them.
+        clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
+        kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        tis_cap: Largest importance weight of the trainer's over the sampler's probability; 0 turns it off.
+        critic_warmup: Steps at the start in which only the critic learns.
+        critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
+        lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        token_budget: Padded tokens that one forward pass may take.
+        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        keep: Saved states and exported weights that stay on disk.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        steps: int = 100,
+        tasks_per_step: int = 16,
+        group_size: int = 4,
+        gamma: float = 1.0,
+        lam: float = 0.95,
+        is_whitened: bool = True,
+        aggregation: Aggregation = "token",
+        constant_tokens: int = 1024,
+        updates_per_step: int = 1,
+        epochs: int = 1,
+        clip_low: float = 0.2,
+        clip_high: float = 0.2,
+        value_clip: float = 0.5,
+        kl: KL = "k3",
+        kl_coef: float = 0.0,
+        tis_cap: float = 2.0,
+        critic_warmup: int = 0,
+        critic_lr: float = 1e-5,
+        lr: float = 1e-6,
+        warmup: int = 0,
+        decay: Decay = "constant",
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        token_budget: int = 16_384,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+        lora_targets: tuple[str, ...] = ("all-linear",),
+        device: str = "auto",
+        dtype: str = "float32",
+        threads: int = 0,
+        keep: int = 2,
+    ) -> None:
+        one_of("ppo", aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        at_least_one(
+            "ppo",
+            steps=steps,
+            tasks_per_step=tasks_per_step,
+            group_size=group_size,
+            updates_per_step=updates_per_step,
+            epochs=epochs,
+            constant_tokens=constant_tokens,
+            keep=keep,
+        )
+        if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0) or value_clip < 0 or critic_warmup < 0:
+            raise ConfigError(
+                f"ppo got {gamma=}, {lam=}, {value_clip=} and {critic_warmup=}; "
+                "the first two are between 0 and 1, the others not below 0."
+            )
+        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._gamma, self._lam, self._is_whitened = gamma, lam, is_whitened
+        self._aggregation: Aggregation = aggregation
+        self._constant_tokens = constant_tokens
+        self._updates_per_step, self._epochs = updates_per_step, epochs
+        self._clip_low, self._clip_high, self._value_clip = clip_low, clip_high, value_clip
+        self._kl: KL = kl
+        self._kl_coef, self._tis_cap = kl_coef, tis_cap
+        self._critic_warmup = critic_warmup
+        self._token_budget, self._keep = token_budget, keep
+        optim = OptimSettings(
+            lr=lr,
+            betas=(betas[0], betas[1]),
+            weight_decay=weight_decay,
+            warmup=warmup,
+            decay=decay,
+            total=steps * updates_per_step * epochs,
+            max_grad_norm=max_grad_norm,
+        )
+        self._critic_optim = replace(optim, lr=critic_lr)
+        settings = LearnerSettings(
+            optim=optim,
+            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+        self._tuned = TunedPolicy(settings=settings, algorithm="ppo", keep=keep, has_reference=kl_coef > 0)
+        self._critic: Critic | None = None
+        self._step, self._updates = 0, 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
+        self._context = context
+        self._tuned.begin(context)
+        check_tasks(context, algorithm="ppo")
+
+    async def step(self) -> StepReport:
+        """Collect, evaluate, update policy and critic, save and publish."""
+        context, step = self._context, self._step + 1
+        learner = await self._tuned.learner(updates=self._updates)
+        critic = self._critic = self._critic or await asyncio.to_thread(self._make_critic, learner)
+        started = time.perf_counter()
+        tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
+        collected = await context.collect(tasks, step=step, n=self._group_size)
+        metrics = {"collect_s": time.perf_counter() - started}
+        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+        metrics |= {"reward": mean([e.reward for e in collected.episodes if e.reward is not None])}
+
+        started = time.perf_counter()
+        rows = [row for group in collected.groups() for row in self._rows(group)]
+        steps = await asyncio.to_thread(self._evaluate, learner, critic, rows)
+        metrics |= _value_metrics(steps)
+        metrics |= await self._train(learner, critic, steps)
+        metrics["update_s"] = time.perf_counter() - started
+
+        await self._tuned.save(step=step)
+        await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep)
+        version = await self._tuned.publish(step=step)
+        self._step, self._updates = step, learner.updates
+        is_finished = step >= self._steps
+        return StepReport(
+            step=step,
+            is_finished=is_finished,
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(row.sample.rollout for row in steps)),
+            published=(version,),
+            stop_reason=f"{self._steps} steps done" if is_finished else "",
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """Counts, the newest checkpoint and the version that training started from."""
+        own: dict[str, Json] = {"step": self._step, "updates": self._updates}
+        return own | self._tuned.state(step=self._step)
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint of policy and critic, optimizer moments and the KL reference included."""
+        self._step, self._updates = int(state["step"]), int(state["updates"])
+        await self._tuned.restore(state)
+        if state["checkpoint"]:
+            learner = await self._tuned.learner(updates=self._updates)
+            self._critic = await asyncio.to_thread(self._make_critic, learner)
+            await asyncio.to_thread(self._critic.load, self._context.workdir, step=self._step)
+
+    async def close(self) -> None:
+        """Drop the model, the critic and the reference."""
+        self._tuned.close()
+        self._critic = None
+
+    def _make_critic(self, learner: Learner) -> Critic:
+        return Critic(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
+
+    def _rows(self, group: Sequence[Episode]) -> list[tuple[Sample, Tensor]]:
+        """The trained rows of a group with the reward at each token."""
+        found: list[tuple[Sample, Tensor]] = []
+        for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
+            returns = {credit.span_id: _return(credit) for credit in credits}
+            temperatures = {call.span_id: call.temperature for call in episode.transitions}
+            for row in episode.rows:
+                sample = from_row(row, advantages=returns, temperatures=temperatures)
+                if sample.trained_tokens:
+                    found.append((sample, gae.call_rewards(row, returns)))
+        return found
+
+    def _evaluate(self, learner: Learner, critic: Critic, rows: Sequence[tuple[Sample, Tensor]]) -> list[Step]:
+        """Values, advantages and targets of all rows; the log-probabilities where several updates will need them."""
+        learner.use_threads()
+        samples = [sample for sample, _ in rows]
+        if self._updates_per_step * self._epochs > 1:
+            old = logprobs(learner.loaded.model, samples, token_budget=self._token_budget, device=learner.loaded.device)
+            samples = [replace(sample, old=value) for sample, value in zip(samples, old, strict=True)]
+        steps: list[Step] = []
+        for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
+            predicted = sample.mask.clone()
+            predicted[0] = False
+            advantages_T, targets_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)
+            advantages_T[predicted], targets_T[predicted] = gae.advantages(
+                rewards_T[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
+            )
+            trained = replace(sample, advantages=advantages_T.float(), mask=predicted)
+            steps.append(Step(sample=trained, values=values_T, targets=targets_T))
+        return self._whitened(steps) if self._is_whitened else steps
+
+    def _whitened(self, steps: list[Step]) -> list[Step]:
+        """Advantages with mean 0 and deviation 1 under the weights of the loss; equal ones become 0."""
+        weight = weights([s.sample for s in steps], aggregation=self._aggregation, constant=self._constant_tokens)
+        values_M = torch.cat([s.sample.advantages[s.sample.mask] for s in steps] or [torch.zeros(0)]).double()
+        weight_M = torch.cat(
+            [torch.full((s.sample.trained_tokens,), w) for s, w in zip(steps, weight, strict=True)] or [torch.zeros(0)]
+        ).double()
+        if not len(values_M):
+            return steps
+        average = (weight_M * values_M).sum() / weight_M.sum()
+        deviation = ((weight_M * (values_M - average) ** 2).sum() / weight_M.sum()).sqrt()
+
+        def whiten(sample: Sample) -> Sample:
+            scaled_T = ((sample.advantages.double() - average) / (deviation + 1e-8)).float()
+            return replace(sample, advantages=scaled_T * sample.mask)
+
+        return [replace(step, sample=whiten(step.sample)) for step in steps]
+
+    async def _train(self, learner: Learner, critic: Critic, steps: Sequence[Step]) -> dict[str, float]:
+        """All updates of a step; a number that several updates report is averaged."""
+        if not steps:
+            return {"updates_skipped": 1.0}
+        by_row = {id(step.sample): step for step in steps}
+        parts = split_updates([step.sample for step in steps], updates=self._updates_per_step)
+        reports: list[dict[str, float]] = []
+        for epoch in range(self._epochs):
+            for index, part in enumerate(parts):
+                chosen = [by_row[id(sample)] for sample in part]
+                reports.append(await asyncio.to_thread(self._update, learner, critic, chosen))
+                self._context.progress(epoch * len(parts) + index + 1, self._epochs * len(parts), "update")
+        names = dict.fromkeys(name for report in reports for name in report)
+        return {name: mean([report[name] for report in reports if name in report]) for name in names}
+
+    def _update(self, learner: Learner, critic: Critic, steps: Sequence[Step]) -> dict[str, float]:
+        """One update of the critic, and of the policy once the critic's warm-up is over."""
+        learner.use_threads()
+        samples = [step.sample for step in steps]
+        weight = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        report = critic.update(
+            samples, weight, targets=[step.targets for step in steps], old=[step.values for step in steps]
+        )
+        if self._step < self._critic_warmup:
+            return report
+        sums: defaultdict[str, float] = defaultdict(float)
+        peaks = {"ratio_max": 0.0, "logprob_gap": 0.0}
+        for batch in micro_batches(samples, weight, token_budget=self._token_budget, device=learner.loaded.device):
+            logits_M_V = batch.logits(learner.loaded.model)
+            logp_M = batch.logprobs(logits_M_V)
+            old_M = logp_M.detach() if batch.old_M is None else batch.old_M
+            importance_M = None
+            if self._tis_cap:
+                importance_M = truncated_importance(old_M, batch.behaviour_M, cap=self._tis_cap)
+            result = policy_loss(
+                logp_M,
+                old_logp_M=old_M,
+                advantages_M=batch.advantages_M,
+                weight_M=batch.weight_M,
+                clip_low=self._clip_low,
+                clip_high=self._clip_high,
+                importance_M=importance_M,
+            )
+            loss = result.loss
+            if self._kl_coef:
+                with self._tuned.reference.active() as model:
+                    reference_M = batch.logprobs(batch.logits(model))
+                kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)
+                loss = loss + self._kl_coef * (batch.weight_M * kl_M).sum()
+                sums["kl"] += float(kl_M.detach().sum())
+            backward(loss)
+            sums["loss"] += float(loss.detach())
+            sums["entropy"] += float(entropy(logits_M_V.detach()).sum())
+            sums["clipped"] += result.clipped_low + result.clipped_high
+            sums["tokens"] += len(logp_M)
+            peaks["ratio_max"] = max(peaks["ratio_max"], result.ratio_max)
+            peaks["logprob_gap"] = max(peaks["logprob_gap"], float((old_M - batch.behaviour_M).abs().max()))
+        totals = {"loss", "tokens"}
+        report |= {name: value if name in totals else value / sums["tokens"] for name, value in sums.items()}
+        return report | peaks | {"grad_norm": learner.apply()}
+
+
+def _return(credit: CallCredit) -> float:
+    if credit.is_advantage:
+        raise ConfigError(
+            "ppo subtracts its critic's values from returns, and the configured credit gives finished advantages. "
+            'Use a credit of returns, such as [credit] use = "turn", or the algorithm "grpo".'
+        )
+    return credit.value
+
+
+def _value_metrics(steps: Sequence[Step]) -> dict[str, float]:
+    """How much of the targets' variance the critic explains, and the mean value."""
+    if not steps:
+        return {}
+    values_M = torch.cat([step.values[step.sample.mask] for step in steps]).double()
+    targets_M = torch.cat([step.targets[step.sample.mask] for step in steps]).double()
+    spread = float(targets_M.var(correction=0))
+    explained = 1.0 - float((targets_M - values_M).var(correction=0)) / spread if spread > 0 else 0.0
+    return {"value": float(values_M.mean()), "explained_variance": explained, "rows": float(len(steps))}

@@ -1,0 +1,199 @@
+"""RFT: supervised fine-tuning on the good rollouts that another algorithm, or this one, paid for.
+
+Paper: Yuan et al. 2023, "Scaling Relationship on Learning Mathematical Reasoning" (arXiv 2308.01825), section 3.2:
+sample several answers per task, keep the right ones, fine-tune on them. One step:
+
+    1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for
+    2. keep those with at least `min_reward`, of each group the `best` at most
+    3. minimise -sum_t w_t log pi(y_t | y_<t) over the policy's tokens, `epochs` passes, `rollouts_per_update` at a time
+    4. publish the new weights
+
+Deviations from the paper, and why:
+- Rollouts have several turns; what the policy did not write is masked.
+- The very tokens that were sampled are trained, nothing is rendered again. So the rollouts must be the tuned policy's
+  own; to imitate another model, write its runs to a file (`agl export`) and use `sft`.
+- Equal answers are not removed: siblings are samples, and how often one appears is its probability.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from agl.contracts import StepReport
+from agl.errors import ConfigError
+from agl_algo_torch.batch import Sample, from_row, micro_batches, weights
+from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_algo_torch.model import LoraSettings
+from agl_algo_torch.optim import OptimSettings
+from agl_algo_torch.supply import Supply
+from agl_algo_torch.tuned import TunedPolicy, at_least_one
+from agl_algo_torch.typed import backward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Episode, Json
+
+
+class RFT:
+    """Fine-tunes the weights of one policy on the best of its own rollouts.
+
+    Args:
+        min_reward: Least reward of a rollout that is imitated.
+        best: Most rollouts of one group; 0 for all.
+        steps: Steps in all, by default 1; with a source at most so many, by default until it has nothing more.
+        tasks_per_step: Groups per step, by default 16; refused with a source, which pays for its own.
+        group_size: Rollouts per task, by default 4; refused with a source.
+        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
+        epochs: Passes over a step's rollouts; `rollouts_per_update` make one optimizer update.
+        aggregation: `token`, or `sequence`: every rollout counts the same, however long.
+        lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
+        token_budget: Padded tokens that one forward pass may take.
+        lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        keep: Saved states and exported weights that stay on disk.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
+        self,
+        *,
+        min_reward: float,
+        best: int = 0,
+        steps: int | None = None,
+        tasks_per_step: int | None = None,
+        group_size: int | None = None,
+        max_age: int = -1,
+        epochs: int = 1,
+        rollouts_per_update: int = 16,
+        aggregation: Aggregation = "token",
+        lr: float = 1e-5,
+        warmup: int = 0,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+        token_budget: int = 16_384,
+        lora_rank: int = 0,
+        lora_alpha: float = 32.0,
+        lora_targets: tuple[str, ...] = ("all-linear",),
+        device: str = "auto",
+        dtype: str = "float32",
+        threads: int = 0,
+        keep: int = 2,
+    ) -> None:
+        at_least_one("rft", epochs=epochs, rollouts_per_update=rollouts_per_update, keep=keep)
+        if best < 0:
+            raise ConfigError(f"rft got best = {best}; give how many rollouts of a group are kept, or 0 for all.")
+        self._min_reward, self._best = min_reward, best
+        self._epochs, self._rollouts_per_update = epochs, rollouts_per_update
+        self._aggregation: Aggregation = aggregation
+        self._token_budget = token_budget
+        settings = LearnerSettings(
+            optim=OptimSettings(
+                lr=lr,
+                betas=(betas[0], betas[1]),
+                weight_decay=weight_decay,
+                warmup=warmup,
+                max_grad_norm=max_grad_norm,
+            ),
+            lora=LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None,
+            device=device,
+            dtype=dtype,
+            threads=threads,
+        )
+        self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep)
+        self._supply = Supply(
+            algorithm="rft", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
+        )
+        self._step, self._updates = 0, 0
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check that one policy with reachable weights is tuned, and where the rollouts come from."""
+        self._context = context
+        self._tuned.begin(context)
+        self._supply.begin(context)
+
+    async def step(self) -> StepReport:
+        """Take groups, keep the good ones, update, save and publish."""
+        step = self._step + 1
+        learner = await self._tuned.learner(updates=self._updates)
+        given = await self._supply.take(step)
+        rows = [row for group in given.groups for episode in self._good(group) for row in _rows(episode)]
+
+        started = time.perf_counter()
+        metrics = given.metrics | await self._train(learner, rows)
+        metrics["update_s"] = time.perf_counter() - started
+
+        await self._tuned.save(step=step)
+        published = (await self._tuned.publish(step=step),) if rows else ()
+        self._step, self._updates = step, learner.updates
+        return StepReport(
+            step=step,
+            is_finished=bool(given.stop_reason),
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(row.rollout for row in rows)),
+            published=published,
+            stop_reason=given.stop_reason,
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """Counts, what of the sources was read, the newest checkpoint and the version that training started from."""
+        own: dict[str, Json] = {"step": self._step, "updates": self._updates}
+        return own | self._supply.state() | self._tuned.state(step=self._step)
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments included."""
+        self._step, self._updates = int(state["step"]), int(state["updates"])
+        self._supply.restore(state)
+        await self._tuned.restore(state)
+
+    async def close(self) -> None:
+        """Drop the model."""
+        self._tuned.close()
+
+    def _good(self, group: Sequence[Episode]) -> list[Episode]:
+        """The rollouts of a group that are imitated, best first; of equal ones the earlier."""
+        good = [e for e in group if e.reward is not None and e.reward >= self._min_reward]
+        good.sort(key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
+        return good[: self._best or None]
+
+    async def _train(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
+        """All updates of a step; numbers are averaged over the updates."""
+        by_rollout: defaultdict[str, list[Sample]] = defaultdict(list)
+        for row in rows:
+            by_rollout[row.rollout].append(row)
+        reports: list[dict[str, float]] = []
+        for epoch in range(self._epochs):
+            order = list(by_rollout)
+            random.Random(f"{self._context.seed}/{self._context.name}/{self._step}/{epoch}").shuffle(order)
+            for start in range(0, len(order), self._rollouts_per_update):
+                part = [row for name in order[start : start + self._rollouts_per_update] for row in by_rollout[name]]
+                reports.append(await asyncio.to_thread(self._update, learner, part))
+                self._context.progress(epoch * len(order) + start, self._epochs * len(order), "update")
+        kept = {"imitated": float(len(by_rollout))}
+        if not reports:
+            return kept | {"updates_skipped": 1.0}
+        return kept | {name: mean([report[name] for report in reports]) for name in reports[0]}
+
+    def _update(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer update on whole rollouts."""
+        learner.use_threads()
+        loaded = learner.loaded
+        weight = weights(rows, aggregation=self._aggregation)
+        total = 0.0
+        for batch in micro_batches(rows, weight, token_budget=self._token_budget, device=loaded.device):
+            loss = -(batch.weight_M * batch.logprobs(batch.logits(loaded.model))).sum()
+            backward(loss)
+            total += float(loss.detach())
+        return {"loss": total, "grad_norm": learner.apply()}
+
+
+def _rows(episode: Episode) -> list[Sample]:
+    live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
+    rows = [from_row(row, advantages=live) for row in episode.rows]
+    return [row for row in rows if row.trained_tokens]

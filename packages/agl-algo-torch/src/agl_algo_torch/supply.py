@@ -1,0 +1,92 @@
+"""Where a step's rollouts come from: the algorithm's own requests, or what another algorithm paid for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agl.errors import ConfigError
+from agl_algo_torch.learner import mean
+from agl_algo_torch.tuned import at_least_one, check_tasks, draw_tasks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Episode, Json
+
+STEPS, TASKS_PER_STEP, GROUP_SIZE = 1, 16, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supplied:
+    """Groups of rollouts that share a task, what to log, and why there will be no more, `""` while there may."""
+
+    groups: list[list[Episode]]
+    metrics: dict[str, float]
+    stop_reason: str = ""
+
+
+class Supply:
+    """The rollouts of an algorithm that may have a source; `begin` comes first.
+
+    Args:
+        algorithm: Its registered name, for messages.
+        steps: Steps in all; `None` for 1, or with a source for as many as it has something to give.
+        tasks_per_step: Groups per step of its own, with `group_size` rollouts each; `None` for the defaults.
+        max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
+    """
+
+    def __init__(
+        self, *, algorithm: str, steps: int | None, tasks_per_step: int | None, group_size: int | None, max_age: int
+    ) -> None:
+        given = {"steps": steps, "tasks_per_step": tasks_per_step, "group_size": group_size}
+        at_least_one(algorithm, **{name: value for name, value in given.items() if value is not None})
+        self._algorithm = algorithm
+        self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
+        self._max_age = max_age
+        self._after: dict[str, int] = {}
+
+    def begin(self, context: AlgorithmContext) -> None:
+        """Take the algorithm's context; raises ConfigError for settings that the origin of rollouts ignores."""
+        self._context = context
+        name = self._algorithm
+        if not context.sources:
+            check_tasks(context, algorithm=name)
+            if self._max_age >= 0:
+                raise ConfigError(f"{name} got max_age without a source; its own rollouts are never old. Remove it.")
+        elif self._tasks_per_step or self._group_size:
+            raise ConfigError(
+                f"{name} learns from {list(context.sources)} and collects nothing, so tasks_per_step and group_size "
+                "would be ignored; remove them, or remove the source."
+            )
+
+    async def take(self, step: int) -> Supplied:
+        """The groups of a step; from sources, all that is new."""
+        context, is_over = self._context, False
+        if context.sources:
+            found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
+            groups, dropped, is_over = found.groups(), found.dropped, found.is_over
+            self._after = found.steps
+        else:
+            tasks = draw_tasks(context, step=step, count=self._tasks_per_step or TASKS_PER_STEP)
+            collected = await context.collect(tasks, step=step, n=self._group_size or GROUP_SIZE)
+            groups, dropped = collected.groups(), collected.dropped
+        rewards = [e.reward for group in groups for e in group if e.reward is not None]
+        metrics = {"reward": mean(rewards), "groups": float(len(groups)), "rollouts": float(len(rewards))}
+        metrics |= {f"dropped_{why}": float(count) for why, count in dropped.items()}
+        return Supplied(groups=groups, metrics=metrics, stop_reason=self._reason(step, is_over=is_over))
+
+    def state(self) -> dict[str, Json]:
+        """How far the sources were read."""
+        return {"after": dict(self._after)}
+
+    def restore(self, state: Mapping[str, Json]) -> None:
+        """Read on where `state` was taken."""
+        self._after = dict(state["after"])
+
+    def _reason(self, step: int, *, is_over: bool) -> str:
+        if is_over:
+            return "the sources have nothing more"
+        limit = self._steps or (None if self._context.sources else STEPS)
+        return f"{step} steps done" if step == limit else ""

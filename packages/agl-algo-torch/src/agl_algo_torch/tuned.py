@@ -1,0 +1,142 @@
+"""The policy that an algorithm trains, over its steps: opened when needed, reopened, saved, published.
+
+Shared by the algorithms over weights, so that each of them reads as its own loop; it decides nothing about losses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agl.errors import ConfigError
+from agl_algo_torch.learner import Learner, LearnerSettings, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.model import Reference
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Json
+
+
+class TunedPolicy:
+    """One policy in training; `begin` comes first.
+
+    Args:
+        settings: Optimizer, adapters, device.
+        algorithm: Its registered name, for messages.
+        keep: Saved states and exported weights that stay on disk.
+        has_reference: Whether a frozen copy of the policy at this algorithm's start is held.
+    """
+
+    def __init__(self, *, settings: LearnerSettings, algorithm: str, keep: int, has_reference: bool = False) -> None:
+        self._algorithm = algorithm
+        self._settings = settings
+        self._keep = keep
+        self._has_reference = has_reference
+        self._learner: Learner | None = None
+        self._reference: Reference | None = None
+        self._opened = ""  # the version that `_learner` was opened from
+
+    def begin(self, context: AlgorithmContext) -> None:
+        """Take the algorithm's context; raises ConfigError unless one policy with reachable weights is tuned."""
+        self._context = context
+        self.name = tuned_name(context, algorithm=self._algorithm)
+        tuned_weights(context.current(self.name).resource, name=self.name)
+
+    @property
+    def reference(self) -> Reference:
+        """The policy at this algorithm's start."""
+        if self._reference is None:
+            raise AssertionError("a reference was asked for, so opening the learner made one")
+        return self._reference
+
+    async def learner(self, *, updates: int) -> Learner:
+        """The learner, opened again when another algorithm has published weights since; `updates` were made."""
+        version = self._context.current(self.name)
+        is_foreign = version.algorithm != self._context.name and version.version != self._opened
+        if self._learner is None or is_foreign:
+            origin = tuned_weights(version.resource, name=self.name)
+            self._learner = None  # free the old model before the new one is loaded
+            self._learner = await asyncio.to_thread(self._open, origin, updates)
+            self._opened = version.version
+        return self._learner
+
+    async def save(self, *, step: int) -> None:
+        """Write what training continues from."""
+        if self._learner is not None:
+            await asyncio.to_thread(self._learner.save, self._context.workdir, step=step, keep=self._keep)
+
+    async def publish(self, *, step: int) -> str:
+        """Export the weights and make them live; returns `name@version`."""
+        if self._learner is None:
+            raise AssertionError("weights are published after an update, which opened the learner")
+        resource = await asyncio.to_thread(self._learner.export, self._context.workdir, step=step, keep=self._keep)
+        version = await self._context.publish(self.name, resource, step=step)
+        return f"{self.name}@{version.version}"
+
+    def state(self, *, step: int) -> dict[str, Json]:
+        """The newest checkpoint and the version that training started from, for `restore`."""
+        path = saved_path(self._context.workdir, step)
+        return {"checkpoint": path if path and Path(path).is_dir() else "", "opened": self._opened}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from a checkpoint, optimizer moments and the reference included."""
+        self._opened = str(state["opened"])
+        if state["checkpoint"]:
+            self._learner = await asyncio.to_thread(self._resume, Path(str(state["checkpoint"])))
+
+    def close(self) -> None:
+        """Drop the model and the reference."""
+        self._learner = self._reference = None
+
+    def _open(self, origin: Any, updates: int) -> Learner:
+        learner = Learner(origin=origin, settings=self._settings)
+        learner.updates = updates
+        if self._has_reference and self._reference is None:
+            self._reference = Reference(learner.loaded.model)
+        return learner
+
+    def _resume(self, checkpoint: Path) -> Learner:
+        learner = Learner.resume(checkpoint, settings=self._settings)
+        if self._has_reference:
+            self._reference = Reference(Learner(origin=learner.origin, settings=self._settings).loaded.model)
+        return learner
+
+
+def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
+    """Return the tasks of a step: every epoch is a shuffle that follows from seed, algorithm and epoch.
+
+    No task comes twice before every other came once; `count` is cut to the number of tasks.
+    """
+    tasks: Sequence[Json] = context.train
+    first = (step - 1) * count
+    chosen: list[Json] = []
+    for position in range(first, first + min(count, len(tasks))):
+        epoch, index = divmod(position, len(tasks))
+        order = list(range(len(tasks)))
+        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
+        chosen.append(tasks[order[index]])
+    return chosen
+
+
+def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
+    """Raise ConfigError when there is nothing to collect rollouts on."""
+    if not context.train:
+        raise ConfigError(f"{algorithm} needs training tasks, but the experiment has none. Set `train` to a dataset.")
+
+
+def at_least_one(algorithm: str, **counts: int) -> None:
+    """Raise ConfigError naming the counts below 1."""
+    low = {name: value for name, value in counts.items() if value < 1}
+    if low:
+        raise ConfigError(f"{algorithm} got {low}; each must be at least 1.")
+
+
+def one_of(algorithm: str, **choices: tuple[str, Sequence[str]]) -> None:
+    """Raise ConfigError for a value that is not among the known ones: `name=(value, known)`."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ConfigError(f"{algorithm} got {name} = {value!r}, which is unknown. Use one of: {', '.join(known)}.")

@@ -1,0 +1,153 @@
+"""DPO: its loss by hand, its gradient against autograd, and whether preferred tokens become more likely."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+import torch
+
+from agl.contracts import Recorded
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_torch.dpo import DPO, Pair, _rows, make_pairs
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .token_world import World, mean_reward, paid_by_another, published, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def scenario_of(model_dir: Path, *, rows: int = 1, **params: Any) -> AlgorithmScenario:
+    settings = {
+        "steps": 3,
+        "tasks_per_step": 4,
+        "group_size": 4,
+        "lr": 3e-3,
+        "threads": 1,
+        "device": "cpu",
+        **params,
+    }
+    return AlgorithmScenario(
+        make=lambda: DPO(**{name: value for name, value in settings.items() if value is not None}),
+        play=World(rows=rows).play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        max_steps=40,
+    )
+
+
+class TestConformance(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir, epochs=2, pairs_per_update=2)
+
+
+@pytest.mark.parametrize("params", [{"reference": "start"}, {"reference": "behaviour"}, {"pairs": "all"}])
+def test_preferred_tokens_become_more_likely(model_dir: Path, tmp_path: Path, params: dict[str, Any]) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=8, tasks_per_step=8, **params), tmp_path / "work")
+    reports = asyncio.run(run(bench))
+    assert mean_reward(published(bench)) > mean_reward(model_dir) + 0.15, [r.metrics["reward"] for r in reports]
+
+
+def test_first_update_starts_at_no_preference(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=1), tmp_path / "work")
+    (report,) = asyncio.run(run(bench))
+    assert report.metrics["pairs"] > 0
+    assert math.log(2) == pytest.approx(report.metrics["loss"], abs=1e-4)
+    assert 0.0 == pytest.approx(report.metrics["margin"], abs=1e-3)
+
+
+def test_pairs_of_another_algorithms_groups_are_learned_once(model_dir: Path, tmp_path: Path) -> None:
+    given = Recorded(episodes=tuple(paid_by_another(model_dir, count=128)))
+    scenario = scenario_of(model_dir, steps=None, tasks_per_step=None, group_size=None, epochs=8, lr=1e-2)
+    bench = AlgorithmBench(scenario, tmp_path / "work", given=given)
+    (report,) = asyncio.run(run(bench))
+    assert ({}, "the sources have nothing more") == (bench.collected, report.stop_reason)
+    assert 2 * report.metrics["pairs"] == len(report.trained)
+    assert mean_reward(published(bench)) > mean_reward(model_dir) + 0.1
+
+
+def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path) -> None:
+    """Two passes with a factor per rollout give what autograd gives for equation 7 in one go."""
+    bench = AlgorithmBench(scenario_of(model_dir, rows=2, steps=1), tmp_path / "work")
+    played = paid_by_another(model_dir, count=4, rows=2)
+    group = [msgspec.structs.replace(e, reward=float(index % 3)) for index, e in enumerate(played)]
+    pairs = make_pairs(group, gap=1e-6, pairing="all")
+
+    async def body() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        async with bench:
+            dpo = DPO(beta=0.7, lr=1e-9, threads=1, device="cpu", token_budget=12)
+            await dpo.setup(bench.context())
+            learner = await dpo._tuned.learner(updates=0)
+            rows = {e.rollout.rollout_id: _rows(e) for e in group}
+            reference = {name: -3.0 * (1 + index) for index, name in enumerate(rows)}
+            ours: dict[str, torch.Tensor] = {}
+            learner.apply = lambda: ours.update(gradient(learner.loaded.model)) or 0.0  # type: ignore[method-assign]
+            report = dpo._update(learner, pairs, rows, reference)
+            learner.loaded.model.zero_grad()
+            loss = whole_loss(learner.loaded.model, pairs, rows, reference, beta=0.7)
+            assert float(loss.detach()) == pytest.approx(report["loss"], abs=1e-5)
+            loss.backward()
+            return ours, gradient(learner.loaded.model)
+
+    ours, theirs = asyncio.run(body())
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def gradient(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole_loss(model: Any, pairs: Any, rows: Any, reference: Any, *, beta: float) -> torch.Tensor:
+    def policy(name: str) -> torch.Tensor:
+        total = torch.zeros(())
+        for row in rows[name]:
+            logp = model(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1)
+            chosen = logp.gather(1, row.ids[1:, None])[:, 0]
+            total = total + chosen[row.mask[1:]].sum()
+        return total
+
+    losses = [
+        -torch.nn.functional.logsigmoid(
+            beta * ((policy(p.chosen) - reference[p.chosen]) - (policy(p.rejected) - reference[p.rejected]))
+        )
+        for p in pairs
+    ]
+    return torch.stack(losses).mean()
+
+
+def test_pairs_are_the_extremes_or_all_that_differ_enough(model_dir: Path) -> None:
+    rewards = [0.5, 1.0, 0.5, 0.0, None]
+    played = paid_by_another(model_dir, count=5)
+    group = [msgspec.structs.replace(e, reward=reward) for e, reward in zip(played, rewards, strict=True)]
+
+    def named(pairs: list[Pair]) -> list[tuple[str, str]]:
+        return [(pair.chosen[-1], pair.rejected[-1]) for pair in pairs]
+
+    assert [("1", "3")] == named(make_pairs(group, gap=0.1, pairing="extremes"))
+    assert [("1", "0"), ("1", "2"), ("1", "3"), ("0", "3"), ("2", "3")] == named(
+        make_pairs(group, gap=0.1, pairing="all")
+    )
+    assert [("1", "3")] == named(make_pairs(group, gap=0.6, pairing="all"))
+    assert [] == make_pairs(group, gap=1.5, pairing="extremes")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"pairs": "some"}, "pairs = 'some'.*extremes"),
+        ({"group_size": 1}, "group of 2"),
+        ({"beta": 0.0}, "above 0"),
+        ({"steps": 0}, "steps.*at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DPO(**params)

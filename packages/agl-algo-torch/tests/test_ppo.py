@@ -1,0 +1,156 @@
+"""PPO: advantages by hand, the critic's loss, resuming, and whether the reward rises."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl.errors import ConfigError
+from agl.schemas import CallCredit, Row, Segment, Weights, pack_floats, pack_ids
+from agl_algo_torch import gae
+from agl_algo_torch.critic import value_loss
+from agl_algo_torch.ppo import PPO
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .token_world import World, mean_reward, published, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def scenario_of(model_dir: Path, world: World | None = None, **params: Any) -> AlgorithmScenario:
+    settings = {
+        "steps": 3,
+        "tasks_per_step": 2,
+        "group_size": 4,
+        "lr": 3e-3,
+        "critic_lr": 3e-3,
+        "threads": 1,
+        "device": "cpu",
+        **params,
+    }
+    return AlgorithmScenario(
+        make=lambda: PPO(**settings),
+        play=(world or World()).play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        max_steps=40,
+    )
+
+
+class TestConformance(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        return scenario_of(model_dir, epochs=2, updates_per_step=2, kl_coef=0.01, critic_warmup=1)
+
+
+def test_the_reward_rises_and_the_critic_learns_it(model_dir: Path, tmp_path: Path) -> None:
+    scenario = scenario_of(model_dir, steps=10, tasks_per_step=8, lr=1e-2, epochs=2)
+    bench = AlgorithmBench(scenario, tmp_path / "work")
+    reports = asyncio.run(run(bench))
+    assert mean_reward(published(bench)) > mean_reward(model_dir) + 0.15, [r.metrics["reward"] for r in reports]
+    assert 0.0 == reports[0].metrics["value"]
+    assert reports[-1].metrics["reward"] == pytest.approx(reports[-1].metrics["value"], abs=0.3)
+
+
+def test_policy_stays_as_it_is_while_the_critic_warms_up(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=2, critic_warmup=2), tmp_path / "work")
+    reports = asyncio.run(run(bench))
+    assert all("loss" not in report.metrics and report.metrics["value_loss"] > 0 for report in reports)
+    assert mean_reward(model_dir) == mean_reward(published(bench))
+
+
+def test_sampler_and_trainer_agree(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=2), tmp_path / "work")
+    assert all(report.metrics["logprob_gap"] < 1e-5 for report in asyncio.run(run(bench)))
+
+
+class Finished:
+    """A credit that gives advantages."""
+
+    def assign(self, group: Any) -> list[list[CallCredit]]:
+        return [
+            [CallCredit(span_id=call.span_id, value=1.0, baseline="", is_advantage=True) for call in e.transitions]
+            for e in group
+        ]
+
+
+def test_finished_advantages_are_refused(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir), tmp_path / "work", credit=Finished())
+    with pytest.raises(ConfigError, match="finished advantages"):
+        asyncio.run(run(bench))
+
+
+def test_advantages_by_hand() -> None:
+    rewards = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64)
+    values = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
+    d3 = 2.0 - 1.0
+    d2 = 1.0 + 0.9 * 1.0 - 0.25
+    d1 = 0.0 + 0.9 * 0.25 - 0.5
+    a2 = d2 + 0.9 * 0.8 * d3
+    a1 = d1 + 0.9 * 0.8 * a2
+    found, targets = gae.advantages(rewards, values, gamma=0.9, lam=0.8)
+    torch.testing.assert_close(torch.tensor([a1, a2, d3], dtype=torch.float64), found)
+    torch.testing.assert_close(found + values, targets)
+
+
+numbers = st.floats(-5, 5, allow_nan=False, width=32)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 4), numbers, st.integers(0, 3)), min_size=1, max_size=5), st.data())
+def test_without_discount_every_token_is_worth_its_calls_return(parts: list[Any], data: st.DataObject) -> None:
+    """Calls of some tokens each with a return, and what the policy read between them."""
+    place, segments, returns, mask = 1, list[Segment](), dict[str, float](), [0]
+    expected: list[float] = []
+    for index, (length, value, gap) in enumerate(parts):
+        segments.append(Segment(start=place, stop=place + length, span_id=f"s{index}"))
+        returns[f"s{index}"] = value
+        expected += [value] * length
+        mask += [1] * length + [0] * gap
+        place += length + gap
+    row = Row(
+        rollout_id="r",
+        attempt_id="a",
+        group_id="g",
+        branch=0,
+        ids=pack_ids([1] * len(mask)),
+        mask=bytes(mask),
+        logprobs=pack_floats([0.0] * len(mask)),
+        segments=tuple(segments),
+    )
+    steps = torch.tensor(mask, dtype=torch.bool)
+    rewards = gae.call_rewards(row, returns)[steps]
+    values = torch.tensor(
+        data.draw(st.lists(numbers, min_size=len(rewards), max_size=len(rewards))), dtype=torch.float64
+    )
+    found, targets = gae.advantages(rewards, values, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(torch.tensor(expected, dtype=torch.float64), targets, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(targets - values, found)
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
+    values, old = torch.tensor([2.0, 0.2]), torch.tensor([0.0, 0.0])
+    loss = value_loss(
+        values, targets_M=torch.tensor([2.0, 0.2]), old_M=old, weight_M=torch.tensor([1.0, 1.0]), clip=0.5
+    )
+    assert 0.5 * (0.5 - 2.0) ** 2 == pytest.approx(float(loss))
+    free = value_loss(
+        values, targets_M=torch.tensor([1.0, 0.2]), old_M=old, weight_M=torch.tensor([0.5, 0.5]), clip=0.0
+    )
+    assert 0.25 == pytest.approx(float(free))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [({"lam": 1.5}, "between 0 and 1"), ({"kl": "k9"}, "kl = 'k9'.*k3"), ({"epochs": 0}, "epochs.*at least 1")],
+)
+def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PPO(**params)

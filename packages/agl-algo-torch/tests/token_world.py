@@ -1,0 +1,136 @@
+"""A world in which tokens of a certain kind are rewarded: two calls per rollout, sampled from the live weights."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from agl.schemas import Episode, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
+from agl_algo_torch.model import load_model
+from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agl.contracts import StepReport
+
+PROMPT, TOKENS = [10, 20, 30], 2
+Reward = Callable[[list[int]], float]
+
+
+def good_tokens(response: list[int]) -> float:
+    """The share of tokens in the upper half of the vocabulary, of which the random model samples few."""
+    return sum(token >= 128 for token in response) / len(response)
+
+
+class World:
+    """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
+
+    def __init__(self, reward: Reward = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
+        self.reward, self.rows, self.bias = reward, rows, bias
+        self._models: dict[tuple[str, str], Any] = {}
+
+    def play(self, order: RolloutOrder) -> Episode:
+        weights = order.resources["llm"]
+        assert isinstance(weights, Weights)
+        torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
+        key = (weights.uri, order.rollout.resources["llm"])
+        if key not in self._models:
+            self._models = {key: self._load(weights)}
+        ids, logprobs = self._sample(self._models[key])
+        return episode(order.rollout, ids, [p + self.bias for p in logprobs], self.reward(ids[3:]), rows=self.rows)
+
+    def _load(self, weights: Weights) -> Any:
+        if weights.format == "hf":
+            return load_model(weights.uri, device="cpu").model
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(load_model(weights.base_model, device="cpu").model, weights.uri)
+
+    @torch.no_grad()
+    def _sample(self, model: Any) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(PROMPT), [0.0] * len(PROMPT)
+        for _ in range(TOKENS):
+            logp_V = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
+            token = int(torch.multinomial(logp_V.exp(), 1))
+            ids.append(token)
+            logprobs.append(float(logp_V[token]))
+        return ids, logprobs
+
+
+def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, *, rows: int) -> Episode:
+    """Two calls of half the response each, on one row or on a row each."""
+    middle = len(PROMPT) + TOKENS // 2
+    bounds = [(len(PROMPT), middle), (middle, len(ids))]
+    parts = [Segment(start=a, stop=b, span_id=f"{rollout.rollout_id}/{i}") for i, (a, b) in enumerate(bounds)]
+    grouped = [parts] if rows == 1 else [[part] for part in parts]
+
+    def row(branch: int, own: list[Segment]) -> Row:
+        stop = own[-1].stop
+        is_own = [any(s.start <= i < s.stop for s in own) for i in range(stop)]
+        return Row(
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt_id,
+            group_id=rollout.group_id,
+            branch=branch,
+            ids=pack_ids(ids[:stop]),
+            mask=bytes(map(int, is_own)),
+            logprobs=pack_floats(p if m else 0.0 for p, m in zip(logprobs[:stop], is_own, strict=True)),
+            segments=tuple(own),
+        )
+
+    calls = tuple(
+        Transition(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt_id, span_id=part.span_id) for part in parts
+    )
+    return Episode(
+        rollout=rollout,
+        attempt=None,
+        reward=reward,
+        transitions=calls,
+        rows=tuple(row(i, own) for i, own in enumerate(grouped)),
+    )
+
+
+def paid_by_another(model_dir: Path, *, count: int = 32, rows: int = 1) -> list[Episode]:
+    """Groups of four rollouts with the model as it is."""
+
+    def order(index: int) -> RolloutOrder:
+        rollout = Rollout(
+            rollout_id=f"payer-{index:03d}",
+            task={"n": index // 4},
+            group_id=f"g{index // 4}",
+            resources={"llm": "v0"},
+            metadata={"algorithm": "payer", "step": 1},
+            status="succeeded",
+            attempt_id=f"payer-{index:03d}.1",
+        )
+        return RolloutOrder(rollout=rollout, resources={"llm": Weights(uri=str(model_dir))}, llms={}, seed=index)
+
+    world = World(rows=rows)
+    return [world.play(order(index)) for index in range(count)]
+
+
+async def run(bench: AlgorithmBench) -> list[StepReport]:
+    async with bench:
+        algorithm = bench.scenario.make()
+        await algorithm.setup(bench.context())
+        reports: list[StepReport] = []
+        while not (reports and reports[-1].is_finished):
+            reports.append(await algorithm.step())
+        await algorithm.close()
+        return reports
+
+
+def mean_reward(model: Path, *, count: int = 64) -> float:
+    episodes = paid_by_another(model, count=count)
+    return sum(episode.reward or 0.0 for episode in episodes) / len(episodes)
+
+
+def published(bench: AlgorithmBench) -> Path:
+    weights = bench.published[-1].resource
+    assert isinstance(weights, Weights)
+    load_model(weights.uri, device="cpu")
+    return type(bench.workdir)(weights.uri)
