@@ -1,0 +1,212 @@
+"""Prompt optimisers on the scripted prompt world: rollouts to close 95 % of the gap, overshoot, honesty, wall time.
+
+Every run is a whole experiment: ``Trainer``, memory store, worker, reward, and the optimiser's model over HTTP; the
+task model is a function in the process, so that a rollout costs under a millisecond of CPU. The world knows the true
+expected score of every prompt, so nothing here trusts what an algorithm says about itself:
+
+- *Rollouts to 95 %*: how many rollouts of the algorithm had been started when the best prompt on disk first closed
+  95 % of the gap between seed and solution by expected score. A run that never does counts as its whole budget.
+- *Overshoot*: rollouts started beyond the budget.
+- *Reported minus true*: the score that the result file reports for its winner, less its expected score.
+- *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+import agl
+from agl.experiment.progress import Quiet
+from agl.schemas import Rollout
+from agl.stores.memory import MemoryStore
+from agl_testing.model_server import ScriptedModelServer
+from agl_testing.prompt_world import WORLDS, PromptWorld
+from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
+from benchmarks._harness import Figure
+
+ALGORITHMS = ("apo", "gepa", "random")
+BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000}
+"""Rollouts that each run may pay for."""
+
+SEEDS = 20
+CLOSED = 0.95
+HONEST = 0.02
+LATENCY_S = 0.05
+
+
+@dataclass(kw_only=True)
+class Watch:
+    """Counts the rollouts of one run as they start, and notes when the best prompt on disk became good enough."""
+
+    world: PromptWorld
+    algorithm: str
+    folder: Path
+    started: int = 0
+    reached: int | None = None
+    _seen: dict[Path, int] = field(default_factory=dict[Path, int])
+
+    def __call__(self, rollout: Rollout) -> None:
+        """Called at the start of every rollout."""
+        if rollout.metadata.get("algorithm") != self.algorithm:
+            return
+        self.look()
+        self.started += 1
+
+    def look(self) -> None:
+        """Read the best prompts if they changed."""
+        stamps = {path: path.stat().st_mtime_ns for path in self.folder.glob("best/*.txt")}
+        if self.reached is not None or stamps == self._seen or len(stamps) < len(self.world.roles):
+            return
+        self._seen = stamps
+        if self.world.gap_closed(self.best()) >= CLOSED:
+            self.reached = self.started
+
+    def best(self) -> dict[str, str]:
+        """The best prompts on disk, by resource name."""
+        return {path.stem: path.read_text(encoding="utf-8") for path in self.folder.glob("best/*.txt")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one run did.
+
+    Attributes:
+        rollouts: Until 95 % of the gap was closed, the whole budget if it never was.
+        overshoot: Rollouts beyond the budget.
+        inflation: Reported minus true score of the winner.
+        wall_s: Seconds that it took.
+    """
+
+    rollouts: int
+    is_closed: bool
+    overshoot: int
+    inflation: float
+    wall_s: float
+
+
+def run_once(
+    algorithm: str,
+    world: PromptWorld,
+    server: ScriptedModelServer,
+    *,
+    budget: int,
+    seed: int,
+    workers: int = 16,
+    latency_s: float = 0.0,
+) -> Run:
+    """One experiment from start to end."""
+    with tempfile.TemporaryDirectory() as folder:
+        watch = Watch(world=world, algorithm=algorithm, folder=Path(folder) / "run-1" / algorithm)
+        optimizer = {"base_url": server.base_url, "model": "editor"}
+        trainer = agl.Trainer(
+            name="orders",
+            algorithm=agl.Algorithm(algorithm, tunes=list(world.seeds()), optimizer=optimizer, budget=budget),
+            store=MemoryStore("memory://"),
+            n_runners=workers,
+            initial_resources=world.seeds(),
+            rewards=(order_reward(world),),
+            hidden=HIDDEN,
+            progress=Quiet(),
+            folder=folder,
+            workdir=folder,
+            seed=seed,
+        )
+        started = time.perf_counter()
+        trainer.fit(order_agent(world, latency_s=latency_s, fault=watch), world.train, world.val)
+        wall_s = time.perf_counter() - started
+        watch.look()
+        reported = json.loads((watch.folder / "result.json").read_text(encoding="utf-8"))["score"]["mean"]
+        return Run(
+            rollouts=budget if watch.reached is None else watch.reached,
+            is_closed=watch.reached is not None,
+            overshoot=max(0, watch.started - budget),
+            inflation=reported - world.expected(watch.best()),
+            wall_s=wall_s,
+        )
+
+
+def run_all(setting: str, *, seeds: int, quick: bool) -> dict[str, list[Run]]:
+    """All algorithms on one setting, the same worlds for each."""
+    runs: dict[str, list[Run]] = {name: [] for name in ALGORITHMS}
+    budget = BUDGETS[setting] // (2 if quick else 1)
+    for seed in range(seeds):
+        world = WORLDS[setting](seed)
+        with model_server(world, ScriptedOptimizer(seed=seed)) as server:
+            for name in ALGORITHMS:
+                runs[name].append(run_once(name, world, server, budget=budget, seed=seed))
+    return runs
+
+
+def setting_figures(setting: str, runs: dict[str, list[Run]]) -> list[Figure]:
+    """Median rollouts and the share of runs that closed the gap."""
+    medians = {name: statistics.median(run.rollouts for run in found) for name, found in runs.items()}
+    figures: list[Figure] = []
+    for name, found in runs.items():
+        bar = {"apo": medians["gepa"], "random": medians["apo"] * 1.5}.get(name)
+        figures.append(
+            Figure(
+                name=f"{setting}: rollouts of {name} to close 95 %, median",
+                value=medians[name],
+                unit="rollouts",
+                bar=bar,
+                better="higher" if name == "random" else "lower",
+                baseline=None if name == "gepa" else medians["gepa"],
+                baseline_name="" if name == "gepa" else "gepa",
+            )
+        )
+        share = sum(run.is_closed for run in found) / len(found)
+        figures.append(Figure(name=f"{setting}: runs of {name} that closed 95 %", value=100 * share, unit="%"))
+    return figures
+
+
+def honesty_figures(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
+    """Overshoot and inflation of each algorithm over all settings."""
+    figures: list[Figure] = []
+    for name in ALGORITHMS:
+        mine = [run for owner, run in runs if owner == name]
+        worst = max(run.overshoot for run in mine)
+        mean = statistics.fmean(run.inflation for run in mine)
+        figures.append(
+            Figure(name=f"{name}: rollouts beyond the budget, worst", value=worst, unit="", bar=0, better="lower")
+        )
+        figures.append(
+            Figure(name=f"{name}: reported minus true score, mean", value=mean, unit="", bar=HONEST, better="lower")
+        )
+    return figures
+
+
+def wall_figure(*, budget: int) -> Figure:
+    """Wall time of ``apo`` with eight workers over that with one."""
+    world = msgspec.structs.replace(WORLDS["easy"](0), val_size=32)
+    walls: dict[int, float] = {}
+    for workers in (1, 8):
+        with model_server(world, ScriptedOptimizer()) as server:
+            run = run_once("apo", world, server, budget=budget, seed=0, workers=workers, latency_s=LATENCY_S)
+        walls[workers] = run.wall_s
+    return Figure(
+        name="apo: wall time with 8 workers, 50 ms per answer",
+        value=walls[8],
+        unit="s",
+        bar=walls[1] / 5,
+        better="lower",
+        baseline=walls[1],
+        baseline_name="1 worker",
+    )
+
+
+def run(*, quick: bool = False) -> list[Figure]:
+    """All figures; ``quick`` for 3 seeds and half of the budget."""
+    figures: list[Figure] = []
+    every: list[tuple[str, Run]] = []
+    for setting in WORLDS:
+        runs = run_all(setting, seeds=3 if quick else SEEDS, quick=quick)
+        figures += setting_figures(setting, runs)
+        every += [(name, one) for name, found in runs.items() for one in found]
+    return [*figures, *honesty_figures(every), wall_figure(budget=200 if quick else 400)]
