@@ -1,17 +1,22 @@
-"""What the adapters' benchmarks share: the same framework code bare and inside an observed rollout."""
+"""What the adapters' benchmarks share: the same framework code bare, with no tracer, and inside an observed rollout."""
 
 from collections.abc import Callable
 
 from agl.capture import Capture, SpanRecorder, activate
 from agl.contracts import Tracer
-from benchmarks._harness import Case, Figure, interleave
+from benchmarks._harness import Figure, Prepared, interleave
 
 BAR_MS = 0.3
 """CPU milliseconds that a tracer may add to one model call, its agents, nodes and tools included."""
 
 
-def overhead(name: str, tracer: Tracer, work: Callable[[], int], *, repeats: int) -> Figure:
-    """What ``tracer`` adds to a model call; ``work`` makes some, of a model that answers at once, and counts them."""
+def overhead(
+    name: str, tracer: Tracer, work: Callable[[], int], *, repeats: int, bare: Callable[[], int] | None = None
+) -> Figure:
+    """What ``tracer`` adds to a model call; ``work`` makes some, of a model that answers at once, and counts them.
+
+    ``bare`` is the same work where being without the tracer takes more than not installing it.
+    """
     recorder = SpanRecorder()
 
     def observed() -> int:
@@ -28,20 +33,25 @@ def overhead(name: str, tracer: Tracer, work: Callable[[], int], *, repeats: int
         assert len(recorder.drain()) >= count, "the tracer saw fewer model calls than were made"
         return count
 
-    tracer.install()
+    def without(_: None) -> int:
+        return (bare or work)()
+
+    cases = {
+        "bare": Prepared(prepare=tracer.uninstall, act=without),
+        "observed": Prepared(prepare=tracer.install, act=lambda _: observed()),
+    }
     try:
-        cases: dict[str, Case] = {"bare": work, "observed": observed}
         found = interleave(cases, repeats=repeats)
     finally:
         tracer.uninstall()
-    bare, seen = (found[case].cpu_s * 1e3 for case in ("bare", "observed"))
+    own, seen = (found[case].cpu_s * 1e3 for case in ("bare", "observed"))
     return Figure(
         name=name,
-        value=seen - bare,
+        value=seen - own,
         unit="ms",
         bar=BAR_MS,
         better="lower",
-        baseline=bare,
+        baseline=own,
         baseline_name="the framework's own time per model call",
         cpu_us=seen * 1e3,
     )
