@@ -22,7 +22,7 @@ def models() -> Iterator[list[str]]:
     """Give the settings for `agl run` that say where the models are."""
     if "OPENAI_API_KEY" in os.environ:
         url = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1")
-        yield [f'policy.llm.base_url="{url}"', f'algorithm.apo.params.optimizer.base_url="{url}"']
+        yield [f'policy.llm.base_url="{url}"', f'algorithm.tuner.params.optimizer.base_url="{url}"']
         return
     import scripted
 
@@ -31,7 +31,7 @@ def models() -> Iterator[list[str]]:
         url = f'base_url="{server.base_url}"'
         yield [
             f'policy.llm={{use="openai", {url}, model="{scripted.BOOKING_MODEL}", api_key_env=""}}',
-            f'algorithm.apo.params.optimizer={{{url}, model="{scripted.OPTIMIZER_MODEL}"}}',
+            f'algorithm.tuner.params.optimizer={{{url}, model="{scripted.OPTIMIZER_MODEL}"}}',
         ]
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     with models() as settings:
         options = [word for setting in (f"experiment.seed={seed}", *settings) for word in ("--set", setting)]
         run("-m", "agl", "run", "experiment.toml", *options)
-    best = next(WORK.glob("run/run-*/apo/best/booking_prompt.txt"))
+    best = next(WORK.glob("run/run-*/tuner/best/booking_prompt.txt"))
     print(f"\nThe prompt that won, from {best.relative_to(HERE)}:\n\n{best.read_text(encoding='utf-8')}")
     print("\nlook at the newest run:  agl show latest --store sqlite:///out/runs.db")
 

@@ -71,18 +71,19 @@ def misfits(about: dict[str, Any], wanted: re.Match[str], prompt: str, obeyed: l
 
 def optimise(text: str) -> str:
     """Answer a critic's or an editor's request: advice, and the text with one rule more."""
-    shown = re.search(r"<text>\n(.*?)\n</text>", text, re.DOTALL)
-    prompt = shown[1] if shown else ""
+    shown = re.search(r"<text>\n(.*?)\n</text>|```\n(.*?)\n```", text, re.DOTALL)
+    prompt = (shown[1] or shown[2]) if shown else ""
     counts = Counter({word: len(re.findall(pattern, text)) for word, pattern in COMPLAINTS.items()})
     given = [word for word, rule in RULES.items() if f"Advice: {rule}" in text]
     new = [word for word, count in counts.most_common() if count and RULES[word] not in prompt]
     rule = RULES[(given or new or ["smallest"])[0]]
     advice = f"Advice: {rule}"
-    if "<new_text>" not in text:
+    tags = ("<new_text>", "</new_text>") if "<new_text>" in text else ("```", "```")
+    if tags[0] not in text:
         return advice
     lines = prompt.split("\n")
     added = [*lines[:1], *([rule] if rule not in lines else []), *lines[1:]]
-    return f"{advice}\n<new_text>\n" + "\n".join(added) + "\n</new_text>"
+    return "\n".join([advice, tags[0], *added, tags[1]])
 
 
 def server() -> ScriptedModelServer:

@@ -69,19 +69,24 @@ def test_optimizer_reads_feedback_and_edits_only_the_text_it_is_shown() -> None:
     assert f"<new_text>\n{prompt_with('equipment')}\n</new_text>" in said
 
 
-def test_tuning_finds_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("optimiser", ["apo", "gepa"])
+def test_tuning_finds_the_rules(optimiser: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if optimiser == "gepa":
+        pytest.importorskip("gepa", reason="needs gepa")
     monkeypatch.setattr(sys, "argv", ["make_data.py", "--out", str(tmp_path / "data")])
     make_data.main()
     with scripted.server() as server:
         policy = f'{{use="openai", base_url="{server.base_url}", model="{scripted.BOOKING_MODEL}", api_key_env=""}}'
         optimizer = f'{{base_url="{server.base_url}", model="{scripted.OPTIMIZER_MODEL}"}}'
         settings = (
+            f"algorithm.tuner.use={optimiser}",
+            "algorithm.tuner.params.budget=300",
             f"experiment.store=sqlite:///{tmp_path / 'runs.db'}",
             f"experiment.workdir={tmp_path / 'run'}",
             f"experiment.train={tmp_path / 'data' / 'train.jsonl'}",
             f"experiment.val={tmp_path / 'data' / 'val.jsonl'}",
             f"policy.llm={policy}",
-            f"algorithm.apo.params.optimizer={optimizer}",
+            f"algorithm.tuner.params.optimizer={optimizer}",
         )
         trainer = make_trainer(
             FOLDER / "experiment.toml", settings, manager=PluginManager.from_environment(), progress=Quiet()
