@@ -10,6 +10,7 @@ from crewai.events.event_context import VALID_EVENT_PAIRS
 from agl import semconv
 from agl.capture.context import Capture
 from agl.capture.emitters import plain
+from agl.capture.routing import host_of
 from agl.schemas import Span
 
 _DELEGATION = ("delegate_work_to_coworker", "ask_question_to_coworker")
@@ -41,10 +42,20 @@ def belong(start: Any, end: Any) -> bool:
     return is_pair and all(getattr(start, name, None) == getattr(end, name, None) for name in _IDENTITY)
 
 
-def span_of(start: Any, end: Any, capture: Capture, parent_id: str) -> Span:
+def client_of(source: Any, event: Any) -> dict[str, str]:
+    """The class that calls the model and the host that it is set to; empty for an event that is no model call."""
+    if event.type != "llm_call_started":
+        return {}
+    kind: type[Any] = type(source)
+    host = host_of(str(getattr(source, "base_url", None) or ""))
+    found = {semconv.CLIENT: f"{kind.__module__}.{kind.__qualname__}"}
+    return {**found, semconv.SERVER_ADDRESS: host} if host else found
+
+
+def span_of(start: Any, end: Any, capture: Capture, parent_id: str, client: Mapping[str, str]) -> Span:
     """The span between two events."""
     error = _error(end)
-    attributes = {**_attributes(start), **_results(end)}
+    attributes = {**_attributes(start), **client, **_results(end)}
     if error is not None:
         attributes[semconv.ERROR_TYPE] = _error_type(end, error)
     return _span(
@@ -58,11 +69,10 @@ def span_of(start: Any, end: Any, capture: Capture, parent_id: str) -> Span:
     )
 
 
-def unended(start: Any, capture: Capture, parent_id: str) -> Span:
+def unended(start: Any, capture: Capture, parent_id: str, client: Mapping[str, str]) -> Span:
     """The span of an event whose end never came: something in it failed, or was stopped."""
-    return _span(
-        start, capture, parent_id, end_ns=0, attributes=_attributes(start), status="error", status_message=_UNENDED
-    )
+    attributes = {**_attributes(start), **client}
+    return _span(start, capture, parent_id, end_ns=0, attributes=attributes, status="error", status_message=_UNENDED)
 
 
 def _span(start: Any, capture: Capture, parent_id: str, *, end_ns: int, attributes: Attributes, **status: Any) -> Span:

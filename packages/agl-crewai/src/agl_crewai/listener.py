@@ -33,11 +33,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Open:
-    """A scope that has begun: in which attempt, and below which span."""
+    """A scope that has begun: in which attempt, below which span, and who makes the call if it is a model's."""
 
     capture: Capture
     parent_id: str
     event: BaseEvent
+    client: dict[str, str]
 
 
 class Listener:
@@ -67,7 +68,7 @@ class Listener:
             return
         try:
             if event.type in SCOPE_STARTING_EVENTS:
-                self._begin(_Open(capture, _parent_of(event, capture), event))
+                self._begin(_Open(capture, _parent_of(event, capture), event, _convert.client_of(source, event)))
             else:
                 self._end(capture, event)
         except Exception:  # noqa: BLE001  # isolation point: CrewAI would print it into the agent's output
@@ -102,7 +103,7 @@ class Listener:
         for opened in left:
             capture.starts.pop(_convert.span_id(opened.event.event_id), None)
             capture.opened.pop(_convert.span_id(opened.event.event_id), None)
-            capture.record(_convert.unended(opened.event, capture, opened.parent_id))
+            capture.record(_convert.unended(opened.event, capture, opened.parent_id, opened.client))
 
     def _begin(self, opened: _Open) -> None:
         with self._lock:
@@ -114,7 +115,7 @@ class Listener:
                 span_id = _convert.span_id(opened.event.event_id)
                 opened.capture.starts[span_id] = _convert.clock_of(opened.event)
                 opened.capture.opened[span_id] = lambda: _convert.unended(
-                    opened.event, opened.capture, opened.parent_id
+                    opened.event, opened.capture, opened.parent_id, opened.client
                 )
         if end is not None:
             self._record(opened, end)
@@ -140,7 +141,7 @@ class Listener:
     def _record(self, opened: _Open, end: BaseEvent) -> None:
         opened.capture.starts.pop(_convert.span_id(opened.event.event_id), None)
         opened.capture.opened.pop(_convert.span_id(opened.event.event_id), None)
-        opened.capture.record(_convert.span_of(opened.event, end, opened.capture, opened.parent_id))
+        opened.capture.record(_convert.span_of(opened.event, end, opened.capture, opened.parent_id, opened.client))
 
 
 def event_kinds() -> list[type[BaseEvent]]:

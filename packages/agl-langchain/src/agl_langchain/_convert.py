@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from agl import semconv
 from agl.capture.emitters import failure, plain
+from agl.capture.routing import host_of
 from agl.schemas import Span
 from agl_langchain._runs import Kind, Run
 
@@ -20,6 +21,9 @@ _AGENT_NODES = frozenset({"model", "agent"})
 
 _PREBUILT_NODES = _AGENT_NODES | {"tools"}
 """Names that such an agent gives to its nodes; they say nothing where a person named something around it."""
+
+_URLS = ("base_url", "openai_api_base", "anthropic_api_url", "azure_endpoint", "endpoint_url", "endpoint")
+"""Under which names LangChain's chat models keep the address that they call."""
 
 INTERRUPT = "agl.interrupt"
 """Why a graph stopped to be resumed later, such as ``GraphInterrupt``."""
@@ -87,6 +91,17 @@ def model_attributes(metadata: Mapping[str, Any], parameters: Mapping[str, Any])
     model = metadata.get("ls_model_name") or parameters.get("model") or parameters.get("model_name")
     found = {semconv.REQUEST_MODEL: model, semconv.PROVIDER: metadata.get("ls_provider")}
     return {name: str(value) for name, value in found.items() if value}
+
+
+def client_attributes(serialized: Mapping[str, Any]) -> dict[str, str]:
+    """The class that calls the model, and the host where its settings say one."""
+    path = serialized.get("id")
+    names: list[str] = [str(part) for part in cast("list[Any]", path)] if isinstance(path, list) else []
+    settings = serialized.get("kwargs")
+    given: Mapping[str, Any] = cast("Mapping[str, Any]", settings) if isinstance(settings, dict) else {}
+    url = next((str(given[key]) for key in _URLS if given.get(key)), "")
+    found = {semconv.CLIENT: ".".join(names), semconv.SERVER_ADDRESS: host_of(url)}
+    return {name: value for name, value in found.items() if value}
 
 
 def take_output(run: Run, output: Any) -> dict[str, Any]:

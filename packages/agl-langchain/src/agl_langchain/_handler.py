@@ -20,6 +20,7 @@ from agl.capture import Capture, current
 from agl.capture.context import innermost
 from agl_langchain._convert import (
     classify,
+    client_attributes,
     model_attributes,
     span_of,
     take_error,
@@ -120,7 +121,7 @@ class RunHandler(BaseCallbackHandler):
         **details: Any,
     ) -> None:
         """A chat model was called; the request has not left yet."""
-        self._start_model(run_id, parent_run_id, metadata, details)
+        self._start_model(run_id, parent_run_id, metadata, serialized, details)
 
     @_harmless
     def on_llm_start(
@@ -134,7 +135,7 @@ class RunHandler(BaseCallbackHandler):
         **details: Any,
     ) -> None:
         """A completion model was called; the request has not left yet."""
-        self._start_model(run_id, parent_run_id, metadata, details)
+        self._start_model(run_id, parent_run_id, metadata, serialized, details)
 
     @_harmless
     def on_retriever_start(
@@ -208,12 +209,14 @@ class RunHandler(BaseCallbackHandler):
         run_id: UUID,
         parent_run_id: UUID | None,
         metadata: Mapping[str, Any] | None,
+        serialized: Mapping[str, Any] | None,
         details: Mapping[str, Any],
     ) -> None:
         run = self._new(parent_run_id, kind="model", name=str(details.get("name") or ""))
         if run is None:
             return
         run.attributes.update(model_attributes(metadata or {}, details.get("invocation_params") or {}))
+        run.attributes.update(client_attributes(serialized or {}))
         run.within = _running()
         self._open(run_id, run)
         _MODEL.set(run)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from agl import semconv
 from agl.capture import Capture
 from agl.capture.emitters import failure, plain
+from agl.capture.routing import host_of
 from agl.ids import new_span_id
 from agl.schemas import Span
 
@@ -106,7 +107,7 @@ def _described(span: Any) -> tuple[str, str, dict[str, Any]]:
         return operation, target, {semconv.HANDOFF_SOURCE: source, semconv.HANDOFF_TARGET: target}
     if kind in ("generation", "response"):
         model = str(_model_of(data) or "")
-        return operation, model, {semconv.REQUEST_MODEL: model} if model else {}
+        return operation, model, {**({semconv.REQUEST_MODEL: model} if model else {}), **_server_of(data)}
     if kind == "custom":
         return operation, name, cast("dict[str, Any]", plain(data.data or {}))
     return operation, name, {}
@@ -114,6 +115,13 @@ def _described(span: Any) -> tuple[str, str, dict[str, Any]]:
 
 def _model_of(data: Any) -> Any:
     return data.model if data.type == "generation" else getattr(data.response, "model", None)
+
+
+def _server_of(data: Any) -> dict[str, str]:
+    """Where the model is called, as far as the SDK says it."""
+    settings = cast("Mapping[str, Any]", getattr(data, "model_config", None) or {})
+    host = host_of(str(settings.get("base_url") or ""))
+    return {semconv.SERVER_ADDRESS: host} if host else {}
 
 
 def _status(source: Any, raised: BaseException | None, attributes: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,14 @@ def is_below(url: str, root: str) -> bool:
     return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
 
 
+def host_of(url: str) -> str:
+    """The host that a URL names, without credentials and port; ``""`` where it names none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
 def _same_host(url: str, other: str) -> bool:
     first, second = urlsplit(url), urlsplit(other)
     return (first.scheme, first.netloc) == (second.scheme, second.netloc)

@@ -11,6 +11,7 @@ import msgspec
 from agl.codec import to_json
 from agl.contracts import Collected, CounterfactualCredit, Credit, RolloutQuery, Store
 from agl.errors import ConfigError, MissingTokenIdsError, RunError
+from agl.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl.experiment.config import AlgorithmConfig
 from agl.experiment.names import NameCheck
 from agl.experiment.plan import NAME, Plan
@@ -125,6 +126,7 @@ class Collector:
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
         self._names = NameCheck(plan, algorithm)
+        self._agreement = AgreementPolicy(plan.config.experiment)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
@@ -152,6 +154,7 @@ class Collector:
         if mode != "train" or keeps_all:
             return Collected(episodes=tuple(episodes))
         self._names.check(episodes)
+        self._agreement.report(episodes)
         kept, dropped = self._apply_policies(episodes)
         if episodes and not kept:
             raise RunError(_nothing_left(episodes, dropped))
@@ -241,7 +244,10 @@ class Collector:
         dropped: Counter[str] = Counter()
         for episode in episodes:
             is_failed = episode.rollout.status != "succeeded"
-            if not is_failed and episode.reward is not None:
+            refusal = self._agreement.refusal(episode)
+            if refusal:
+                dropped[refusal] += 1
+            elif not is_failed and episode.reward is not None:
                 kept.append(episode)
             elif (section.failed if is_failed else section.missing_reward) == "penalise":
                 kept.append(_with_reward(episode, section.penalty))
@@ -267,11 +273,14 @@ class EpisodeSelection(Record, frozen=True, kw_only=True):
 def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
     section = plan.config.experiment
     score = ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
+    agreement = AgreementPolicy(section)
     policies = [name for name in algorithm.resources if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(
         agents=(algorithm.agents or None) if algorithm else None,
         policy=policies[0] if len(policies) == 1 else None,
-        options=EpisodeOptions(score=score),
+        options=EpisodeOptions(
+            score=score, unseen=agreement.verdict(UNSEEN), unattributed=agreement.verdict(UNATTRIBUTED)
+        ),
     )
 
 
@@ -333,6 +342,9 @@ def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> st
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     error = first.attempt.error if first.attempt else None
     why = f"The first one: {error.type}: {error.message}" if error else "No reward was returned, emitted or computed"
+    disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
+    if disagreed:
+        why = f"There are {describe(episodes, disagreed)}"
     return (
         f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
         f"Look at one with: agl show {first.rollout.rollout_id}"

@@ -132,6 +132,9 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         failed: What a failed rollout means for training: left out, or trained with ``penalty``.
         missing_reward: The same for a rollout without a reward.
         penalty: The reward that stands in.
+        unseen_calls: What a rollout means of which a framework reported model calls that nobody recorded: left out,
+            the end of the run, or trained with what is known.
+        unattributed_calls: The same for one with recorded calls outside of everything that its framework reported.
         trust_agent_rewards: Whether rewards that came with an agent's own token may train.
         reward_weights: How named rewards make the scalar that trains; empty for the only or unnamed one.
     """
@@ -150,6 +153,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     failed: Literal["drop", "penalise"] = "drop"
     missing_reward: Literal["drop", "penalise"] = "drop"
     penalty: float = 0.0
+    unseen_calls: Literal["drop", "error", "accept"] = "drop"
+    unattributed_calls: Literal["drop", "error", "accept"] = "accept"
     trust_agent_rewards: bool = False
     reward_weights: dict[str, float] = {}
 

@@ -19,6 +19,7 @@ from agl.run.attempt import make_reward_span
 from agl.run.liveness import worker_name
 from agl.run.result import describe_error, read_result
 from agl.schemas import Claim, Outcome, Reward, Rollout, Span
+from agl.train.agreement import find_disagreement
 
 _LOG = logging.getLogger("agl.run")
 
@@ -74,7 +75,7 @@ class Worker:
         """Start the runner and begin to claim."""
         await self._setup.runner.start()
         self.failure = asyncio.get_running_loop().create_future()
-        self._loops = [self._spawn(self._claim_loop()), self._spawn(self._renew_loop())]
+        self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -90,10 +91,10 @@ class Worker:
         if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
             self.failure.exception()  # whoever waited has seen it; nobody else needs a warning
 
-    def _spawn(self, work: Awaitable[None]) -> "asyncio.Task[None]":
+    def _spawn(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
         async def guarded() -> None:
             try:
-                await work
+                await work()
             except Exception as error:  # noqa: BLE001  # handed to whoever waits for rollouts
                 if self.failure is not None and not self.failure.done():
                     self.failure.set_exception(error)
@@ -195,7 +196,7 @@ class Worker:
         recorded = await setup.store.spans(rollout.rollout_id, attempt_id=outcome.attempt_id)
         spans = [*recorded, *outcome.spans]
         if setup.requires_calls and not any(span.call is not None for span in spans):
-            error = describe_error(NoModelCallsError(_NO_CALLS))
+            error = describe_error(NoModelCallsError(_NO_CALLS + _bypassing(spans, outcome.attempt_id)))
             return msgspec.structs.replace(outcome, status="failed", error=error)
         rewards = [
             make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
@@ -211,6 +212,12 @@ _NO_CALLS = (
     "through httpx (the openai and anthropic clients do); other clients need the base URL from resources or from the "
     "environment"
 )
+
+
+def _bypassing(spans: Sequence[Span], attempt_id: str) -> str:
+    """Who called a model all the same, as a framework's tracer saw it."""
+    clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
+    return f". The framework's tracer saw calls by {', '.join(clients)}" if clients else ""
 
 
 async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:

@@ -34,7 +34,7 @@ from agl.schemas.rollout import (
     RolloutStatus,
 )
 from agl.schemas.span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus
-from agl.schemas.transition import CallCredit, Episode, RejectReason, Row, Segment, Transition
+from agl.schemas.transition import CallCredit, Episode, LooseCall, RejectReason, Row, Segment, Transition
 
 __all__ = [
     "LLM",
@@ -50,6 +50,7 @@ __all__ = [
     "ErrorInfo",
     "Json",
     "JsonResource",
+    "LooseCall",
     "Mode",
     "ModelCall",
     "NamedResources",

@@ -19,6 +19,8 @@ RejectReason = Literal[
     "non_token_input",  # images or audio that the algorithm cannot train on
     "not_selected",  # the agent filter, or a policy that is not in training
     "late",  # recorded after the attempt was decided
+    "unseen_calls",  # other calls of the attempt went past the gateway: see Episode.unseen
+    "unattributed",  # it lies in no framework's span, and the experiment wants such rollouts left out
     "not_final",  # belongs to an attempt that did not decide the rollout
     "no_reward",
     "too_long",
@@ -94,6 +96,20 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
     segments: tuple[Segment, ...] = ()
 
 
+class LooseCall(Record, frozen=True, kw_only=True):
+    """A model call that only one of two sides saw: the framework's tracer, or who records the calls.
+
+    Attributes:
+        span_id: The framework's ``chat`` span, or the recorded call's.
+        client: The class or library that called, and the host, as well as they are known.
+    """
+
+    span_id: str
+    agent: str = ""
+    model: str = ""
+    client: str = ""
+
+
 class Episode(Record, frozen=True, kw_only=True):
     """A finished rollout as an algorithm sees it.
 
@@ -104,6 +120,8 @@ class Episode(Record, frozen=True, kw_only=True):
         rewards: Every reward that was recorded, in order.
         transitions: Every recorded call, in order of time, rejected ones included with their reason.
         rows: The branches.
+        unseen: Calls that a framework reported and nobody recorded; the rollout is only partly known.
+        unattributed: Recorded calls outside of all that a framework reported, where it reported something.
     """
 
     rollout: Rollout
@@ -112,6 +130,8 @@ class Episode(Record, frozen=True, kw_only=True):
     rewards: tuple[Reward, ...] = ()
     transitions: tuple[Transition, ...] = ()
     rows: tuple[Row, ...] = ()
+    unseen: tuple[LooseCall, ...] = ()
+    unattributed: tuple[LooseCall, ...] = ()
 
 
 class CallCredit(Record, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from agl.schemas import Episode, RejectReason, Span, Transition
+from agl.schemas import Episode, LooseCall, RejectReason, Span, Transition
 from agl.train.scores import ScoreOptions, score
 from agl.train.transitions import admitted_rewards, recorded_rewards
 
@@ -18,6 +18,9 @@ _NEXT_STEP: dict[RejectReason, str] = {
     "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
     "non_token_input": "Choose an algorithm that trains on such inputs, or leave them out of the prompt.",
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
+    "unseen_calls": "Let that client call the model over HTTP with httpx, or give it the base URL and the key of the "
+    'resource; if these calls are meant to be unknown, set [experiment] unseen_calls = "accept".',
+    "unattributed": "Install the tracer of whoever makes those calls, or name them: with agl.operation(...).",
     "late": "The call ended after its attempt did: await it in the agent, or raise the time limit.",
     "not_final": "Nothing to do: only the attempt that decided the rollout trains.",
     "no_reward": "Return or emit a reward, add a reward emitter, or declare what a missing one means.",
@@ -44,7 +47,7 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     ``spans`` are those that the episode was built from; ``scores`` what it was built with. Each next step is
     printed once.
     """
-    lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions())]
+    lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions()), *_agreement(episode)]
     if not episode.transitions:
         return [*lines, _NO_CALLS]
     names = {span.span_id: span.call.model for span in spans if span.call is not None}
@@ -81,6 +84,23 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
     if own_late:
         lines.append(f"{own_late} rewards were reported by the attempt after it was decided and do not count")
     return lines
+
+
+def _agreement(episode: Episode) -> list[str]:
+    """Each call that only the tracer or only the recording saw."""
+    lines = [
+        f"unseen: {_loose(call)} made a call that the framework reported as {call.span_id} and that nobody recorded"
+        for call in episode.unseen
+    ]
+    return lines + [
+        f"unattributed: {_loose(call)} made call {call.span_id} outside of everything that the framework reported"
+        for call in episode.unattributed
+    ]
+
+
+def _loose(call: LooseCall) -> str:
+    who = f"agent {call.agent!r}" if call.agent else "no agent"
+    return f"{call.client} ({who}{f', {call.model}' if call.model else ''})"
 
 
 def _summary(episode: Episode) -> str:

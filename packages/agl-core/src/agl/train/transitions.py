@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Span, Transition
 from agl.train.agents import Enclosing, Who
+from agl.train.agreement import Agreement, Verdict, find_disagreement
 from agl.train.forest import ForestOptions, build_forest
 from agl.train.order import Timeline, chronological
 from agl.train.rejects import Reject, Selection, find_rejects
@@ -24,10 +25,14 @@ class EpisodeOptions(Record, frozen=True, kw_only=True):
     Attributes:
         score: Which rewards train.
         forest: How branches are found.
+        unseen: Whether the calls of an attempt train of which others went past the gateway.
+        unattributed: Whether they train where some lie in no framework's span, and others do.
     """
 
     score: ScoreOptions = ScoreOptions()
     forest: ForestOptions = ForestOptions()
+    unseen: Verdict = "drop"
+    unattributed: Verdict = "accept"
 
 
 def build_episode(
@@ -54,11 +59,13 @@ def build_episode(
     """
     chosen = options or EpisodeOptions()
     attempt_id = attempt.attempt_id if attempt else None
+    agreement = find_disagreement(spans, attempt_id=attempt_id)
     transitions = to_transitions(
         spans,
         attempt_id=attempt_id,
         selection=Selection(agent_match=agent_match, policy=policy),
         options=chosen,
+        reject=_disagreement(agreement, chosen),
     )
     rewards = [span.reward for span in recorded_rewards(spans, attempt_id) if span.reward is not None]
     admitted = admitted_rewards(spans, attempt_id, chosen.score)
@@ -69,18 +76,30 @@ def build_episode(
         rewards=tuple(rewards),
         transitions=transitions,
         rows=make_rows(transitions, group_id=rollout.group_id),
+        unseen=agreement.unseen,
+        unattributed=agreement.unattributed,
     )
 
 
 def to_transitions(
-    spans: Sequence[Span], *, attempt_id: str | None, selection: Selection, options: EpisodeOptions
+    spans: Sequence[Span],
+    *,
+    attempt_id: str | None,
+    selection: Selection,
+    options: EpisodeOptions,
+    reject: Reject | None = None,
 ) -> tuple[Transition, ...]:
-    """Every model call of ``spans`` in order of time, placed in the forest or with its reject reason."""
+    """Every model call of ``spans`` in order of time, placed in the forest or with its reject reason.
+
+    ``reject`` is a reason against all of them; one that a call has of its own comes first.
+    """
     timeline = chronological(spans)
     calls = [span for span in timeline.spans if span.call is not None]
     enclosing = Enclosing(timeline.spans)
     who = {span.span_id: enclosing.who(span) for span in calls}
     rejects = find_rejects(calls, attempt_id=attempt_id, selection=selection, who=who)
+    if reject is not None:
+        rejects = {i: rejects.get(i, reject) for i in range(len(calls))}
     kept = [i for i in range(len(calls)) if i not in rejects]
     forest = build_forest([calls[i] for i in kept], options=options.forest)
     placed = dict(zip(kept, forest.branch, strict=True))
@@ -99,6 +118,17 @@ def to_transitions(
         )
         for i, span in enumerate(calls)
     )
+
+
+def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
+    """Why no call of the attempt trains: what was recorded of it is not all that happened."""
+    if found.unseen and options.unseen == "drop":
+        detail = f"{len(found.unseen)} model calls of the attempt were not recorded; {found.unseen[0].client} made one"
+        return Reject(reason="unseen_calls", detail=detail)
+    if found.unattributed and options.unattributed == "drop":
+        detail = f"{len(found.unattributed)} recorded calls lie outside of what the framework reported"
+        return Reject(reason="unattributed", detail=detail)
+    return None
 
 
 def recorded_rewards(spans: Sequence[Span], attempt_id: str | None) -> list[Span]:
