@@ -143,14 +143,20 @@ class APO(PromptSearch):
         parent = self._parent(step)
         failures = await self._failures(parent, step)
         if not failures:
-            if len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
-                self.progress.stop("nothing_to_learn")
+            await self._look_for_the_end(parent, step)
             return
         pairs = await self._children(parent, self._shares(failures, parent, step), step)
         self._count_idle(bool(pairs))
         if pairs:
             passed = await self._gate(parent, pairs, step)
             await self._race(parent, passed, step)
+
+    async def _look_for_the_end(self, parent: Candidate, step: int) -> None:
+        """A minibatch without a failure: perhaps the best candidate is perfect, or nothing is left to learn from."""
+        if parent.id == self.best.id:
+            await self.measure_whole(parent, step)
+        if not self.is_perfect and len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
+            self.progress.stop("nothing_to_learn")
 
     def _parent(self, step: int) -> Candidate:
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)

@@ -122,7 +122,7 @@ class Lineage:
 
     def dump(self) -> Json:
         """What :meth:`load` reads."""
-        return [msgspec.to_builtins(candidate) for candidate in self._all.values()]
+        return msgspec.json.decode(msgspec.json.encode(list(self._all.values())))
 
     @classmethod
     def load(cls, data: Json) -> "Lineage":

@@ -95,9 +95,9 @@ def _lines(spans: Sequence[Span], name: str, resource: Resource, agents: str) ->
     for span in spans:
         if span.span_id in shown:
             who = enclosing.who(span).agent
-            new = [line for line in _messages(span, name, pattern) if line not in seen]
-            seen.update(new)
-            lines += [f"[{who}] {line}" if who else line for line in new]
+            told = [f"[{who}] {line}" if who else line for line in _messages(span, name, pattern)]
+            lines += [line for line in told if line not in seen]
+            seen.update(told)
         else:
             lines += _event(span)
     return lines

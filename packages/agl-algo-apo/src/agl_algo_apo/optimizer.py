@@ -146,7 +146,7 @@ class Optimizer:
         return self._budget.take_call(max_input=_most_tokens(text), max_output=self._settings.max_tokens)
 
     async def _answer(self, body: Mapping[str, Json], reserved: Spent) -> str:
-        key = hashlib.blake2b(to_json([self._settings.base_url, body]), digest_size=16).hexdigest()
+        key = hashlib.blake2b(to_json(body), digest_size=16).hexdigest()
         answer = self._answers.get(key)
         if answer is None:
             answer = await self._post(body)

@@ -35,6 +35,7 @@ class Progress(msgspec.Struct, kw_only=True):
     Attributes:
         step: Steps done.
         seed: Id of the first candidate; ``best`` of the best one.
+        published: Id of the candidate that was made live last.
         stop_reason: Why the search is over, ``None`` while it is not; the final measurement follows it.
         stop_detail: More about it.
         stale: Steps in a row without an improvement.
@@ -46,6 +47,7 @@ class Progress(msgspec.Struct, kw_only=True):
     step: int = 0
     seed: str = ""
     best: str = ""
+    published: str = ""
     stop_reason: StopReason | None = None
     stop_detail: str = ""
     stale: int = 0

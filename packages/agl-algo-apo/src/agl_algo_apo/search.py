@@ -164,6 +164,12 @@ class PromptSearch:
         """The best candidate so far."""
         return self.lineage[self.progress.best]
 
+    @property
+    def is_perfect(self) -> bool:
+        """Whether the best candidate scores the perfect score on every validation task."""
+        known = self.evaluator.scores.rewards(self.progress.best, "val")
+        return len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score
+
     def random(self, step: int, purpose: str) -> random.Random:
         """A generator that follows from seed, step and purpose."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
@@ -217,6 +223,12 @@ class PromptSearch:
         """What makes the same request in another step another question."""
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
+    async def measure_whole(self, candidate: Candidate, step: int) -> None:
+        """All validation tasks that are not known yet; raises :class:`RunError` when not one can be scored."""
+        await self.evaluator.measure([Job(candidate, "val", self.order)], step=step, purpose="whole")
+        if not self.evaluator.scores.rewards(candidate.id, "val"):
+            raise nothing_scored(len(self.order), self.evaluator.broken)
+
     async def contest(
         self, entrants: Sequence[Candidate], rival: Candidate, *, step: int, purpose: str, may_tie: bool = False
     ) -> list[Candidate]:
@@ -248,13 +260,8 @@ class PromptSearch:
         texts = {rules.name: text_of(rules.seed, name=rules.name) for rules in self.rules}
         seed = await self.evaluator.register(Candidate(id=candidate_id(texts), texts=texts, status="pool", step=step))
         self.lineage.put(seed)
-        self.progress.seed = self.progress.best = seed.id
-        await self._measure_whole(seed, step)
-
-    async def _measure_whole(self, candidate: Candidate, step: int) -> None:
-        await self.evaluator.measure([Job(candidate, "val", self.order)], step=step, purpose="whole")
-        if not self.evaluator.scores.rewards(candidate.id, "val"):
-            raise nothing_scored(len(self.order), self.evaluator.broken)
+        self.progress.seed = self.progress.best = self.progress.published = seed.id
+        await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
         """Forget all rewards when what they depended on has changed, and measure the incumbent again."""
@@ -269,7 +276,7 @@ class PromptSearch:
             if candidate.id not in (self.progress.best, self.progress.seed):
                 self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
         self.progress.used.clear()
-        await self._measure_whole(self.best, step)
+        await self.measure_whole(self.best, step)
 
     async def _crown(self, winner: Candidate, rival: Candidate, *, step: int, may_tie: bool) -> None:
         """Make a winner the best one, after a race against the best one where its rival was another."""
@@ -283,10 +290,9 @@ class PromptSearch:
 
     def _judge(self, *, is_improved: bool) -> None:
         """Stop where there is a reason to."""
-        progress, scores = self.progress, self.evaluator.scores
+        progress = self.progress
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + 1
-        known = scores.rewards(progress.best, "val")
-        if len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score:
+        if self.is_perfect:
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:
             progress.stop("optimizer_garbage", f"{progress.barren} answers in a row held no usable text")
@@ -314,15 +320,18 @@ class PromptSearch:
 
     async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
         """Make the best texts live where they are not: at every improvement, or at the end."""
-        if not is_final and self.settings.publish == "end":
+        is_new = self.progress.best != self.progress.published
+        if not is_new or (self.settings.publish == "end" and not is_final):
             return ()
+        before = self.lineage[self.progress.published].texts
         published: list[str] = []
-        for name, text in self.best.texts.items():
-            live = self.context.current(name)
-            if text_of(live.resource, name=name) != text:
-                resource = resource_of(text, live.resource)
-                made = await self.context.publish(name, resource, step=step, metadata=self._metadata())
-                published.append(f"{name}@{made.version}")
+        for rules in self.rules:
+            text = self.best.texts[rules.name]
+            if text != before[rules.name]:
+                resource = resource_of(text, rules.seed)
+                made = await self.context.publish(rules.name, resource, step=step, metadata=self._metadata())
+                published.append(f"{rules.name}@{made.version}")
+        self.progress.published = self.progress.best
         return tuple(published)
 
     def _metadata(self) -> dict[str, Json]:

@@ -1,0 +1,117 @@
+"""The optimiser's client against a real server: retries, memory, metering, endpoints that are choosy."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, Limits
+from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings
+from agl_testing.model_server import Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
+
+Respond = Callable[[ModelRequest], Step]
+
+
+def ask(
+    respond: Respond, folder: Path, *questions: tuple[str, str], limits: Limits | None = None, **settings: Any
+) -> tuple[list[str | None], Budget, int]:
+    """Ask everything at once; the answers, the budget and the number of requests that the server saw."""
+    budget = Budget(limits or Limits())
+
+    async def work(base_url: str) -> list[str | None]:
+        given = OptimizerSettings(base_url=base_url, model="m", retry_s=0.01, **{"max_tokens": 50, **settings})
+        optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl")
+        try:
+            return await optimizer.ask_all(questions)
+        finally:
+            await optimizer.close()
+
+    with ScriptedModelServer(respond=respond, models=("m",)) as server:
+        return asyncio.run(work(server.base_url)), budget, len(server.calls)
+
+
+def test_answer_is_remembered_over_restarts_and_counted_each_time(tmp_path: Path) -> None:
+    first, spent, calls = ask(lambda _: Reply(text="one"), tmp_path, ("q", "s"))
+    assert (["one"], 1) == (first, calls)
+    again, spent_again, calls = ask(lambda _: Reply(text="two"), tmp_path, ("q", "s"))
+    assert (["one"], 0) == (again, calls)
+    assert spent.spent == spent_again.spent
+    other, _, calls = ask(lambda _: Reply(text="two"), tmp_path, ("q", "another seed"))
+    assert (["two"], 1) == (other, calls)
+
+
+def test_line_that_a_crash_cut_is_asked_again(tmp_path: Path) -> None:
+    ask(lambda _: Reply(text="one"), tmp_path, ("q", "s"))
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert ["two"] == ask(lambda _: Reply(text="two"), tmp_path, ("q", "s"))[0]
+
+
+def test_tokens_are_those_that_the_endpoint_counts(tmp_path: Path) -> None:
+    _, budget, _ = ask(lambda _: Reply(text="one two"), tmp_path, ("a question of some length", "s"))
+    assert 0 < budget.spent.tokens < len("a question of some length") + 64 + 50
+
+
+def test_failures_that_pass_are_retried(tmp_path: Path) -> None:
+    steps: list[Step] = [Status(code=503), Status(code=429), Garbage(), Reply(text="fine")]
+    answers, budget, calls = ask(lambda request: steps[request.index], tmp_path, ("q", "s"))
+    assert (["fine"], 4, 1) == (answers, calls, budget.spent.calls)
+
+
+@pytest.mark.parametrize(("step", "requests"), [(Status(code=500), 4), (Status(code=401), 1), (Garbage(), 4)])
+def test_endpoint_that_does_not_answer_is_down(tmp_path: Path, step: Step, requests: int) -> None:
+    seen: list[int] = []
+
+    def respond(request: ModelRequest) -> Step:
+        seen.append(request.index)
+        return step
+
+    with pytest.raises(OptimizerDownError, match="did not answer"):
+        ask(respond, tmp_path, ("q", "s"))
+    assert requests == len(seen)
+
+
+def test_one_failed_question_of_several_is_none(tmp_path: Path) -> None:
+    def respond(request: ModelRequest) -> Step:
+        return Status(code=400) if "bad" in request.last_text else Reply(text=f"re: {request.last_text}")
+
+    assert ["re: a", None, "re: b"] == ask(respond, tmp_path, ("a", "s"), ("bad", "s"), ("b", "s"))[0]
+
+
+def test_questions_beyond_the_budget_are_not_asked(tmp_path: Path) -> None:
+    limits = Limits(calls=2)
+    answers, _, calls = ask(lambda _: Reply(text="x"), tmp_path, ("a", "1"), ("b", "2"), ("c", "3"), limits=limits)
+    assert (["x", "x", None], 2) == (answers, calls)
+    with pytest.raises(BudgetExhaustedError):
+        ask(lambda _: Reply(text="x"), tmp_path, ("a", "1"), limits=Limits(calls=0))
+
+
+def test_fields_that_an_endpoint_refuses_are_left_out(tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    def respond(request: ModelRequest) -> Step:
+        bodies.append(dict(request.body))
+        for name, say in (("temperature", "temperature"), ("seed", "seed"), ("max_tokens", "max_completion_tokens")):
+            if name in request.body:
+                return Status(code=400, message=f"unsupported: {name}; use {say}")
+        return Reply(text="fine")
+
+    assert ["fine"] == ask(respond, tmp_path, ("q", "s"))[0]
+    assert 50 == bodies[-1]["max_completion_tokens"]
+    assert not {"temperature", "seed", "max_tokens"} & bodies[-1].keys()
+
+
+def test_key_and_extra_fields_are_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-123")
+    seen: list[tuple[str, Any]] = []
+
+    def respond(request: ModelRequest) -> Step:
+        seen.append((request.headers["authorization"], request.body.get("top_p")))
+        return Reply(text="x")
+
+    ask(respond, tmp_path, ("q", "s"), api_key_env="MY_KEY", extra={"top_p": 0.5})
+    assert [("Bearer sk-123", 0.5)] == seen
+    assert "sk-123" not in json.dumps((tmp_path / "answers.jsonl").read_text())
