@@ -8,6 +8,7 @@ expected score of every prompt, so nothing here trusts what an algorithm says ab
   95 % of the gap between seed and solution by expected score. A run that never does counts as its whole budget.
 - *Overshoot*: rollouts started beyond the budget.
 - *Reported minus true*: the score that the result file reports for its winner, less its expected score.
+- *Questions*: to the optimiser's model, in the whole run.
 - *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
 """
 
@@ -80,6 +81,7 @@ class Run:
     Attributes:
         rollouts: Until 95 % of the gap was closed, the whole budget if it never was.
         overshoot: Rollouts beyond the budget.
+        calls: Questions to the optimiser's model in the whole run.
         inflation: Reported minus true score of the winner.
         wall_s: Seconds that it took.
     """
@@ -87,6 +89,7 @@ class Run:
     rollouts: int
     is_closed: bool
     overshoot: int
+    calls: int
     inflation: float
     wall_s: float
 
@@ -122,12 +125,13 @@ def run_once(
         trainer.fit(order_agent(world, latency_s=latency_s, fault=watch), world.train, world.val)
         wall_s = time.perf_counter() - started
         watch.look()
-        reported = json.loads((watch.folder / "result.json").read_text(encoding="utf-8"))["score"]["mean"]
+        result = json.loads((watch.folder / "result.json").read_text(encoding="utf-8"))
         return Run(
             rollouts=budget if watch.reached is None else watch.reached,
             is_closed=watch.reached is not None,
             overshoot=max(0, watch.started - budget),
-            inflation=reported - world.expected(watch.best()),
+            calls=result["spent"]["calls"],
+            inflation=result["score"]["mean"] - world.expected(watch.best()),
             wall_s=wall_s,
         )
 
@@ -163,6 +167,8 @@ def setting_figures(setting: str, runs: dict[str, list[Run]]) -> list[Figure]:
         )
         share = sum(run.is_closed for run in found) / len(found)
         figures.append(Figure(name=f"{setting}: runs of {name} that closed 95 %", value=100 * share, unit="%"))
+        calls = statistics.median(run.calls for run in found)
+        figures.append(Figure(name=f"{setting}: questions of {name}, median", value=calls, unit="questions"))
     return figures
 
 
