@@ -16,6 +16,7 @@ from typing import TypedDict
 
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
+from langgraph.graph.state import CompiledStateGraph
 
 DATABASES = Path(__file__).parent / "out" / "data"
 MODEL = os.environ.get("SQL_MODEL", "main_llm")
@@ -33,7 +34,7 @@ CHECK = "Did the query work? Answer yes or no, and why."
 REWRITE = "The query failed. Answer with a better one."
 
 
-class State(TypedDict, total=False):
+class State(TypedDict):
     """What the nodes pass on; `result` is text, `verdict` the checker's words."""
 
     database: str
@@ -43,6 +44,10 @@ class State(TypedDict, total=False):
     result: str
     verdict: str
     rewrites: int
+
+
+Update = dict[str, str | int]
+"""The part of the state that a node changes."""
 
 
 @cache
@@ -117,22 +122,22 @@ def rewritten(state: State) -> str:
     return f"{written(state)}\n{state['query']}\n{state['result']}\n{state['verdict']}"
 
 
-async def write(state: State) -> State:
+async def write(state: State) -> Update:
     """Write the first query."""
-    return {"query": query_in(await ask(WRITE, written(state))), "rewrites": 0}
+    return {"query": query_in(await ask(WRITE, written(state)))}
 
 
-def execute(state: State) -> State:
+def execute(state: State) -> Update:
     """Run the query."""
     return {"result": run_query(state["database"], state["query"])}
 
 
-async def check(state: State) -> State:
+async def check(state: State) -> Update:
     """Have the query and its result judged."""
     return {"verdict": await ask(CHECK, checked(state), temperature=0.0)}
 
 
-async def rewrite(state: State) -> State:
+async def rewrite(state: State) -> Update:
     """Write another query in the light of what happened."""
     return {"query": query_in(await ask(REWRITE, rewritten(state))), "rewrites": state["rewrites"] + 1}
 
@@ -144,7 +149,7 @@ def after_check(state: State) -> str:
 
 
 @cache
-def graph():  # type: ignore[no-untyped-def]
+def graph() -> CompiledStateGraph[State, None, State, State]:
     """Return the compiled graph."""
     builder = StateGraph(State)
     for node in (write, execute, check, rewrite):
@@ -157,11 +162,15 @@ def graph():  # type: ignore[no-untyped-def]
     return builder.compile(name="sql")
 
 
+def asked(database: str, question: str) -> State:
+    """Return what is known at the start."""
+    schema = schema_of(database)
+    return State(database=database, schema=schema, question=question, query="", result="", verdict="", rewrites=0)
+
+
 async def solve(task: dict[str, str]) -> str:
     """Answer a task `{"question": ..., "database": ...}`; returns the last query."""
-    database = str(DATABASES / task["database"])
-    state = {"database": database, "schema": schema_of(database), "question": task["question"]}
-    return (await graph().ainvoke(state))["query"]
+    return (await graph().ainvoke(asked(str(DATABASES / task["database"]), task["question"])))["query"]
 
 
 def main() -> None:

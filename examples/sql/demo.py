@@ -84,7 +84,6 @@ def main() -> None:
     seconds = time.monotonic() - started
     parts = asyncio.run(read_parts(WORK / "runs.db"))
     draw(parts, WORK / "run" / "metrics.jsonl", WORK / "reward.png")
-    (WORK / "parts.json").write_text(json.dumps(parts, indent=1), encoding="utf-8")
     for step, values in parts.items():
         print(f"after step {step}: " + ", ".join(f"{part} {value:.2f}" for part, value in values.items()))
     print(f"\ncurves: {WORK / 'reward.png'}; {seconds:.0f} s in all")

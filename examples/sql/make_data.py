@@ -66,12 +66,6 @@ def slip(question: Question, rng: random.Random) -> str:
     return " ".join((*words[:place], *words[place + 1 :]))
 
 
-def asked(folder: Path, question: Question) -> agent.State:
-    """Return what the agent knows at its start."""
-    database = str(folder / f"{question.domain.table}.db")
-    return {"database": database, "schema": agent.schema_of(database), "question": question.text}
-
-
 def dialogue(system: str, user: str, answer: str) -> Row:
     """Return one exchange as the OpenAI chat API has it."""
     roles = ("system", "user", "assistant")
@@ -87,13 +81,13 @@ def verdict(result: str) -> str:
 
 def writing(folder: Path, question: Question, *, is_right: bool, rng: random.Random) -> Row:
     """Return a dialogue of `write`, or of `rewrite` after a failed query."""
-    state = asked(folder, question)
+    state = agent.asked(str(folder / f"{question.domain.table}.db"), question.text)
     if rng.random() < 0.6:
         answer = question.query if is_right else careless(question, rng)
         return dialogue(agent.WRITE, agent.written(state), answer)
-    failed, result = failure(state["database"], question, rng)
-    state = {**state, "query": failed, "result": result, "verdict": verdict(result)}
-    return dialogue(agent.REWRITE, agent.rewritten(state), question.query if is_right else failed)
+    state["query"], state["result"] = failure(state["database"], question, rng)
+    state["verdict"] = verdict(state["result"])
+    return dialogue(agent.REWRITE, agent.rewritten(state), question.query if is_right else state["query"])
 
 
 def failure(database: str, question: Question, rng: random.Random) -> tuple[str, str]:
@@ -107,10 +101,10 @@ def failure(database: str, question: Question, rng: random.Random) -> tuple[str,
 
 def checking(folder: Path, question: Question, rng: random.Random) -> Row:
     """Return a dialogue of `check`."""
-    state = asked(folder, question)
+    state = agent.asked(str(folder / f"{question.domain.table}.db"), question.text)
     query = rng.choice((question.query, question.query, careless(question, rng), slip(question, rng)))
-    result = agent.run_query(state["database"], query)
-    return dialogue(agent.CHECK, agent.checked({**state, "query": query, "result": result}), verdict(result))
+    state["query"], state["result"] = query, agent.run_query(state["database"], query)
+    return dialogue(agent.CHECK, agent.checked(state), verdict(state["result"]))
 
 
 def dialogues(folder: Path, questions: Sequence[Question], *, seed: int) -> tuple[list[Row], list[Row]]:

@@ -21,7 +21,7 @@ from agl_testing.model_server import Reply, ScriptedModelServer
 SQL = Path(__file__).parents[1]
 TINY = {
     "experiment.validation_limit": 3,
-    "algorithm.sft-check.params.updates": 20,
+    "algorithm.sft-check.params.updates": 2,
     "algorithm.sft-write.params.updates": 2,
     "algorithm.sft-write.params.updates_per_step": 2,
     "algorithm.grpo.params.steps": 1,
@@ -44,7 +44,7 @@ def data(example: Path) -> Path:
 
 
 def run(folder: Path, *words: str) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=150)
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300)
     assert 0 == done.returncode, done.stdout + done.stderr
     return done.stdout
 
