@@ -1,0 +1,179 @@
+"""Counterfactual credit over the whole way: agent, client, capture, store, replays, algorithm."""
+
+import asyncio
+import json
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+import agl
+from agl.capture.replay import VERSION
+from agl.contracts import RolloutQuery, StepReport
+from agl.errors import CaptureError, ConfigError, RunError
+from agl.experiment.progress import Quiet
+from agl.plugins import PluginManager
+from agl.schemas import replay_of
+from agl.stores.memory import MemoryStore
+from agl.train.agents import Enclosing
+from agl_testing.team_world import ROLES
+from agl_testing.team_world_run import TeamGradient, TeamPlugin, play, tasks
+
+pytest.importorskip("openai", exc_type=ImportError)
+
+
+class Stopping(TeamGradient):
+    """Stops in the middle of a step, after everything was paid for."""
+
+    is_on = False
+
+    async def step(self) -> StepReport:
+        await self._context.collect(self._context.train, step=1, n=self._size)
+        if self.is_on:
+            raise RunError("stopped")
+        return await super().step()
+
+    @staticmethod
+    @agl.hookimpl
+    def agl_algorithms() -> Any:
+        yield agl.AlgorithmEntry(name="stopping", factory=Stopping)
+
+
+class Team:
+    """An experiment with the toy team, and what it left in its store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.folder = MemoryStore("memory://"), folder
+
+    def trainer(self, credit: Any, *, runner: str = "async", gateway: str = "none", **params: Any) -> agl.Trainer:
+        plugins = PluginManager.from_environment()
+        plugins.register(TeamPlugin(), name="team")
+        plugins.register(Stopping, name="stopping")
+        settings = {"use": "team-gradient", "lr": 0.0, "steps": 1, "group_size": 2, **params}
+        return agl.Trainer(
+            algorithm=agl.Algorithm(settings.pop("use"), tunes="team", **settings),
+            policies={"team": agl.Policy("team-table", seed=1)},
+            credit=credit,
+            gateway=gateway,
+            plugins=plugins,
+            store=self.store,
+            folder=self.folder,
+            runner=runner,
+            n_runners=1,
+            progress=Quiet(),
+        )
+
+    def fit(self, credit: Any, *, agent: Any = play, is_chained: bool = False, **settings: Any) -> Any:
+        return self.trainer(credit, **settings).fit(agent, train_dataset=tasks(is_chained=is_chained))
+
+    def metric(self, name: str) -> list[float]:
+        return [metric.value for metric in asyncio.run(self.store.metrics("experiment", name=name))]
+
+    def rollouts(self, **query: Any) -> Any:
+        return asyncio.run(self.store.rollouts(RolloutQuery(experiment="experiment", limit=10_000, **query)))
+
+    def versions(self, rollout: Any) -> dict[str, str]:
+        """The model version behind every role's call of a rollout."""
+        spans = asyncio.run(self.store.spans(rollout.rollout_id))
+        enclosing = Enclosing(spans)
+        return {enclosing.who(span).agent: span.call.model_version for span in spans if span.call is not None}
+
+
+@pytest.fixture
+def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return Team(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "per_step"), [("leave-one-out", 8 * 3), ("shapley", 8 * 6 + 4)])
+def test_signs_are_right_and_the_others_answers_come_from_the_record(team: Team, name: str, per_step: int) -> None:
+    team.fit(name, steps=2)
+    assert [1.0, 1.0] == team.metric("signs_right")
+    assert [float(per_step)] * 2 == team.metric("replays")
+    assert [0.0, 0.0] == team.metric("replays_failed")
+    replays = team.rollouts(mode="test")
+    assert 2 * per_step == len(replays)
+    for replay in replays[:20]:
+        plan = replay_of(replay)
+        assert plan is not None
+        expected = {role: f"{VERSION}{'silent' if role in plan.replaced else 'recorded'}" for role in ROLES}
+        assert expected == team.versions(replay)
+
+
+def test_replays_are_never_trained_and_are_visible_as_rollouts_of_their_own(team: Team) -> None:
+    team.fit("leave-one-out")
+    assert 8 == len(team.rollouts(mode="train"))
+    replays = team.rollouts(mode="test")
+    assert all("-replay-00001-" in rollout.rollout_id and rollout.status == "succeeded" for rollout in replays)
+    assert {"team-gradient"} == {rollout.metadata["algorithm"] for rollout in replays}
+
+
+def test_an_agent_that_is_asked_something_else_answers_anew(team: Team) -> None:
+    team.fit("leave-one-out", is_chained=True)
+    for replay in team.rollouts(mode="test"):
+        (replaced,) = replay_of(replay).replaced
+        versions, place = team.versions(replay), ROLES.index(replaced)
+        assert [f"{VERSION}recorded"] * place == [versions[role] for role in ROLES[:place]]
+        assert f"{VERSION}silent" == versions[replaced]
+        assert not any(versions[role].startswith(VERSION) for role in ROLES[place + 1 :])
+
+
+def test_siblings_stand_in_for_each_other(team: Team) -> None:
+    team.fit(agl.Credit("leave-one-out", replace="sibling"))
+    for replay in team.rollouts(mode="test"):
+        assert f"{VERSION}sibling" == team.versions(replay)[replay_of(replay).replaced[0]]
+
+
+def test_replays_run_in_child_processes_too(team: Team) -> None:
+    team.fit("leave-one-out", agent="agl_testing.team_world_run:play", runner="process")
+    assert [1.0] == team.metric("signs_right")
+    assert [24.0] == team.metric("replays")
+
+
+def test_a_repeated_step_finds_its_replays_paid_for(team: Team) -> None:
+    Stopping.is_on = True
+    with pytest.raises(RunError, match="stopped"):
+        team.fit("leave-one-out", use="stopping")
+    before = {rollout.rollout_id for rollout in team.rollouts()}
+    assert 8 + 24 == len(before)
+    Stopping.is_on = False
+    team.trainer("leave-one-out", use="stopping").fit(play, train_dataset=tasks(), resume=True)
+    assert before == {rollout.rollout_id for rollout in team.rollouts()}
+    assert [1.0] == team.metric("signs_right")
+
+
+def test_a_runner_that_cannot_replay_is_refused_before_the_first_rollout(team: Team) -> None:
+    trainer = team.trainer("leave-one-out", runner="command")
+    with pytest.raises(ConfigError, match="'command' runner cannot do"):
+        trainer.fit(["true"], train_dataset=tasks())
+    assert [] == team.rollouts()
+
+
+async def past_the_hook(task: Any, team: Any) -> float:
+    """Calls the gateway over a connection of its own, and says so much that the gateway knows the agent."""
+    address = urlsplit(team.base_url)
+    body = json.dumps({"model": team.model, "messages": [{"role": "user", "content": f"hero/{task['room']}"}]})
+    with agl.operation("hero") as hero:
+        connection = HTTPConnection(address.netloc)
+        headers = {"Authorization": f"Bearer {team.api_key}", "X-Agl-Span-Id": hero.span_id or ""}
+        await asyncio.to_thread(connection.request, "POST", "/v1/chat/completions", body, headers)
+        await asyncio.to_thread(lambda: connection.getresponse().read())
+        connection.close()
+    return 0.0
+
+
+def test_a_client_that_the_hook_does_not_see_is_an_error_instead_of_a_wrong_credit(team: Team) -> None:
+    pytest.importorskip("agl_gateway")
+    with pytest.raises(CaptureError, match="answer for the agent 'hero', and a model did"):
+        team.fit("leave-one-out", agent=past_the_hook, gateway="auto")
+
+
+def test_training_takes_at_most_half_the_steps_of_the_episodes_return(team: Team) -> None:
+    steps = team.fit("leave-one-out", lr=4.0, steps=40).steps["team-gradient"]
+    assert steps < 40
+    team.store = MemoryStore("memory://")
+    team.fit("episode", lr=4.0, steps=2 * steps)
+    assert max(team.metric("expected_reward")) < 0.9
