@@ -183,7 +183,7 @@ def _json_difference(new: Any, old: Any, *, path: str, may_change: bool) -> str:
         pairs = [(f"{path}[{i}]", after[i], before[i], may_change) for i in range(len(before))]
     else:
         is_text = may_change and isinstance(old, str) and isinstance(new, str)
-        return "" if is_text or _is_same(new, old) else path
+        return "" if is_text or _is_same(cast("object", new), cast("object", old)) else path
     found = (_json_difference(n, o, path=p, may_change=free) for p, n, o, free in pairs)
     return next((where for where in found if where), "")
 
