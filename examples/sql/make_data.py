@@ -5,7 +5,7 @@ Training, validation and dialogue questions are three disjoint sets.
 The dialogues for `write` and `rewrite` come from a teacher who grows careless: the first ones show how to write the
 query, the last ones mostly guess a column that does not exist, or take the whole table. A model that imitates them has
 the skill and a bad habit, so it starts with a low reward, and reinforcement learning has something to find out.
-The dialogues for `check` show when a query worked: it ran and gave rows.
+The dialogues for `check` tell queries that ran from those that failed.
 """
 
 import argparse
@@ -74,9 +74,7 @@ def dialogue(system: str, user: str, answer: str) -> Row:
 
 def verdict(result: str) -> str:
     """Return what the checker should say about a result."""
-    if result.startswith("error"):
-        return "no, it failed"
-    return "no, nothing found" if result.startswith("0 rows") else "yes, it gave rows"
+    return "no, it failed" if result.startswith("error") else "yes, it gave rows"
 
 
 def writing(folder: Path, question: Question, *, is_right: bool, rng: random.Random) -> Row:
