@@ -155,6 +155,15 @@ def test_model_behind_an_endpoint_answers_as_the_one_in_the_process(tmp_path: Pa
     assert run_world(world, tmp_path / "here") == over_http
 
 
+@pytest.mark.parametrize("engine", ["jinja", "plain"])
+def test_every_engine_shows_the_model_the_same(engine: Any, tmp_path: Path) -> None:
+    if engine == "jinja":
+        pytest.importorskip("jinja2")
+    world = easy(2)
+    same = msgspec.structs.replace(world, engine=engine)
+    assert run_world(world, tmp_path / "f-string") == run_world(same, tmp_path / engine)
+
+
 def test_fault_fails_the_attempt(tmp_path: Path) -> None:
     def fail(rollout: Rollout) -> None:
         if rollout.task["order"] == "train-003":
