@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -208,7 +209,9 @@ def wall_figure(*, budget: int) -> Figure:
 
 
 def run(*, quick: bool = False) -> list[Figure]:
-    """All figures; ``quick`` for 3 seeds and half of the budget."""
+    """All figures; ``quick`` for 3 seeds and half of the budget; none where an optimiser is not installed."""
+    if not all(map(find_spec, ("agl_algo_apo", "gepa"))):
+        return []
     figures: list[Figure] = []
     every: list[tuple[str, Run]] = []
     for setting in WORLDS:
