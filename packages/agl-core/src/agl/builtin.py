@@ -103,4 +103,7 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(name="why", factory="agl.cli.why:why", summary="say what became of every model call")
     yield CommandEntry(name="replay", factory="agl.cli.replay:replay", summary="run a recorded rollout again")
     yield CommandEntry(name="export", factory="agl.cli.export:export", summary="write recorded data as JSON lines")
+    yield CommandEntry(
+        name="resources", factory="agl.cli.resources:resources", summary="list, compare and promote resource versions"
+    )
     yield CommandEntry(name="plugins", factory="agl.cli.plugins:plugins", summary="list, show and check plugins")

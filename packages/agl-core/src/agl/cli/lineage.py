@@ -1,0 +1,125 @@
+"""What commands say about versions of resources: their text, lineage, labels, scores and rewards."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agl.cli.query import all_spans, pages
+from agl.contracts import RolloutQuery, Store
+from agl.errors import NotFoundError
+from agl.experiment import labels
+from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
+from agl.train.comparison import interval
+from agl.train.scores import episode_reward
+
+_MANY = 1000
+
+
+class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One line of the list."""
+
+    version: ResourceVersion
+    labels: list[str]
+    score: str
+
+
+class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One version, the labels that point at it, and the versions that it was made from, newest first."""
+
+    version: ResourceVersion
+    labels: list[str]
+    ancestors: list[str]
+
+
+class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version and the rewards of all finished rollouts that ran with it."""
+
+    version: str
+    rewards: list[float]
+
+    def summary(self, confidence: float) -> str:
+        """Mean and interval in words."""
+        if not self.rewards:
+            return "no finished rollout with a reward ran with it"
+        low, high = interval(self.rewards, confidence=confidence)
+        mean = sum(self.rewards) / len(self.rewards)
+        return f"mean {mean:.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
+
+
+async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[Listed]:
+    """The newest version of every resource, or all versions of one, in order of publication."""
+    versions = await store.resources(name)
+    if name is not None and not versions:
+        raise NotFoundError("resource", name, await _known(store))
+    kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
+    by_name = {v.name: await labels.labels_of(store, v.name) for v in kept}
+    return [Listed(version=v, labels=_pointing(by_name[v.name], v.version), score=score_of(v.metadata)) for v in kept]
+
+
+async def shown(store: Store, name: str, which: str | None) -> Shown:
+    """A version by its name or by a label, the newest by default."""
+    names = await labels.labels_of(store, name)
+    versions = {v.version: v for v in await store.resources(name)}
+    if not versions:
+        raise NotFoundError("resource", name, await _known(store))
+    newest = [v for v in versions.values() if not v.metadata.get("candidate")] or list(versions.values())
+    wanted = newest[-1].version if which is None else names.get(which, which)
+    if wanted not in versions:
+        hint = f"there are the labels {sorted(names)} and {len(versions)} versions; see agl resources list {name}"
+        raise NotFoundError("version", f"{name}@{wanted}", hint)
+    version = versions[wanted]
+    ancestors: list[str] = []
+    while version.parent in versions and version.parent not in ancestors and len(ancestors) < _MANY:
+        version = versions[version.parent]
+        ancestors.append(version.version)
+    return Shown(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
+
+
+async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
+    """The rewards of every finished rollout that pinned each of the versions; a failed rollout counts 0."""
+    found: dict[str, list[float]] = {version: [] for version in versions}
+    query = RolloutQuery(experiment=experiment, status=("succeeded", "failed"), limit=_MANY)
+    async for page in pages(store, query):
+        for rollout in page:
+            arm = found.get(rollout.resources.get(name, ""))
+            if arm is None:
+                continue
+            reward = episode_reward(await all_spans(store, rollout.rollout_id))
+            if reward is not None or rollout.status == "failed":
+                arm.append(reward or 0.0)
+    return [Arm(version=version, rewards=rewards) for version, rewards in found.items()]
+
+
+def text_of(resource: Resource) -> str:
+    """A prompt's text; anything else as indented JSON."""
+    if isinstance(resource, PromptTemplate):
+        return resource.template
+    value: Any = resource.value if isinstance(resource, JsonResource) else resource
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def diff(old: ResourceVersion, new: ResourceVersion) -> list[str]:
+    """The difference of two versions as a unified diff; nothing when they are equal."""
+    before, after = text_of(old.resource).splitlines(), text_of(new.resource).splitlines()
+    return list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
+
+
+def score_of(metadata: dict[str, Any]) -> str:
+    """The score that an algorithm wrote beside a version, ``mean [low, high] n``; empty without one."""
+    score = metadata.get("score") or metadata.get("selection_score")
+    if not isinstance(score, dict):
+        return f"{score:.3f}" if isinstance(score, int | float) else ""
+    parts = cast("dict[str, Any]", score)
+    if not {"mean", "low", "high", "n"} <= parts.keys():
+        return ""
+    return f"{parts['mean']:.3f} [{parts['low']:.3f}, {parts['high']:.3f}] n={parts['n']}"
+
+
+def _pointing(names: dict[str, str], version: str) -> list[str]:
+    return sorted(label for label, pointed in names.items() if pointed == version)
+
+
+async def _known(store: Store) -> str:
+    return f"there are {sorted(version.name for version in await store.resources())}"

@@ -1,0 +1,125 @@
+"""Comparing the rewards of two versions: means, intervals, and Welch's interval of their difference.
+
+Welch 1947, "The generalization of Student's problem when several different population variances are involved".
+Rollouts are taken as independent; several of one task are not quite, so intervals are a little too narrow then.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, variance
+
+from agl.errors import ConfigError
+from agl.schemas import Record
+
+
+class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """New against old.
+
+    Attributes:
+        difference: Mean of the new rewards minus that of the old ones.
+        low: Lower end of the interval of the difference; ``high`` its upper end.
+        confidence: Of the interval.
+        policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` for a mean that is
+            not above 0.
+        old_count: Rollouts behind the old mean; ``new_count`` behind the new one.
+    """
+
+    difference: float
+    low: float
+    high: float
+    confidence: float
+    policy_improvement_ratio: float | None
+    old_count: int
+    new_count: int
+
+
+def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
+    """Compare two samples of rewards; raises :class:`ConfigError` for fewer than two in either."""
+    if len(old) < 2 or len(new) < 2:
+        raise ConfigError(
+            f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
+            "of each at least; record more rollouts"
+        )
+    means = fmean(old), fmean(new)
+    parts = variance(old) / len(old), variance(new) / len(new)
+    spread = math.sqrt(sum(parts))
+    freedom = _freedom(parts, (len(old), len(new)))
+    width = student_quantile(0.5 + _checked(confidence) / 2, freedom) * spread
+    difference = means[1] - means[0]
+    return Comparison(
+        difference=difference,
+        low=difference - width,
+        high=difference + width,
+        confidence=confidence,
+        policy_improvement_ratio=means[1] / means[0] if means[0] > 0 else None,
+        old_count=len(old),
+        new_count=len(new),
+    )
+
+
+def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Student's interval of the mean; of one value, everything."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
+    width = quantile * math.sqrt(variance(values) / len(values))
+    return fmean(values) - width, fmean(values) + width
+
+
+def student_quantile(probability: float, freedom: float) -> float:
+    """The quantile of Student's t distribution, by bisection of its distribution function to 1e-9."""
+    if math.isinf(freedom):
+        return NormalDist().inv_cdf(probability)
+    if probability < 0.5:
+        return -student_quantile(1.0 - probability, freedom)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < probability and high < 1e9:
+        high *= 2
+    while high - low > 1e-9 * max(1.0, high):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def student_cdf(value: float, freedom: float) -> float:
+    """Student's distribution function, by the incomplete beta function."""
+    tail = 0.5 * _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + value * value))
+    return 1.0 - tail if value >= 0 else tail
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function by its continued fraction (Lentz's method)."""
+    if x <= 0.0 or x >= 1.0:
+        return min(max(x, 0.0), 1.0)
+    if x > (a + 1) / (a + b + 2):
+        return 1.0 - _incomplete_beta(b, a, 1.0 - x)
+    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    tiny, c = 1e-300, 1.0
+    d = 1.0 / _away(1.0 - (a + b) * x / (a + 1), tiny)
+    fraction = d
+    for m in range(1, 500):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1.0 / _away(1.0 + term * d, tiny)
+            c = _away(1.0 + term / c, tiny)
+            fraction *= c * d
+        if abs(c * d - 1.0) < 1e-15:
+            break
+    return math.exp(log_front) * fraction / a
+
+
+def _away(value: float, tiny: float) -> float:
+    return value if abs(value) > tiny else tiny
+
+
+def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
+    """Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
+    below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return sum(parts) ** 2 / below if below > 0 else math.inf
+
+
+def _checked(confidence: float) -> float:
+    if not 0.0 < confidence < 1.0:
+        raise ConfigError(f"a confidence of {confidence} makes no interval; give one between 0 and 1, such as 0.95")
+    return confidence
