@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,16 @@ TINY = {
 """What makes the experiment small enough for a test."""
 
 
-@pytest.fixture
-def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of the example with its data."""
-    for name, value in CrewAITracer().worker_env().items():
-        monkeypatch.setenv(name, value)
-    folder = Path(
-        shutil.copytree(CREW, tmp_path / "crew", ignore=shutil.ignore_patterns("out", "tests", "__pycache__"))
-    )
-    run(folder, "make_data.py")
-    return folder
+    folder = tmp_path_factory.mktemp("example") / "crew"
+    shutil.copytree(CREW, folder, ignore=shutil.ignore_patterns("out", "tests", "__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in CrewAITracer().worker_env().items():
+            patch.setenv(name, value)
+        run(folder, "make_data.py")
+        yield folder
 
 
 def run(folder: Path, *words: str) -> str:
