@@ -163,6 +163,12 @@ def test_database_that_another_connection_writes_can_be_read(path: Path) -> None
     writer.close()
 
 
+def test_file_that_is_no_database_is_an_error_and_no_fault_of_the_query(tmp_path: Path) -> None:
+    (tmp_path / "text.sqlite").write_text("not a database, but long enough to look like one\n" * 100, encoding="utf-8")
+    with pytest.raises(ConfigError, match="file is not a database"):
+        one(SqlExecutes(database=str(tmp_path / "text.sqlite")), {}, NAMES)
+
+
 def test_event_loop_is_not_blocked_by_a_query(path: Path) -> None:
     import asyncio
 

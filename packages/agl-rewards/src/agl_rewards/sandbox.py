@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from agl.errors import AglError
+from agl.errors import AglError, ConfigError
 
 Row = tuple[Any, ...]
 Fault = Literal["none", "refused", "syntax", "execution"]
@@ -59,7 +59,12 @@ class Limits(NamedTuple):
 
 
 def run_query(database: Path, sql: str, *, limits: Limits) -> list[Row]:
-    """All rows of a query in the order in which they come; raises :class:`QueryError`."""
+    """All rows of a query in the order in which they come.
+
+    Raises:
+        QueryError: The query is refused, wrong, too slow or too large.
+        ConfigError: The file is no SQLite database.
+    """
     check_query(sql)
     with _faults(limits), closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection:
         rows = connection.execute(sql).fetchmany(limits.rows + 1)
@@ -110,6 +115,15 @@ def outline(sql: str) -> str:
 
 def _open(uri: str, time_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(uri, uri=True, timeout=time_s, isolation_level=None)
+    try:
+        _restrict(connection, time_s)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
     connection.text_factory = _text
     connection.execute("PRAGMA query_only = 1")
     _connect_virtual_tables(connection)
@@ -122,7 +136,6 @@ def _open(uri: str, time_s: float) -> sqlite3.Connection:
     connection.set_authorizer(_may)
     end = time.monotonic() + time_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
-    return connection
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
@@ -149,6 +162,8 @@ def _faults(limits: Limits) -> Generator[None]:
     try:
         yield
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+        if getattr(error, "sqlite_errorname", "") in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
+            raise ConfigError(f"a reward's database cannot be read: {error}; make it again, or name another") from error
         message = str(error) or type(error).__name__
         if isinstance(error, ValueError) or "null character" in message:
             raise QueryError("syntax", f"the query is no text that SQLite reads ({message})") from error
