@@ -20,7 +20,7 @@ from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, unpack_
 from agl.stores.memory import MemoryStore
 from agl.train.transitions import build_episode
 from agl_gateway.embedded import EmbeddedGateway
-from agl_testing.adapters import ANYBODY, check_callers
+from agl_testing.adapters import ANYBODY, check_callers, check_selection
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -157,6 +157,7 @@ def check(played: Sequence[Played], server: ScriptedModelServer, *, errors: int 
             assert (ids.prompt, ids.response) == (unpack_ids(call.prompt_ids), unpack_ids(call.response_ids))
         check_tree(run)
         check_callers(run.spans)
+        check_selection(run.episode, run.spans)
     assert len(server.calls) == sum(len(run.calls) for run in played)
 
 

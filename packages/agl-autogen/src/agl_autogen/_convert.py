@@ -1,13 +1,17 @@
 """The one place where AutoGen's objects become our names and texts."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any, cast
 
 from autogen_agentchat.messages import HandoffMessage
 
 from agl import semconv
+from agl.capture import Capture
 from agl.capture.emitters import plain
+from agl.ids import new_span_id
+from agl.schemas import Span
 
 _MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
 """The parts of teams that call a model in their own name; they are found by name, as AutoGen does not export them."""
@@ -48,6 +52,24 @@ def tool_arguments(arguments: Mapping[str, Any]) -> dict[str, str]:
 def tool_result(tool: Any, result: Any) -> dict[str, str]:
     """A tool's result as the model reads it."""
     return {semconv.TOOL_RESULT: plain(str(tool.return_value_as_string(result)))}
+
+
+def unseen_call(client: Any, capture: Capture, *, parent_id: str, start_ns: int) -> Span:
+    """The span of a model call that a client made past the wire."""
+    kind = cast("type[Any]", type(client))
+    attributes = {semconv.OPERATION: semconv.OP_CHAT, semconv.CLIENT: f"{kind.__module__}.{kind.__qualname__}"}
+    return Span(
+        rollout_id=capture.rollout_id,
+        attempt_id=capture.attempt_id,
+        trace_id=capture.trace_id,
+        span_id=new_span_id(),
+        parent_id=parent_id,
+        name=semconv.OP_CHAT,
+        start_ns=start_ns,
+        end_ns=time.time_ns(),
+        status="ok",
+        attributes=attributes,
+    )
 
 
 def handoff(published: Any, span: Any) -> dict[str, str]:

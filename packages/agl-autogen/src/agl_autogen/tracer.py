@@ -3,7 +3,8 @@
 AutoGen reports agents and tools as ``gen_ai.*`` spans; the core's OpenTelemetry tracer takes them. This tracer adds
 what they lack: arguments and results of tools, hand-offs, teams, and the agents that AutoGen gives no span (the
 managers of teams that ask a model who speaks next, and agents written on ``autogen_core`` alone). Model calls come
-from the wire, as AutoGen reports none before they are over. Its runtime's spans, one per message, are kept out.
+from the wire, as AutoGen reports none before they are over; one that a client makes past it gets a span of its own.
+The runtime's spans, one per message, are kept out.
 """
 
 from collections.abc import Mapping
@@ -24,11 +25,11 @@ class AutoGenTracer:
 
     def install(self) -> None:
         """Import AutoGen and observe it from now on; idempotent."""
-        from agl_autogen import observe
+        from agl_autogen import clients, observe
 
         self._otel.install()
         if not self._installed:
-            self._undo.extend(observe.install())
+            self._undo.extend([*observe.install(), *clients.install()])
         self._installed.add(self)
 
     def uninstall(self) -> None:

@@ -6,6 +6,7 @@ gateway. What comes back is what was recorded; :func:`check_rollouts` holds it a
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -174,6 +175,7 @@ def check_rollouts(played: Sequence[Played], server: ScriptedModelServer, *, mar
         assert all(text in decode(_recorded_ids(span)[0]) for span in item.calls), f"a call is not of {text}"
         _check_tree(item)
         check_callers(item.spans)
+        check_selection(item.episode, item.spans)
 
 
 def check_callers(spans: Sequence[Span]) -> None:
@@ -185,6 +187,16 @@ def check_callers(spans: Sequence[Span]) -> None:
     for span in spans:
         if span.call is not None:
             assert list(names_of(enclosing.who(span))) == span.attributes.get(semconv.CALLER, [])
+
+
+def check_selection(episode: Episode, spans: Sequence[Span]) -> None:
+    """Tracer and recording saw the same calls, and each agent can be selected by its name."""
+    assert ((), ()) == (episode.unseen, episode.unattributed)
+    for agent in {call.agent for call in episode.transitions} - {""}:
+        pattern = f"^{re.escape(agent)}$"
+        chosen = build_episode(episode.rollout, episode.attempt, spans, agent_match=pattern).transitions
+        assert not [call for call in chosen if call.agent == agent and call.reject == "not_selected"]
+        assert not [call for call in chosen if agent not in call.path and not call.reject]
 
 
 def _check_tree(item: Played) -> None:

@@ -22,6 +22,8 @@ import msgspec
 
 from agl import semconv
 from agl.capture.context import Capture, current, innermost
+from agl.capture.departures import note_departure
+from agl.capture.dialects import dialect_of
 from agl.capture.exchanges import OpenCall
 from agl.capture.late_import import ImportWatch
 from agl.capture.outgoing import (
@@ -228,7 +230,7 @@ def _depart(request: Any, options: dict[str, Any]) -> _Departure | None:
 
 def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Departure | None:
     body = body_of(request)
-    names = _names(capture)
+    names = _names(capture, request)
     route = route_of(capture, method=request.method, url=str(request.url), body=body, names=names)
     if route is None or (route.target == "record" and not _is_recorded(capture)):
         return None
@@ -241,6 +243,7 @@ def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Depart
     request_id = request_id_of(named, body or b"", retries)
     call = None
     if route.dialect is not None and body is not None:
+        note_departure()
         about = {semconv.CALLER: list(names), semconv.USER_AGENT: named.get(b"user-agent", b"").decode("latin-1")}
         call = OpenCall(
             capture,
@@ -261,9 +264,11 @@ def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Depart
     return _Departure(request, recorded_request(request, route, body or b""), options, call, is_ours=True)
 
 
-def _names(capture: Capture) -> tuple[str, ...]:
-    """Who makes the call, where any policy is chosen by that; what nobody asks for costs nothing."""
-    return names_of(who(capture)) if any(upstream.agents for upstream in capture.upstreams) else ()
+def _names(capture: Capture, request: Any) -> tuple[str, ...]:
+    """Who makes a model call, where any policy is chosen by that; what nobody asks for costs nothing."""
+    if request.method != "POST" or not any(upstream.agents for upstream in capture.upstreams):
+        return ()
+    return names_of(who(capture)) if dialect_of(request.url.path) is not None else ()
 
 
 def _played(capture: Capture, route: Route, body: bytes | None) -> Played | None:
