@@ -227,3 +227,30 @@ def test_equal_rewards_have_an_interval_of_no_width() -> None:
 def test_confidence_must_make_an_interval(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="between 0 and 1"):
         compare([0.0, 1.0], [0.0, 1.0], **values)
+
+
+def command(run: Callable[..., Result], tmp_path: Path, *arguments: str) -> Result:
+    """Another command on the same store."""
+    run("list")
+    return CliRunner().invoke(cli, [*arguments, "--store", f"sqlite:///{tmp_path}/runs.db"])
+
+
+def test_show_tells_how_a_resource_came_to_be(run: Callable[..., Result], tmp_path: Path) -> None:
+    output = command(run, tmp_path, "show", "prompt").output
+    assert output.startswith("prompt: 2 published versions, 1 candidates\n- v1 from -, given\n")
+    assert "- v2 from v1, by apo step 3, score 0.800 [0.700, 0.900] n=32" in output
+    assert "-Be brief.\n+Be exact." in output
+    unknown = command(run, tmp_path, "show", "nothing")
+    assert (1, True) == (unknown.exit_code, "unknown rollout 'nothing'" in unknown.output)
+
+
+def test_export_writes_a_prompt_as_text_json_and_python(run: Callable[..., Result], tmp_path: Path) -> None:
+    assert command(run, tmp_path, "export", "prompt", "--format", "text").stdout == "Be exact.\nAnswer {q}\n"
+    parsed = json.loads(command(run, tmp_path, "export", "prompt@v1", "--format", "json").stdout)
+    assert ("v1", "Be brief.\nAnswer {q}") == (parsed["version"], parsed["resource"]["template"])
+    namespace: dict[str, Any] = {}
+    exec(command(run, tmp_path, "export", "prompt@v2", "tools", "--format", "python").stdout, namespace)
+    assert "Be exact.\nAnswer {q}" == namespace["PROMPT"]
+    assert {"calc": "adds"} == namespace["TOOLS"]["value"]
+    nameless = command(run, tmp_path, "export", "--format", "text")
+    assert (1, True) == (nameless.exit_code, "name one, such as" in nameless.output)

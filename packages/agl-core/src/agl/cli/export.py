@@ -1,5 +1,7 @@
-"""``agl export``: recorded rollouts as JSON lines, for other programs and for fine-tuning."""
+"""``agl export``: recorded rollouts as JSON lines, and prompts as text, JSON or a Python constant."""
 
+import pprint
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterable
 from contextlib import contextmanager
@@ -12,12 +14,23 @@ import msgspec
 from agl import codec
 from agl.cli.context import pass_manager
 from agl.cli.dialogues import dialogues
+from agl.cli.lineage import shown, text_of
 from agl.cli.opening import store_option, with_store
 from agl.cli.query import deciding, every_span, filter_options, make_query, pages
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.plugins import PluginManager
-from agl.schemas import Episode, Record, Row, Span, Transition, unpack_floats, unpack_ids
+from agl.schemas import (
+    Episode,
+    PromptTemplate,
+    Record,
+    ResourceVersion,
+    Row,
+    Span,
+    Transition,
+    unpack_floats,
+    unpack_ids,
+)
 from agl.train.transitions import build_episode
 
 
@@ -29,15 +42,16 @@ class Recorded(Record, frozen=True, kw_only=True):
 
 
 @click.command()
-@click.argument("rollout_ids", nargs=-1)
+@click.argument("rollout_ids", nargs=-1, metavar="[IDS]...")
 @click.option(
     "--format",
     "form",
-    type=click.Choice(("messages", "transitions", "rows", "spans")),
+    type=click.Choice(("messages", "transitions", "rows", "spans", "text", "json", "python")),
     default="messages",
     show_default=True,
     help="messages: OpenAI chat dialogues, as fine-tuning reads them; transitions: one model call a line; "
-    "rows: one training row a line; spans: everything, as recorded.",
+    "rows: one training row a line; spans: everything, as recorded. "
+    "Of a resource: text, json, or python for a constant.",
 )
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write; by default stdout.")
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
@@ -57,7 +71,14 @@ def export(
     status: tuple[str, ...],
     mode: str | None,
 ) -> None:
-    """Write rollouts as JSON lines: those named, or all that match the filters."""
+    """Write rollouts as JSON lines: those named, or all that match the filters.
+
+    With --format text, json or python, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; the
+    newest version counts by default.
+    """
+    if form in _OF_RESOURCES:
+        _export_resources(manager, store_url, rollout_ids, form, output)
+        return
     query = msgspec.structs.replace(make_query(experiment, status, mode, limit=100), ids=rollout_ids)
 
     async def work(store: Store) -> int:
@@ -73,6 +94,39 @@ def export(
 
     count = with_store(manager, store_url, work)
     click.echo(f"{count} lines of {form} written to {output or 'stdout'}", err=True)
+
+
+def _export_resources(
+    manager: PluginManager, store_url: str | None, names: tuple[str, ...], form: str, output: Path | None
+) -> None:
+    if not names:
+        raise ConfigError(f"--format {form} writes a resource; name one, such as: agl export my_prompt --format {form}")
+
+    async def work(store: Store) -> list[ResourceVersion]:
+        pairs = [name.partition("@") for name in names]
+        return [(await shown(store, name, version or None)).version for name, _, version in pairs]
+
+    versions = with_store(manager, store_url, work)
+    with _target(output) as target:
+        for version in versions:
+            target.write(_OF_RESOURCES[form](version).encode() + b"\n")
+    click.echo(", ".join(f"{v.name}@{v.version}" for v in versions) + f" written to {output or 'stdout'}", err=True)
+
+
+def _as_python(version: ResourceVersion) -> str:
+    """An assignment that any Python reads; the comment says where the value came from."""
+    constant = re.sub(r"\W", "_", version.name).upper()
+    resource = version.resource
+    value: Any = resource.template if isinstance(resource, PromptTemplate) else msgspec.to_builtins(resource)
+    constant = f"_{constant}" if constant[:1].isdigit() else constant
+    return f"# {version.name}@{version.version}\n{constant} = {pprint.pformat(value, width=100, sort_dicts=False)}"
+
+
+_OF_RESOURCES: dict[str, Callable[[ResourceVersion], str]] = {
+    "text": lambda version: text_of(version.resource),
+    "json": lambda version: codec.to_json(version).decode(),
+    "python": _as_python,
+}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""``agl show``: one rollout as a tree of agents, model calls, tools, rewards and errors."""
+"""``agl show``: one rollout as a tree of what happened in it, or one resource with how it came to be."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,6 +6,7 @@ import click
 
 from agl import semconv
 from agl.cli.context import pass_manager
+from agl.cli.lineage import Listed, diff, listed, score_of
 from agl.cli.opening import store_option, with_store
 from agl.cli.output import json_option, print_json, short, when
 from agl.cli.query import all_spans, find
@@ -30,13 +31,44 @@ class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
 @json_option
 @pass_manager
 def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
-    """Show ROLLOUT_ID ("latest" for the newest) as a tree of what happened in it."""
-    found = with_store(manager, store_url, lambda store: _load(store, rollout_id, number))
+    """Show ROLLOUT_ID ("latest" for the newest) as a tree of what happened in it.
+
+    The name of a resource in place of the id shows its versions, their scores and what changed from the first one.
+    """
+    found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
     if as_json:
         print_json(found)
         return
-    for line in (*_header(found), *tree(found.spans)):
+    lines = (*_header(found), *tree(found.spans)) if isinstance(found, Shown) else _story(found)
+    for line in lines:
         click.echo(line)
+
+
+async def _find(store: Store, name: str, number: int | None) -> "Shown | list[Listed]":
+    try:
+        return await _load(store, name, number)
+    except NotFoundError as error:
+        if error.kind != "rollout" or not await store.resources(name):
+            raise
+        return await listed(store, name, has_candidates=True)
+
+
+def _story(versions: Sequence[Listed]) -> Iterator[str]:
+    """The versions of a resource with their parents and scores, and the difference of the first and the best."""
+    published = [item for item in versions if not item.version.metadata.get("candidate")] or list(versions)
+    name = published[0].version.name
+    yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
+    for item in versions:
+        version = item.version
+        made = f"by {version.algorithm} step {version.step}" if version.algorithm else "given"
+        names = f", labels {', '.join(item.labels)}" if item.labels else ""
+        tried = " (candidate)" if version.metadata.get("candidate") else ""
+        score = f", score {item.score}" if item.score else ""
+        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}"
+    seed = score_of({"score": published[-1].version.metadata.get("seed_score")})
+    if seed:
+        yield f"measured again beside the newest, the first scored {seed}"
+    yield from diff(published[0].version, published[-1].version)
 
 
 async def _load(store: Store, rollout_id: str, number: int | None) -> Shown:

@@ -43,12 +43,14 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
         aliases: Model names (patterns) that agents use for it, besides NAME and its model.
         agents: Regular expression over the whole names of agents, nodes and roles: the calls that these make go
             here, whatever model name their code sends.
+        label: Label of the version of its weights to start from; where no version has it, ``model`` counts.
         params: The policy's own arguments.
     """
 
     use: str
     aliases: tuple[str, ...] = ()
     agents: str = ""
+    label: str = ""
     params: dict[str, Json] = {}
 
 
@@ -218,7 +220,7 @@ def _shape_policy(name: str, section: Any, source: str) -> Any:
     table = cast("dict[str, Any]", section)
     if "use" not in table:
         raise ConfigError(f'{source}: [policy.{name}] lacks `use`; write use = "torch", "openai" or a plugin\'s name')
-    own = {key: table[key] for key in ("use", "aliases", "agents") if key in table}
+    own = {key: table[key] for key in ("use", "aliases", "agents", "label") if key in table}
     rest = {key: value for key, value in table.items() if key not in own and key != "params"}
     return {**own, "params": {**rest, **table.get("params", {})}}
 

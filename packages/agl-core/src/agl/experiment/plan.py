@@ -68,6 +68,11 @@ class Plan:
         """Whether any algorithm trains on tokens."""
         return any(self.entry(algorithm).needs_token_ids for algorithm in self.config.algorithm)
 
+    def label(self, name: str) -> str:
+        """The label of the version that a resource starts from; ``""`` to start from what the experiment says."""
+        policy = self.config.policy.get(name)
+        return policy.label if policy is not None else str(self.config.resource.get(name, {}).get("label", ""))
+
     def trained_policies(self) -> set[str]:
         """Policies whose weights an algorithm tunes."""
         return {name for algorithm in self.config.algorithm for name in algorithm.resources} & set(self.config.policy)
@@ -114,7 +119,10 @@ def make_plan(
 
 def _resources(config: ExperimentConfig) -> dict[str, Resource]:
     found: dict[str, Resource] = {}
-    for name, table in config.resource.items():
+    for name, given in config.resource.items():
+        table = {key: value for key, value in given.items() if key != "label"}
+        if not isinstance(given.get("label", ""), str):
+            raise ConfigError(f'[resource.{name}] label is {given["label"]!r}; write a name, such as "production"')
         if set(table) <= {"template", "engine"} and isinstance(table.get("template"), str):
             found[name] = PromptTemplate(template=table["template"], engine=table.get("engine", "f-string"))
         elif set(table) == {"value"}:

@@ -12,6 +12,7 @@ from agl.contracts import Gateway, Policy, RolloutQuery, Store, Tracer, Upstream
 from agl.errors import ConfigError, UnknownComponentError
 from agl.experiment.build import build_rewards, no_token_ids
 from agl.experiment.collect import FinishFeed
+from agl.experiment.labels import labelled
 from agl.experiment.live import LiveResources
 from agl.experiment.lock import ExperimentLock
 from agl.experiment.plan import Plan
@@ -172,9 +173,20 @@ class Session:
                 await self._load(name, self.policies[name], self.live.current(name))
         initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
         for name, resource in initial.items():
-            if name not in state.live:
+            if name not in state.live and not await self._start_from_label(name):
                 first = ResourceVersion(name=name, version=f"{self.plan.name}-{state.run}-initial", resource=resource)
                 self.live.set(await self.live.publish(first))
+
+    async def _start_from_label(self, name: str) -> bool:
+        """Make the version live that the resource's label points at; whether there is one."""
+        label = self.plan.label(name)
+        version = await labelled(self.store, name, label) if label else None
+        if version is None:
+            return False
+        if name in self.policies:
+            await self._load(name, self.policies[name], version)
+        self.live.set(version)
+        return True
 
     def _worker_setup(self, upstreams: list[Upstream]) -> WorkerSetup:
         plan, manager = self.plan, self.plan.manager

@@ -413,7 +413,7 @@ def _served(llm: LLM) -> Spec:
 
 def _policy(name: str, spec: Spec) -> PolicyConfig:
     params = dict(spec.params)
-    table = {"use": spec.name, **{key: params.pop(key) for key in ("aliases", "agents") if key in params}}
+    table = {"use": spec.name, **{key: params.pop(key) for key in ("aliases", "agents", "label") if key in params}}
     try:
         return msgspec.convert({**table, "params": params}, PolicyConfig)
     except msgspec.ValidationError as error:
