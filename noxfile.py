@@ -46,6 +46,22 @@ ADAPTERS = {
 }
 """Every framework's oldest supported and newest release; each pair in an environment of its own."""
 
+PLUGINS = {
+    "agl-rewards": ["openai>=3,<4"],
+    "agl-credit": ["openai>=3,<4"],
+    "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
+}
+"""Packages that need no agent framework and no torch, with what their tests need besides."""
+
+EXAMPLES = {
+    "calc": ["agl-autogen", "agl-algo-torch", "autogen-agentchat", "autogen-ext[openai]", TORCH],
+    "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", "openai>=3,<4", TORCH],
+    "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", "openai>=3,<4", TORCH],
+    "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH],
+    "rooms": ["agl-algo-apo", "openai>=3,<4"],
+}
+"""What the tests of each example need besides the light packages: ours by name, and others."""
+
 PARTS = ["lint", "types", "core", "openai2", "generic", "testing", "gateway", "torch", "integration", "docs", "wheels"]
 
 
@@ -84,6 +100,10 @@ def tests(session: nox.Session) -> None:
     for package in ADAPTERS:
         for versions in ("oldest", "newest"):
             session.notify(f"adapter({package}-{versions})")
+    for package in PLUGINS:
+        session.notify(f"plugin({package})")
+    for name in EXAMPLES:
+        session.notify(f"example({name})")
 
 
 @nox.session
@@ -141,6 +161,25 @@ def adapter(session: nox.Session, package: str, versions: str) -> None:
     pytest(session, f"packages/{package}/tests")
     if versions == "newest":
         session.run("pyright", f"packages/{package}/src")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in PLUGINS])
+def plugin(session: nox.Session, package: str) -> None:
+    """A package that needs no framework: tests and types."""
+    install(session, *LIGHT, package, extras=(*TEST_TOOLS, "pyright==1.1.414", *PLUGINS[package]))
+    pytest(session, f"packages/{package}/tests")
+    session.run("pyright", f"packages/{package}/src")
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name) for name in EXAMPLES])
+def example(session: nox.Session, name: str) -> None:
+    """An example with its framework: its parts, and a short training from its first to its last step."""
+    ours = [part for part in EXAMPLES[name] if part in PACKAGES]
+    others = [part for part in EXAMPLES[name] if part not in PACKAGES]
+    install(session, *LIGHT, *ours, extras=(*TEST_TOOLS, *others))
+    pytest(session, f"examples/{name}/tests")
 
 
 @nox.session

@@ -1,6 +1,5 @@
 """One algorithm learns from the rollouts that another paid for: in every schedule, with staleness, over restarts."""
 
-import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import agl
 from agl.errors import ConfigError
 from agl.experiment.progress import Quiet
 from agl.schemas import PromptTemplate
-from agl.stores.memory import MemoryStore
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''
