@@ -24,6 +24,7 @@ from agl.capture import process
 from agl.capture.context import Capture, current, current_scope, framework_span_id, innermost
 from agl.capture.emitters import plain
 from agl.schemas import Span, SpanEvent, SpanStatus
+from agl.train.agents import NAMING
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class RolloutProcessor(SpanProcessor):
         try:
             span_id, opened = _id_of(span), _Open(capture, _parent_of(span, capture), span)
             self._open[span_id] = opened
-            capture.opened[span_id] = lambda: _converted(span, opened)
+            capture.opened[span_id] = lambda: _named(span, opened)
             capture.starts[span_id] = time.perf_counter_ns()
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The start of the OpenTelemetry span %r could not be observed.", span.name)
@@ -180,6 +181,20 @@ def _is_within(capture: Capture, parent_id: str) -> bool:
 def _id_of(span: ReadableSpan) -> str:
     found = span.get_span_context()
     return format_span_id(found.span_id) if found else ""
+
+
+def _named(span: ReadableSpan, opened: _Open) -> Span:
+    """An open span as far as its names go; its texts may be large, and are not looked at."""
+    attributes = span.attributes or {}
+    return Span(
+        rollout_id=opened.capture.rollout_id,
+        attempt_id=opened.capture.attempt_id,
+        span_id=_id_of(span),
+        parent_id=opened.parent_id,
+        name=span.name,
+        kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are ours too
+        attributes={key: str(attributes[key]) for key in NAMING if key in attributes},
+    )
 
 
 def _converted(span: ReadableSpan, opened: _Open) -> Span:

@@ -47,7 +47,8 @@ def route_of(capture: Capture, *, method: str, url: str, body: bytes | None, nam
     Args:
         body: The request's content; ``None`` where it is not in memory, then only calls that already go to the
             gateway are touched.
-        names: Who makes the call, innermost first; a policy that claims them is preferred to the model's name.
+        names: Who makes the call, innermost first; a policy that claims them is preferred to the model's name where
+            a gateway can send the call there.
     """
     dialect = dialect_of(urlsplit(url).path) if method == "POST" else None
     if is_below(url, capture.gateway_url):
@@ -57,7 +58,8 @@ def route_of(capture: Capture, *, method: str, url: str, body: bytes | None, nam
     head = head_of(body)
     if head is None:
         return None
-    claimed = () if dialect == "embeddings" else claimants(capture.upstreams, names)
+    is_sent = bool(capture.gateway_url) and dialect != "embeddings"
+    claimed = claimants(capture.upstreams, names) if is_sent else ()
     upstream = claimed[0] if claimed else find_upstream(capture.upstreams, model=head.model_name, url=url)
     if upstream is not None and capture.gateway_url:
         query = urlsplit(url).query

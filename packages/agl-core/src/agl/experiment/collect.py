@@ -179,6 +179,7 @@ class Collector:
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Episodes of finished rollouts that others asked for, with what the experiment's policies left out."""
         episodes = [await read_episode(self._store, r.rollout_id, selection=self._selection) for r in rollouts]
+        self._agreement.report(episodes)
         return self._apply_policies(episodes)
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:

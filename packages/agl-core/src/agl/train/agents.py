@@ -28,6 +28,8 @@ class Who(NamedTuple):
 
 _ROOT = Who()
 _NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME})
+NAMING = _NAMES | {semconv.OPERATION}
+"""The attributes of a span that say who is within it."""
 
 
 class Enclosing:
