@@ -141,7 +141,7 @@ class redirecting:  # noqa: N801  # used as a context manager
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
-                self.send_response(307)
+                self.send_response(302)  # which urllib would follow, key and all
                 self.send_header("Location", target)
                 self.end_headers()
 
