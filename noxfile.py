@@ -235,7 +235,8 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
-    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"))
+    packages = ("agl-core", "agl-testing", "agl-gateway", *PLUGINS)
+    install(session, *packages, extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"))
     pytest(session, "docs")
 
 
