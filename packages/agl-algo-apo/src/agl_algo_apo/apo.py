@@ -16,8 +16,8 @@ Deviations from ProTeGi, and why:
 - Candidates are compared on validation tasks and not on those that their critic has seen.
 - Few rollouts decide: a loser stops at the first slice that shows it, a clear winner too, and no reward is paid twice.
 - Siblings are merged: each repairs another failure, and racing them one by one would pay for each.
-- Where no child improves on its tasks, those that did no harm are merged and raced; with an all-or-nothing reward one
-  change alone rarely shows.
+- A child passes the gate too where it and its parent got the worst reward on all its tasks, or where no child did
+  better and it did no harm: with an all-or-nothing reward one change alone rarely shows, and several together may.
 - Every `delete_every` steps one line is taken out of the best candidate, and stays out if nothing got worse.
 - What selected the winner flatters it, so it is measured again at the end, and that is reported (`finish.py`).
 """
@@ -160,8 +160,9 @@ class APO(PromptSearch):
 
     def _parent(self, step: int) -> Candidate:
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
+        scores = self.evaluator.scores
         return select_parent(
-            self.lineage.pool(),
+            [candidate for candidate in self.lineage.pool() if scores.rewards(candidate.id, "val")],
             best=self.best,
             evaluator=self.evaluator,
             settings=self.settings,
@@ -251,20 +252,28 @@ class APO(PromptSearch):
         return evidence_text(runs)
 
     async def _gate(self, parent: Candidate, pairs: Sequence[tuple[Candidate, _Share]], step: int) -> list[Candidate]:
-        """Children that do better than the parent on the tasks that they saw fail; without any, those no worse."""
+        """Children that do better than the parent on the tasks that they saw fail.
+
+        Where both got the worst reward on all of these, nothing could show, and the child passes; so do all that did
+        no harm where none did better.
+        """
         jobs = [Job(child, "train", share.tasks) for child, share in pairs]
         await self.evaluator.measure(jobs, step=step, purpose="gate")
         gains = {child.id: self._gain(parent, child, share.tasks) for child, share in pairs}
         least = 0.0 if all(gain <= 0 for gain in gains.values()) else 1e-9
         passed: list[Candidate] = []
-        for child, _ in pairs:
+        for child, share in pairs:
             gain = gains[child.id]
             gated = self.lineage.put(child.replace(gate=gain))
-            if gain >= least:
+            if gain >= least or (gain == 0 and self._is_floor(parent, share.tasks)):
                 passed.append(gated)
             else:
                 self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on the tasks it was shown"))
         return passed
+
+    def _is_floor(self, parent: Candidate, tasks: Sequence[int]) -> bool:
+        rewards = self.evaluator.scores.rewards(parent.id, "train", tasks)
+        return max(rewards.values(), default=0.0) <= self.evaluator.scores.floor()
 
     def _gain(self, parent: Candidate, child: Candidate, tasks: Sequence[int]) -> float:
         ours = self.evaluator.scores.rewards(child.id, "train", tasks)

@@ -15,7 +15,7 @@ from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
-"""In the pool; not decided yet; refused by the static gate; tried and not better than its parent."""
+"""In the pool; not tried to the end; refused by the static gate; tried and not better than its parent."""
 
 
 class Candidate(Record, frozen=True, kw_only=True):

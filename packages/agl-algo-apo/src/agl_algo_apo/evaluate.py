@@ -106,6 +106,10 @@ class Scores:
                 found.setdefault(task, []).append(measured.reward)
         return found
 
+    def floor(self) -> float:
+        """The worst reward that was ever measured; 0 before there is any."""
+        return min((measured.reward for measured in self._known.values()), default=0.0)
+
     def clear(self) -> None:
         """Forget everything: what the rewards depended on has changed."""
         self._known.clear()

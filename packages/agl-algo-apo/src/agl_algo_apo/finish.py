@@ -1,7 +1,8 @@
 """The final measurement: the rewards that chose a winner flatter it, so fresh ones are reported."""
 
-from collections.abc import Sequence
-from statistics import fmean
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, stdev
 
 from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
@@ -54,7 +55,8 @@ async def measure_again(
 ) -> Result | None:
     """Run the best, the runner-up and the seed again on ``size`` tasks, and choose by all that is known.
 
-    What is reported of the winner are the fresh rewards alone. The seed wins a tie. ``None`` where no task is known
+    What is reported of the winner are the fresh rewards alone. To keep them from choosing what they report, the
+    runner-up has to be better by a standard error. The seed wins a tie. ``None`` where no task is known
     for both, because the budget ended right after other resources had changed.
     """
     finalists = list({c.id: c for c in (best, *_runner_up(evaluator, lineage, best, seed), seed)}.values())
@@ -66,8 +68,7 @@ async def measure_again(
             await evaluator.measure(jobs, step=step, purpose="final")
         except BudgetExhaustedError:
             is_fresh = False
-    known = {candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}
-    winner = max(finalists, key=lambda c: (_mean_on_common(known, c.id, seed.id), c.id == seed.id))
+    winner = _winner({candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}, finalists, seed)
     fresh = {c.id: _fresh(evaluator, c) for c in (winner, seed)}
     is_fresh = is_fresh and (finalists == [seed] or all(fresh.values()))
     uses_fresh = is_fresh and finalists != [seed]
@@ -101,10 +102,19 @@ def _all_rewards(evaluator: Evaluator, candidate: Candidate) -> dict[int, float]
     return {t: fmean([*([first[t]] if t in first else []), *repeats.get(t, [])]) for t in tasks}
 
 
-def _mean_on_common(known: dict[str, dict[int, float]], candidate: str, seed: str) -> float:
-    """Mean difference to the seed on the tasks that are known for both; 0 for the seed."""
-    common = known[candidate].keys() & known[seed].keys()
-    return fmean(known[candidate][t] - known[seed][t] for t in sorted(common)) if common else 0.0
+def _winner(known: Mapping[str, Mapping[int, float]], finalists: Sequence[Candidate], seed: Candidate) -> Candidate:
+    """The best one, unless the runner-up is better by a standard error, or nothing is better than the seed."""
+    winner = finalists[0]
+    for other in finalists[1:]:
+        values = _differences(known[other.id], known[winner.id])
+        if other.id != seed.id and len(values) > 1 and fmean(values) > stdev(values) / math.sqrt(len(values)):
+            winner = other
+    gains = _differences(known[winner.id], known[seed.id])
+    return winner if gains and fmean(gains) > 0 else seed
+
+
+def _differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
+    return [ours[task] - theirs[task] for task in sorted(ours.keys() & theirs.keys())]
 
 
 def _interval(value: Estimate) -> str:

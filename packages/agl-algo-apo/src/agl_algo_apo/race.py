@@ -17,7 +17,7 @@ CLEAR = 2.0
 AHEAD = 0.5
 """Standard errors above zero that win on the last slice; less is chance, and lets a text grow without end."""
 
-BEHIND = 0.5
+BEHIND = 1.0
 """Standard errors below zero that end one with a defeat; few, for a defeat costs only the entrant."""
 
 
@@ -109,7 +109,7 @@ def _judge(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict 
     if is_last or (is_equal and not may_tie):
         has_won = mean >= 0 if may_tie else mean > 0 and mean >= AHEAD * error
         return Verdict(has_won=has_won, difference=mean, n=n)
-    if mean < 0 and mean <= -BEHIND * error:
+    if mean < -BEHIND * error * (1 + 1e-9):
         return Verdict(has_won=False, difference=mean, n=n)
     if mean > 0 and mean >= CLEAR * error:
         return Verdict(has_won=True, difference=mean, n=n)

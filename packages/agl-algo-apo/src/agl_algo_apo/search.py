@@ -34,7 +34,7 @@ from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, spending_plan
 from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
 
-MAX_TRIES = 2
+MAX_TRIES = 4
 """Times that one candidate is tried."""
 
 MAX_BARREN = 6
@@ -95,7 +95,7 @@ class PromptSearch:
     async def step(self) -> StepReport:
         """Measure the first prompt, improve, or finish."""
         step = self.progress.step + 1
-        before = self.progress.best
+        before, paid = self.progress.best, self.budget.spent.rollouts
         is_final = bool(self.progress.stop_reason)
         try:
             if step == 1:
@@ -110,7 +110,7 @@ class PromptSearch:
         except OptimizerDownError as error:
             self.progress.stop("optimizer_unreachable", str(error))
         self.progress.step = step
-        self._judge(is_improved=self.progress.best != before)
+        self._judge(is_improved=self.progress.best != before, is_paid=self.budget.spent.rollouts > paid)
         published = await self._publish(step, is_final=is_final)
         self._write(is_improved=self.progress.best != before)
         return StepReport(
@@ -178,7 +178,7 @@ class PromptSearch:
         """The candidate to go on with, with versions that rollouts can pin; ``None`` if it may not be tried.
 
         A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
-        tried once more: chance may have been against it, and what was paid for it counts again.
+        tried again when it is proposed again: chance may have been against it, and what was paid for it counts.
         """
         known = self.lineage.get(child.id)
         if known is not None:
@@ -288,10 +288,10 @@ class PromptSearch:
                 return
         self.progress.best = winner.id
 
-    def _judge(self, *, is_improved: bool) -> None:
-        """Stop where there is a reason to."""
+    def _judge(self, *, is_improved: bool, is_paid: bool) -> None:
+        """Stop where there is a reason to; a step that ran nothing says nothing about patience."""
         progress = self.progress
-        progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + 1
+        progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
         if self.is_perfect:
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:
