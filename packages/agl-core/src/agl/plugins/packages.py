@@ -9,7 +9,7 @@ _BY_PACKAGE: dict[str, tuple[tuple[Kind, tuple[str, ...]], ...]] = {
     "agl-crewai": (("tracer", ("crewai",)),),
     "agl-algo-torch": (("algorithm", ("sft", "grpo", "ppo", "dpo")), ("policy", ("torch",))),
     "agl-algo-verl": (("algorithm", ("verl",)), ("policy", ("verl",))),
-    "agl-algo-apo": (("algorithm", ("apo", "gepa")),),
+    "agl-algo-apo": (("algorithm", ("apo", "gepa", "random")),),
     "agl-store-postgres": (("store", ("postgresql", "postgres")),),
     "agl-store-redis": (("store", ("redis", "rediss")),),
     "agl-ray": (("runner", ("ray",)),),
