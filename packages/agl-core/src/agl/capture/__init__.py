@@ -3,8 +3,8 @@
 Emitters are in :mod:`agl.capture.emitters`, attempt tokens in :mod:`agl.capture.token`.
 """
 
+from agl.capture.caller import who
 from agl.capture.context import Capture, activate, current, current_span_id
 from agl.capture.recorder import SpanRecorder
-from agl.capture.who import who
 
 __all__ = ["Capture", "SpanRecorder", "activate", "current", "current_span_id", "who"]

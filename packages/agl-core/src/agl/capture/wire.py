@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from agl import semconv
+from agl.capture.caller import who
 from agl.capture.context import Capture, current, innermost
 from agl.capture.departures import note_departure
 from agl.capture.dialects import dialect_of
@@ -39,7 +40,6 @@ from agl.capture.replay import VERSION, Played
 from agl.capture.roles import names_of
 from agl.capture.routing import Route, route_of
 from agl.capture.tee import AsyncTee, SyncTee, describe
-from agl.capture.who import who
 from agl.contracts import Upstream
 
 _log = logging.getLogger(__name__)
