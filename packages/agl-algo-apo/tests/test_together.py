@@ -1,0 +1,86 @@
+"""Searches beside other algorithms and models of one experiment."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import agl
+from agl.contracts import RolloutQuery
+from agl.experiment.config import ScheduleConfig
+from agl.experiment.progress import Quiet
+from agl.experiment.state import load_algorithm
+from agl.stores.memory import MemoryStore
+from agl_testing.prompt_world import duo, easy
+from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+from agl_testing.prompt_world_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward
+
+
+def test_two_searches_take_turns_and_measure_again_what_the_other_changed(tmp_path: Path) -> None:
+    world, store = duo(1), MemoryStore("memory://")
+    labels = {name: name.removesuffix("_prompt") for name in world.seeds()}
+    with model_server(world, ScriptedOptimizer()) as server:
+        served = {"base_url": server.base_url, "model": "editor"}
+        trainer = agl.Trainer(
+            name="orders",
+            store=store,
+            algorithm=[
+                agl.APO(tunes=name, label=label, optimizer=served, budget=300) for name, label in labels.items()
+            ],
+            schedule=ScheduleConfig(mode="alternate", every=3),
+            initial_resources=dict(world.seeds()),
+            rewards=(order_reward(world),),
+            hidden=HIDDEN,
+            folder=tmp_path,
+            progress=Quiet(),
+            validation_limit=2,
+        )
+        trainer.fit(order_agent(world), world.train, world.val)
+
+    async def read() -> tuple[Any, Any]:
+        rollouts = await store.rollouts(RolloutQuery(experiment="orders", limit=100_000))
+        states = [await load_algorithm(store, "orders", 1, label) for label in labels.values()]
+        return rollouts, states
+
+    rollouts, states = asyncio.run(read())
+    best = {
+        name: (tmp_path / f"runs/orders/run-1/{label}/best/{name}.txt").read_text() for name, label in labels.items()
+    }
+    assert world.gap_closed(best) > 0.7
+    for label, state in zip(labels.values(), states, strict=True):
+        paid = [rollout for rollout in rollouts if rollout.metadata["algorithm"] == label]
+        assert len(paid) <= 300
+        again = [rollout for rollout in paid if "-whole-" in rollout.rollout_id]
+        assert len(again) >= 2 * len(world.val), "the incumbent was measured again after the other one's turn"
+        known = {row[4]["rollout"] for row in state.state["scores"]}
+        environments = {
+            tuple(sorted((n, v) for n, v in rollout.resources.items() if labels.get(n) != label))
+            for rollout in paid
+            if rollout.rollout_id in known
+        }
+        assert 1 == len(environments), "rewards from before and after the other one's changes are not mixed"
+
+
+def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) -> None:
+    world, store = easy(1), MemoryStore("memory://")
+    script = ScriptedOptimizer()
+    with model_server(world, script) as server:
+        trainer = agl.Trainer(
+            name="orders",
+            store=store,
+            algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=150),
+            policies={
+                name: agl.Policy("openai", base_url=server.base_url, model=model, api_key_env="")
+                for name, model in (("clerk", TASK_MODEL), ("writer", "editor"))
+            },
+            initial_resources=dict(world.seeds()),
+            rewards=(order_reward(world),),
+            gateway="none",
+            hidden=HIDDEN,
+            folder=tmp_path,
+            progress=Quiet(),
+            validation_limit=2,
+        )
+        trainer.fit(order_agent(world), world.train, world.val)
+    assert script.calls > 6
+    best = (tmp_path / "runs/orders/run-1/apo/best/clerk_prompt.txt").read_text()
+    assert world.gap_closed({"clerk_prompt": best}) > 0.3
