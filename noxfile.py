@@ -53,11 +53,12 @@ PLUGINS = {
 }
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
+PLOT = "matplotlib>=3.9,<4"
 EXAMPLES = {
-    "calc": ["agl-autogen", "agl-algo-torch", "autogen-agentchat", "autogen-ext[openai]", TORCH],
-    "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", "openai>=3,<4", TORCH],
-    "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", "openai>=3,<4", TORCH],
-    "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH],
+    "calc": ["agl-autogen", "agl-algo-torch", "autogen-agentchat", "autogen-ext[openai]", TORCH, PLOT],
+    "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
+    "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
+    "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
     "rooms": ["agl-algo-apo", "openai>=3,<4"],
 }
 """What the tests of each example need besides the light packages: ours by name, and others."""
@@ -256,10 +257,22 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train a small model to use a calculator, from nothing, on this machine; arguments go to ``agl run``."""
-    install(session, "agl-core", "agl-gateway", "agl-algo-torch", extras=(TORCH, "openai>=3,<4", "matplotlib>=3.9,<4"))
+    """Train a small model to use a calculator, from nothing, on this machine; arguments go to ``demo.py``."""
+    install(session, "agl-core", "agl-gateway", "agl-algo-torch", extras=(TORCH, "openai>=3,<4", PLOT))
     session.chdir("examples/calc")
     session.run("python", "demo.py", *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name) for name in EXAMPLES])
+def train(session: nox.Session, name: str) -> None:
+    """The whole training of an example, with AutoGen for ``calc``; arguments go to its ``demo.py``."""
+    ours = [part for part in EXAMPLES[name] if part in PACKAGES]
+    others = [part for part in EXAMPLES[name] if part not in PACKAGES]
+    install(session, "agl-core", "agl-gateway", *ours, extras=tuple(others))
+    session.chdir(f"examples/{name}")
+    arguments = ["--agent", "autogen"] if name == "calc" else []
+    session.run("python", "demo.py", *arguments, *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
 
 
 @nox.session
