@@ -53,7 +53,8 @@ class CounterfactualCredit(Credit, Protocol):
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> Sequence[Episode]:
         """The episodes in order, with what :meth:`assign` needs attached as further rewards.
 
-        Called with a step's training episodes after they were collected, before an algorithm sees them.
+        Called with a step's training episodes after they were collected, before an algorithm sees them. Episodes
+        that an algorithm collects with ``keeps_all``, or reads from another one, are not prepared.
         """
         ...
 
