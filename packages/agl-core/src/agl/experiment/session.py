@@ -1,6 +1,7 @@
 """A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
 
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -174,7 +175,8 @@ class Session:
         initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
         for name, resource in initial.items():
             if name not in state.live and not await self._start_from_label(name):
-                first = ResourceVersion(name=name, version=f"{self.plan.name}-{state.run}-initial", resource=resource)
+                version = f"{self.plan.name}-{state.run}-initial"
+                first = ResourceVersion(name=name, version=version, resource=resource, created_at=time.time())
                 self.live.set(await self.live.publish(first))
 
     async def _start_from_label(self, name: str) -> bool:
