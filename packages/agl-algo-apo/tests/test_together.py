@@ -60,6 +60,38 @@ def test_two_searches_take_turns_and_measure_again_what_the_other_changed(tmp_pa
         assert 1 == len(environments), "rewards from before and after the other one's changes are not mixed"
 
 
+def test_failures_that_another_algorithm_paid_for_are_looked_at_first(tmp_path: Path) -> None:
+    world, store = easy(1), MemoryStore("memory://")
+    seeds = {**world.seeds(), "other_prompt": agl.PromptTemplate(template="Nobody reads this.")}
+    script = ScriptedOptimizer()
+    with model_server(world, script) as server:
+        served = {"base_url": server.base_url, "model": "editor"}
+        trainer = agl.Trainer(
+            name="orders",
+            store=store,
+            algorithm=[
+                agl.APO(tunes="other_prompt", label="payer", optimizer=served, budget=150, delete_every=0),
+                agl.APO(tunes="clerk_prompt", label="student", optimizer=served, budget=150, source="payer"),
+            ],
+            initial_resources=seeds,
+            rewards=(order_reward(world),),
+            hidden=HIDDEN,
+            folder=tmp_path,
+            progress=Quiet(),
+            validation_limit=2,
+        )
+        trainer.fit(order_agent(world), world.train, world.val)
+
+    async def tasks(label: str, step: int) -> set[str]:
+        rollouts = await store.rollouts(RolloutQuery(experiment="orders", mode="train", limit=100_000))
+        mine = [r for r in rollouts if (r.metadata["algorithm"], "-batch-" in r.rollout_id) == (label, True)]
+        return {str(r.task) for r in mine if step in (0, r.metadata["step"])}
+
+    paid, first = asyncio.run(tasks("payer", 0)), asyncio.run(tasks("student", 2))
+    assert len(first) == 8
+    assert first <= paid
+
+
 def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) -> None:
     world, store = easy(1), MemoryStore("memory://")
     script = ScriptedOptimizer()

@@ -23,19 +23,20 @@ Deviations from ProTeGi, and why:
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
 from agl_algo_apo.budget import Limits, Prices
 from agl_algo_apo.candidates import Candidate, resource_of
-from agl_algo_apo.evaluate import Job
+from agl_algo_apo.evaluate import Job, Measured
 from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.proposals import merge_texts
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.select_parent import select_parent
 from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
+from agl_algo_apo.shared import read_failures
 from agl_algo_apo.templates import task_text
 
 SHOWN = 4
@@ -140,6 +141,7 @@ class APO(PromptSearch):
         if self.settings.delete_every and step % self.settings.delete_every == 0 and len(self.best.parents) > 0:
             await self._try_shorter(step)
             return
+        await read_failures(self.context, self.progress, perfect_score=self.settings.perfect_score)
         parent = self._parent(step)
         failures = await self._failures(parent, step)
         if not failures:
@@ -178,12 +180,17 @@ class APO(PromptSearch):
         unseen = [task for task, reward in known.items() if reward < self.settings.perfect_score and not used[task]]
         rest = [task for task in range(len(self.context.train)) if task not in known]
         self.random(step, "minibatch").shuffle(rest)
+        rest.sort(key=lambda task: task not in self._shared(parent))
         fresh = rest[: max(0, size - len(unseen))]
         await self.evaluator.measure([Job(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
         failing = [task for task, reward in known.items() if reward < self.settings.perfect_score]
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
+
+    def _shared(self, parent: Candidate) -> Mapping[int, Measured]:
+        """Rollouts of other algorithms that fell short with this parent's texts; those are only known for the best."""
+        return self.progress.shared if parent.id == self.progress.best else {}
 
     def _shares(self, failures: Sequence[int], parent: Candidate, step: int) -> list[_Share]:
         """Failures dealt out to the children, the texts to change in turn."""
@@ -247,7 +254,9 @@ class APO(PromptSearch):
         like = next(rules.seed for rules in self.rules if rules.name == name)
         resource = resource_of(parent.texts[name], like)
         agents = self.settings.roles.get(name, "")
-        measured = [m for task in share.tasks if (m := scores.get(parent.id, "train", task)) is not None]
+        own = [scores.get(parent.id, "train", task) for task in share.tasks]
+        found = [*own, *(self._shared(parent).get(task) for task in share.tasks)]
+        measured = [m for m in found if m is not None][: 2 * SHOWN]
         runs = [await read_run(self.context, m, name=name, resource=resource, agents=agents) for m in measured]
         return evidence_text(runs)
 

@@ -19,6 +19,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
         summary="prompt optimisation: a racing beam over textual gradients, for few rollouts",
         tunes=("prompt_template", "json"),
         needs_token_ids=False,
+        shares=True,
     )
     yield AlgorithmEntry(
         name="gepa",

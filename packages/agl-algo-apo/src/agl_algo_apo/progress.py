@@ -5,6 +5,8 @@ from typing import Literal
 
 import msgspec
 
+from agl_algo_apo.evaluate import Measured
+
 StopReason = Literal[
     "budget",
     "rounds",
@@ -41,6 +43,8 @@ class Progress(msgspec.Struct, kw_only=True):
         stale: Steps in a row without an improvement.
         barren: Answers in a row without a usable text.
         idle: Steps in a row without a proposal that could be tried.
+        shared_steps: Steps of other algorithms whose rollouts were looked at, by name.
+        shared: By training task, a rollout of another algorithm that fell short with the best candidate.
         used: By candidate, the training tasks whose failures a critic has seen.
     """
 
@@ -54,6 +58,8 @@ class Progress(msgspec.Struct, kw_only=True):
     barren: int = 0
     idle: int = 0
     used: dict[str, list[int]] = {}
+    shared_steps: dict[str, int] = {}
+    shared: dict[int, Measured] = {}
 
     def stop(self, reason: StopReason, detail: str = "") -> None:
         """End the search; the first reason counts."""

@@ -110,6 +110,8 @@ class PromptSearch:
         except OptimizerDownError as error:
             self.progress.stop("optimizer_unreachable", str(error))
         self.progress.step = step
+        if self.progress.best != before:
+            self.progress.shared.clear()
         self._judge(is_improved=self.progress.best != before, is_paid=self.budget.spent.rollouts > paid)
         published = await self._publish(step, is_final=is_final)
         self._write(is_improved=self.progress.best != before)
