@@ -38,7 +38,7 @@ VERSIONS = [
         version="tried",
         parent="v1",
         resource=PromptTemplate(template="?"),
-        metadata={"candidate": True},
+        metadata={"candidate": True, "selection_score": 0.25},
     ),
     ResourceVersion(name="tools", version="t1", resource=JsonResource(value={"calc": "adds"})),
 ]
@@ -239,6 +239,7 @@ def test_show_tells_how_a_resource_came_to_be(run: Callable[..., Result], tmp_pa
     output = command(run, tmp_path, "show", "prompt").output
     assert output.startswith("prompt: 2 published versions, 1 candidates\n- v1 from -, given\n")
     assert "- v2 from v1, by apo step 3, score 0.800 [0.700, 0.900] n=32" in output
+    assert "- tried (candidate) from v1, given, score 0.250 (selection)" in output
     assert "-Be brief.\n+Be exact." in output
     unknown = command(run, tmp_path, "show", "nothing")
     assert (1, True) == (unknown.exit_code, "unknown rollout 'nothing'" in unknown.output)

@@ -107,11 +107,18 @@ def diff(old: ResourceVersion, new: ResourceVersion) -> list[str]:
 
 
 def score_of(metadata: dict[str, Any]) -> str:
-    """The score that an algorithm wrote beside a version, ``mean [low, high] n``; empty without one."""
-    score = metadata.get("score") or metadata.get("selection_score")
-    if not isinstance(score, dict):
-        return f"{score:.3f}" if isinstance(score, int | float) else ""
-    parts = cast("dict[str, Any]", score)
+    """The score that an algorithm wrote beside a version, ``mean [low, high] n=...``; empty without one.
+
+    ``selection`` marks the score by which a version was chosen among others, which flatters the chosen one.
+    """
+    measured, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
+    return measured or (f"{selection} (selection)" if selection else "")
+
+
+def _estimate(score: Any) -> str:
+    if isinstance(score, int | float):
+        return f"{score:.3f}"
+    parts = cast("dict[str, Any]", score) if isinstance(score, dict) else {}
     if not {"mean", "low", "high", "n"} <= parts.keys():
         return ""
     return f"{parts['mean']:.3f} [{parts['low']:.3f}, {parts['high']:.3f}] n={parts['n']}"
