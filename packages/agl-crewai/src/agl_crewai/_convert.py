@@ -46,7 +46,7 @@ def client_of(source: Any, event: Any) -> dict[str, str]:
     """The class that calls the model and the host that it is set to; empty for an event that is no model call."""
     if event.type != "llm_call_started":
         return {}
-    kind: type[Any] = type(source)
+    kind = cast("type[Any]", type(source))
     host = host_of(str(getattr(source, "base_url", None) or ""))
     found = {semconv.CLIENT: f"{kind.__module__}.{kind.__qualname__}"}
     return {**found, semconv.SERVER_ADDRESS: host} if host else found
