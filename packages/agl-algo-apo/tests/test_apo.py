@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -141,6 +142,28 @@ def test_patience_ends_the_search(optimize: Optimize) -> None:
     run = optimize(world, resources=dict(world.solution()), budget=2000, patience=3)
     assert run.stop_reason.startswith("patience:")
     assert len(run.paid) < 500
+
+
+@pytest.mark.parametrize("selector", ["best", "pareto", "beam", "ucb"])
+def test_every_selector_finds_something(optimize: Optimize, selector: str) -> None:
+    world = easy(1)
+    run = optimize(world, budget=200, selector=selector)
+    assert world.gap_closed(run.best) > 0.3
+
+
+def test_own_requests_are_sent(optimize: Optimize, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/critique.txt").write_text("Sing about $component.\n$text\n$evidence", encoding="utf-8")
+    heard: list[str] = []
+
+    class Listener(ScriptedOptimizer):
+        def respond(self, request: Any) -> Any:
+            heard.append(request.last_text)
+            return super().respond(request)
+
+    optimize(budget=120, script=Listener(), requests={"critique": "critique.txt"})
+    assert heard[0].startswith("Sing about clerk_prompt.\nYou are the clerk.")
+    assert "# Runs that fell short" in heard[0]
 
 
 def test_rounds_end_the_search(optimize: Optimize) -> None:

@@ -79,36 +79,36 @@ class Scores:
     """The rewards that were paid for."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, int, int], Measured] = {}
+        self._known: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
 
     def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
         """What is known, ``None`` if nothing."""
-        return self._known.get((candidate, split, task, repeat))
+        return self._known.get((candidate, split), {}).get((task, repeat))
 
     def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
         """Remember a reward."""
-        self._known[(candidate, split, task, repeat)] = measured
+        self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
 
     def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
         """First-measurement rewards by task, of ``tasks`` or of all that are known; unknown ones are absent."""
         wanted = None if tasks is None else set(tasks)
         return {
             task: measured.reward
-            for (cid, where, task, repeat), measured in self._known.items()
-            if (cid, where, repeat) == (candidate, split, 0) and (wanted is None or task in wanted)
+            for (task, repeat), measured in self._known.get((candidate, split), {}).items()
+            if repeat == 0 and (wanted is None or task in wanted)
         }
 
     def repeats(self, candidate: str, split: Split) -> dict[int, list[float]]:
         """Rewards of fresh repeats by task; the first measurement, which selected the candidate, is left out."""
         found: dict[int, list[float]] = {}
-        for (cid, where, task, repeat), measured in self._known.items():
-            if (cid, where) == (candidate, split) and repeat > 0:
+        for (task, repeat), measured in self._known.get((candidate, split), {}).items():
+            if repeat > 0:
                 found.setdefault(task, []).append(measured.reward)
         return found
 
     def floor(self) -> float:
         """The worst reward that was ever measured; 0 before there is any."""
-        return min((measured.reward for measured in self._known.values()), default=0.0)
+        return min((m.reward for known in self._known.values() for m in known.values()), default=0.0)
 
     def clear(self) -> None:
         """Forget everything: what the rewards depended on has changed."""
@@ -116,14 +116,17 @@ class Scores:
 
     def dump(self) -> Json:
         """As JSON: one row per measurement."""
-        return [[*key, msgspec.to_builtins(measured)] for key, measured in self._known.items()]
+        return [
+            [*place, *key, msgspec.to_builtins(measured)]
+            for place, known in self._known.items()
+            for key, measured in known.items()
+        ]
 
     def load(self, data: Json) -> None:
         """Continue from :meth:`dump`."""
-        self._known = {
-            (row[0], row[1], row[2], row[3]): msgspec.convert(row[4], Measured)
-            for row in msgspec.convert(data, list[list[Json]])
-        }
+        self._known = {}
+        for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
+            self.put(*row)
 
 
 class Evaluator:
