@@ -198,6 +198,21 @@ def test_infrastructure_failures_are_started_again_and_never_scored(optimize: Op
     assert len(run.paid) == run.state["spent"]["rollouts"] <= 300
 
 
+def test_search_ends_when_the_agents_model_is_gone_and_keeps_what_it_found(optimize: Optimize) -> None:
+    started: list[str] = []
+
+    def fault(rollout: Rollout) -> None:
+        started.append(rollout.rollout_id)
+        if len(started) > 120:
+            raise ConnectionRefusedError("the model's server is gone")
+
+    world = easy(1)
+    run = optimize(world, budget=600, fault=fault, runners=1)
+    assert run.stop_reason.startswith("infrastructure:")
+    assert world.gap_closed(run.best) > 0.3
+    assert len(run.paid) < 300
+
+
 def test_agents_own_failures_are_scored_and_shown_to_the_critic(optimize: Optimize) -> None:
     def fault(rollout: Rollout) -> None:
         if rollout.task["order"].endswith("3"):

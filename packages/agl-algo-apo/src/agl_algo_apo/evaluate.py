@@ -81,6 +81,9 @@ class Scores:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
 
+    def __len__(self) -> int:
+        return sum(len(known) for known in self._known.values())
+
     def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
         """What is known, ``None`` if nothing."""
         return self._known.get((candidate, split), {}).get((task, repeat))

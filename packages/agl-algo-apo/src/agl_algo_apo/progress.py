@@ -16,6 +16,7 @@ StopReason = Literal[
     "no_proposals",
     "optimizer_unreachable",
     "optimizer_garbage",
+    "infrastructure",
 ]
 
 STOP_WORDS: Mapping[str, str] = {
@@ -27,6 +28,7 @@ STOP_WORDS: Mapping[str, str] = {
     "no_proposals": "no new text was proposed that could be tried",
     "optimizer_unreachable": "the optimiser's model does not answer",
     "optimizer_garbage": "the optimiser's model does not answer the question",
+    "infrastructure": "not one rollout of a step could be scored",
 }
 """Each reason in words."""
 

@@ -95,7 +95,7 @@ class PromptSearch:
     async def step(self) -> StepReport:
         """Measure the first prompt, improve, or finish."""
         step = self.progress.step + 1
-        before, paid = self.progress.best, self.budget.spent.rollouts
+        before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
         is_final = bool(self.progress.stop_reason)
         try:
             if step == 1:
@@ -112,7 +112,10 @@ class PromptSearch:
         self.progress.step = step
         if self.progress.best != before:
             self.progress.shared.clear()
-        self._judge(is_improved=self.progress.best != before, is_paid=self.budget.spent.rollouts > paid)
+        is_paid = self.budget.spent.rollouts > paid
+        if is_paid and len(self.evaluator.scores) == scored:
+            self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
+        self._judge(is_improved=self.progress.best != before, is_paid=is_paid)
         published = await self._publish(step, is_final=is_final)
         self._write(is_improved=self.progress.best != before)
         return StepReport(
@@ -314,7 +317,7 @@ class PromptSearch:
             best=self.best,
             seed=self.lineage[self.progress.seed],
             order=self.order,
-            size=self.plan.final // 3,
+            size=0 if self.progress.stop_reason == "infrastructure" else self.plan.final // 3,
             step=step,
         )
         if self.result is not None:
