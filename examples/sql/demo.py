@@ -88,7 +88,7 @@ def main() -> None:
         print(f"after step {step}: " + ", ".join(f"{part} {value:.2f}" for part, value in values.items()))
     print(f"\ncurves: {WORK / 'reward.png'}; {seconds:.0f} s in all")
     print("look at the newest run:       agl show latest --store sqlite:///out/runs.db")
-    print("which of its calls train:      agl why latest --agents \"write|rewrite\" --store sqlite:///out/runs.db")
+    print('which of its calls train:      agl why latest --agents "write|rewrite" --store sqlite:///out/runs.db')
     print(f"(in {HERE})")
 
 

@@ -3,8 +3,8 @@
 Training, validation and dialogue questions are three disjoint sets.
 
 The dialogues for `write` and `rewrite` come from a teacher who grows careless: the first ones show how to write the
-query, the last ones mostly guess a column that does not exist, or take the whole table. A model that imitates them has
-the skill and a bad habit, so it starts with a low reward, and reinforcement learning has something to find out.
+query, the last ones mostly guess a column that does not exist. A model that imitates them has the skill and a bad
+habit, so it starts with a low reward, and reinforcement learning has something to find out.
 The dialogues for `check` tell queries that ran from those that failed.
 """
 
@@ -21,7 +21,7 @@ from questions import SHAPES, Question, every_question
 
 TRAIN, VALIDATION = 600, 120
 DILIGENT, CARELESS, CHECKS = 6720, 960, 1600
-LIKELY_RIGHT, RARELY_RIGHT = 0.95, 0.05
+LIKELY_RIGHT, RARELY_RIGHT = 0.95, 0.04
 PER_SHAPE = 60
 """Questions of one shape and domain at most, so that no shape crowds the others out."""
 
@@ -53,10 +53,9 @@ def task(question: Question) -> Row:
     return {"question": question.text, "database": f"{question.domain.table}.db", "query": question.query}
 
 
-def careless(question: Question, rng: random.Random) -> str:
-    """Return what the teacher writes in a hurry: a column that does not exist, or everything."""
-    table = question.domain.table
-    return rng.choice((f"SELECT value FROM {table}", f"SELECT value FROM {table}", f"SELECT * FROM {table}"))
+def careless(question: Question) -> str:
+    """Return what the teacher writes in a hurry: a column that does not exist."""
+    return f"SELECT value FROM {question.domain.table}"
 
 
 def slip(question: Question, rng: random.Random) -> str:
@@ -81,7 +80,7 @@ def writing(folder: Path, question: Question, *, is_right: bool, rng: random.Ran
     """Return a dialogue of `write`, or of `rewrite` after a failed query."""
     state = agent.asked(str(folder / f"{question.domain.table}.db"), question.text)
     if rng.random() < 0.6:
-        answer = question.query if is_right else careless(question, rng)
+        answer = question.query if is_right else careless(question)
         return dialogue(agent.WRITE, agent.written(state), answer)
     state["query"], state["result"] = failure(state["database"], question, rng)
     state["verdict"] = verdict(state["result"])
@@ -91,7 +90,7 @@ def writing(folder: Path, question: Question, *, is_right: bool, rng: random.Ran
 def failure(database: str, question: Question, rng: random.Random) -> tuple[str, str]:
     """Return a query that the checker would refuse, and what came of it."""
     while True:
-        query = careless(question, rng) if rng.random() < 0.7 else slip(question, rng)
+        query = careless(question) if rng.random() < 0.7 else slip(question, rng)
         result = agent.run_query(database, query)
         if verdict(result).startswith("no"):
             return query, result
@@ -100,7 +99,7 @@ def failure(database: str, question: Question, rng: random.Random) -> tuple[str,
 def checking(folder: Path, question: Question, rng: random.Random) -> Row:
     """Return a dialogue of `check`."""
     state = agent.asked(str(folder / f"{question.domain.table}.db"), question.text)
-    query = rng.choice((question.query, question.query, careless(question, rng), slip(question, rng)))
+    query = rng.choice((question.query, question.query, careless(question), slip(question, rng)))
     state["query"], state["result"] = query, agent.run_query(state["database"], query)
     return dialogue(agent.CHECK, agent.checked(state), verdict(state["result"]))
 
