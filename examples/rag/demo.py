@@ -31,9 +31,9 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One validation, `seconds` after the first one: the reward and its parts, averaged over the questions."""
+    """One validation, after so many steps of both algorithms: the reward and its parts, averaged over the questions."""
 
-    seconds: float
+    step: int
     reward: float
     exact: float
     form: float
@@ -41,11 +41,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One seed's validations, when the warm-up ended, and what everything took, in seconds by the clock and of CPU."""
+    """One seed's validations, the last step of the warm-up, and what all of it took, by the clock and of CPU."""
 
     seed: int
     points: list[Point]
-    warm: float
+    warm: int
     seconds: float
     cpu: float
 
@@ -71,14 +71,13 @@ async def read_parts(database: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def read_curve(work: Path) -> tuple[list[Point], float]:
-    """Return a run's validations, and when its warm-up ended."""
+def read_curve(work: Path) -> tuple[list[Point], int]:
+    """Return a run's validations, and the last step of its warm-up."""
     rows = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     parts = asyncio.run(read_parts(work / "runs.db"))
     validated = [row for row in rows if (row["algorithm"], row["name"]) == ("validate", "reward")]
-    start = validated[0]["time"]
-    points = [Point(seconds=r["time"] - start, reward=r["value"], **parts[r["step"]]) for r in validated]
-    return points, max(row["time"] for row in rows if row["algorithm"] == "sft") - start
+    points = [Point(step=row["step"], reward=row["value"], **parts[row["step"]]) for row in validated]
+    return points, max(row["step"] for row in rows if row["algorithm"] == "sft")
 
 
 def train(seed: int) -> Curve:
@@ -95,16 +94,16 @@ def train(seed: int) -> Curve:
 
 
 def draw(curves: list[Curve], target: Path) -> None:
-    """Draw every seed's validations over time, exact answers and, dashed, their form."""
+    """Draw every seed's validations, exact answers and, dashed, their form."""
     figure, axes = plt.subplots(figsize=(7, 4))
     axes.axvspan(0, max(curve.warm for curve in curves), color="0.92", label="sft")
     for curve, colour in zip(curves, COLOURS, strict=False):
-        seconds = [point.seconds for point in curve.points]
+        steps = [point.step for point in curve.points]
         exact, form = [p.exact for p in curve.points], [p.form for p in curve.points]
-        axes.plot(seconds, exact, "o-", color=colour, label=f"exact match, seed {curve.seed}")
-        axes.plot(seconds, form, "--", color=colour, alpha=0.4, label=f"form, seed {curve.seed}")
+        axes.plot(steps, exact, "o-", color=colour, label=f"exact match, seed {curve.seed}")
+        axes.plot(steps, form, "--", color=colour, alpha=0.4, label=f"form, seed {curve.seed}")
     axes.axhline(0.23, color="0.6", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="seconds", ylabel="share of held-out questions", ylim=(-0.02, 1.02), title="Two hops, from nothing")
+    axes.set(xlabel="step", ylabel="share of held-out questions", ylim=(-0.02, 1.02), title="Two hops, from nothing")
     axes.legend(loc="lower right", fontsize="small")
     figure.tight_layout()
     figure.savefig(target, dpi=80)

@@ -57,11 +57,11 @@ TOOL = {
 REGIONS = {"dialogues": 480, "train": 240, "val": 80}
 """People per region."""
 
-TRAIN, VALIDATION, DIALOGUES = 1000, 96, 2880
+TRAIN, VALIDATION, DIALOGUES = 1000, 96, 3600
 CARELESS = 1 / 9
 """Share of the dialogues, the last ones, that are of the teacher's bad days."""
 
-CAREFUL_BEFORE, CAREFUL_AFTER = 0.8, 0.14
+CAREFUL_BEFORE, CAREFUL_AFTER = 0.8, 0.16
 """Share of dialogues with both searches, on good and on bad days."""
 
 

@@ -92,7 +92,7 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int) -> Qwen2ForCausalLM:
 
 
 @torch.no_grad()
-def start_as_copy(attention: torch.nn.Module, *, scale: float = 0.5) -> None:
+def start_as_copy(attention: torch.nn.Module) -> None:
     """Let a layer's attention begin by looking for words like the current one and passing on what it finds.
 
     Queries and keys start as one random rotation, values and outputs as another and its inverse (after Trockman and
@@ -100,8 +100,8 @@ def start_as_copy(attention: torch.nn.Module, *, scale: float = 0.5) -> None:
     has long learned to copy names; from weights drawn independently this takes several times as many dialogues.
     """
     size = attention.o_proj.weight.shape[0]
-    match, carry = (torch.linalg.qr(torch.randn(size, size))[0] * scale for _ in range(2))
-    for projection, weight in (("q", match), ("k", match), ("v", carry), ("o", carry.T)):
+    match, carry = (torch.linalg.qr(torch.randn(size, size))[0] for _ in range(2))
+    for projection, weight in (("q", match / 2), ("k", match / 2), ("v", carry), ("o", carry.T)):
         getattr(attention, f"{projection}_proj").weight.copy_(weight)
 
 
