@@ -9,7 +9,7 @@ algorithms 1 and 2; the parent's choice and the acceptance on one minibatch are 
     3. `branch_factor` children: each sees a share of the failures; critique, then edit    (`evidence.py`, `prompts/`)
     4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`templates.py`)
     5. paired gate: each child on the tasks whose failures it saw, against the parent's paid rewards
-    6. the changes of all children that passed are merged, line by line, into one entrant
+    6. the changes of all children that passed are merged into one entrant, line by line or by the editor
     7. race the entrant against the parent on growing slices of the validation set         (`race.py`)
 
 Deviations from ProTeGi, and why:
@@ -295,14 +295,34 @@ class APO(PromptSearch):
         if not passed:
             return
         entrants = list(passed)
-        merged = merge_texts(parent.texts, [child.texts for child in passed]) if len(passed) > 1 else None
+        merged = await self._merged(parent, passed, step) if len(passed) > 1 else None
         if merged is not None:
-            child = await self.admit(self.proposal(passed, merged, step=step, operator="merge"), parent)
+            texts, parts = merged
+            child = await self.admit(self.proposal(parts, texts, step=step, operator="merge"), parent)
             if child is not None:
                 entrants = [child]
-                for part in passed:
+                for part in parts:
                     self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
         await self.contest(entrants, parent, step=step, purpose="race")
+
+    async def _merged(
+        self, parent: Candidate, passed: Sequence[Candidate], step: int
+    ) -> tuple[dict[str, str], Sequence[Candidate]] | None:
+        """All changes together, line by line; where two are in each other's way, the editor merges the best two texts.
+
+        Only one resource's texts are given to the editor, so the two children must have changed the same one.
+        """
+        merged = merge_texts(parent.texts, [child.texts for child in passed])
+        if merged is not None:
+            return merged, passed
+        first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
+        names = [name for name, text in parent.texts.items() if text not in (first.texts[name], second.texts[name])]
+        if len(names) != 1:
+            return None
+        name = names[0]
+        request = self.request("merge", name=name, text=first.texts[name], other=second.texts[name])
+        text = (await self.ask_for_texts([(request, self.question_seed(step, "merge"))]))[0]
+        return None if text is None else ({**first.texts, name: text}, (first, second))
 
     async def _try_shorter(self, step: int) -> None:
         """Take one line out of the best candidate."""

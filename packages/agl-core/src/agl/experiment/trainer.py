@@ -299,7 +299,7 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
     configs = plan.config.algorithm
     states = [await driver.load(config) for config in configs]
     turns = [DrivenAlgorithm(driver, config, state) for config, state in zip(configs, states, strict=True)]
-    before = await driver.validate(0)
+    before = await _check_and_validate(driver, turns)
     every = plan.config.experiment.validate_every
     validated, newest = 0, before
 
@@ -321,6 +321,20 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
     await saved.save(driver.session.store, driver.name, finished)
     return before, after
+
+
+async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
+    """Let the algorithms that come first check what they need before the first rollout is paid, then validate."""
+    waiting = [turn for turn in turns if not turn.is_finished]
+    is_sequential = driver.session.plan.config.schedule.mode == "sequential"
+    try:
+        for turn in waiting[:1] if is_sequential else waiting:
+            await turn.begin()
+        return await driver.validate(0)
+    except BaseException:
+        for turn in turns:
+            await turn.end()
+        raise
 
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T | Awaitable[T]:
