@@ -1,0 +1,154 @@
+"""A CPU platform for VERL, which ships none; VERL loads this module as one of its `verl.plugins`.
+
+It does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs is left as it is.
+Memory and stream functions answer as a device without memory of its own would.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from verl.plugin.platform import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NAME = "cpu"
+
+
+class _Device(ModuleType):
+    """The namespace that VERL expects of a device, such as `torch.cuda`, for the CPU."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def max_memory_allocated(self, *_: Any) -> int:
+        return 0
+
+    def max_memory_reserved(self, *_: Any) -> int:
+        return 0
+
+    def memory_allocated(self, *_: Any) -> int:
+        return 0
+
+    def memory_reserved(self, *_: Any) -> int:
+        return 0
+
+    def mem_get_info(self, *_: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def empty_cache(self) -> None:
+        return
+
+    def synchronize(self, *_: Any) -> None:
+        return
+
+    def set_device(self, *_: Any) -> None:
+        return
+
+    def manual_seed(self, seed: int) -> None:
+        cast("Any", torch).manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def current_stream(self, *_: Any) -> Any:
+        return cast("Any", torch).cpu.current_stream()
+
+    def stream(self, *_: Any) -> Any:
+        return nullcontext()
+
+    def get_device_name(self, *_: Any) -> str:
+        return NAME
+
+
+class CpuPlatform(PlatformBase):
+    """VERL on the CPU: gloo, one device, no memory management."""
+
+    _device = _Device("agl_algo_verl.cpu.device")
+
+    @property
+    def device_name(self) -> str:
+        return NAME
+
+    @property
+    def vendor_name(self) -> str:
+        return NAME
+
+    @property
+    def device_module(self) -> ModuleType:
+        return self._device
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return cast("int", torch.device(NAME))  # VERL hands it to `.to()` and `device_id=` only
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        del device_index
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        del device_index
+
+    def manual_seed(self, seed: int) -> None:
+        self._device.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        self._device.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        del settings
+
+    def empty_cache(self) -> None:
+        return
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        del device_index
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        del msg
+        yield
+
+    def profiler_start(self) -> None:
+        return
+
+    def profiler_stop(self) -> None:
+        return
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        return None
+
+
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME:
+    PlatformRegistry.register(platform=NAME)(CpuPlatform)

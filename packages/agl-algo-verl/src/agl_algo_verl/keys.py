@@ -1,0 +1,171 @@
+"""Which of VERL's configuration keys are used here, which others decide, and which do not exist.
+
+Every key that a person writes is accounted for: it is used, or it says what happens anyway, or it is answered with
+where the experiment decides it, or it is refused. The keys that exist are read from the configuration that VERL ships.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import yaml
+
+from agl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_ENDPOINT = "the policy that serves: [policy.NAME]"
+_SAMPLING = "the agent's own requests, whose sampling parameters are recorded"
+_LOGGERS = "the experiment's `loggers`"
+_STEPS = "the experiment, which saves every step"
+
+DECIDED_ELSEWHERE: dict[str, str] = {
+    "data.train_files": "the experiment's `train`",
+    "data.val_files": "the experiment's `val`",
+    "data.shuffle": "the experiment's `seed`, from which the order of tasks follows",
+    "data.seed": "the experiment's `seed`",
+    "actor_rollout_ref.model.path": "the policy that is tuned",
+    "actor_rollout_ref.rollout.temperature": _SAMPLING,
+    "actor_rollout_ref.rollout.top_p": _SAMPLING,
+    "actor_rollout_ref.rollout.top_k": _SAMPLING,
+    "actor_rollout_ref.rollout.val_kwargs": _SAMPLING,
+    "actor_rollout_ref.rollout.name": _ENDPOINT,
+    "actor_rollout_ref.rollout.mode": _ENDPOINT,
+    "actor_rollout_ref.rollout.dtype": _ENDPOINT,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": _ENDPOINT,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": _ENDPOINT,
+    "actor_rollout_ref.rollout.enforce_eager": _ENDPOINT,
+    "actor_rollout_ref.rollout.engine_kwargs": _ENDPOINT,
+    "actor_rollout_ref.rollout.multi_turn": "the agent, which has as many turns as it takes",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.actor's micro-batches",
+    "actor_rollout_ref.ref": "use_kl_loss, without which there is no reference",
+    "trainer.logger": _LOGGERS,
+    "trainer.project_name": _LOGGERS,
+    "trainer.experiment_name": "the experiment's `name`",
+    "trainer.val_before_train": "the experiment's `validate_every`",
+    "trainer.test_freq": "the experiment's `validate_every`",
+    "trainer.save_freq": _STEPS,
+    "trainer.resume_mode": "`agl run --resume`",
+    "trainer.default_local_dir": "the experiment's `workdir`",
+    "trainer.max_actor_ckpt_to_keep": "this algorithm's `keep`",
+}
+"""Keys that guides set, and who decides them in an experiment; a key here covers those below it."""
+
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "algorithm.use_kl_in_reward": ((False,), "the reward stays as it was recorded; penalise in a reward emitter"),
+    "algorithm.gamma": ((1.0,), 'discounting is the credit\'s: credit = "turn" with gamma'),
+    "algorithm.lam": ((1.0,), "there is no critic; for PPO use the algorithm 'ppo' of agl-algo-torch"),
+    "actor_rollout_ref.actor.use_kl_loss": (
+        (False,),
+        "this engine holds no reference; use 'grpo' of agl-algo-torch with kl_coef",
+    ),
+    "actor_rollout_ref.actor.kl_loss_coef": ((0.0,), "this engine holds no reference"),
+    "actor_rollout_ref.actor.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
+    "actor_rollout_ref.actor.grad_clip": ((), "VERL's engine reads actor_rollout_ref.actor.optim.clip_grad instead"),
+    "data.truncation": (("error",), "rows that are too long are left out and counted, never cut"),
+    "data.filter_overlong_prompts": ((True,), "prompts that are too long are always left out and counted"),
+    "trainer.nnodes": ((1,), "the engine 'inproc' is one process"),
+    "trainer.n_gpus_per_node": ((1,), "the engine 'inproc' is one process with one device"),
+    "trainer.critic_warmup": ((0,), "there is no critic; for PPO use the algorithm 'ppo' of agl-algo-torch"),
+    "trainer.balance_batch": ((True, False), "one device has nothing to balance"),
+}
+"""Keys with the values that say what happens anyway, and what to do for another."""
+
+
+def check_keys(config: Mapping[str, Any], shape: type[msgspec.Struct]) -> tuple[dict[str, Any], list[str]]:
+    """Return the part of VERL's nested keys that `shape` has, and a sentence for every key that others decide.
+
+    Raises ConfigError for a key that does not exist, that this engine would ignore, or that asks for what it does
+    not do; every such key is in one message.
+    """
+    used: dict[str, Any] = {}
+    notes: list[str] = []
+    wrong: list[str] = []
+    for path, value in _leaves(config):
+        name = ".".join(path)
+        covering = next((key for key in DECIDED_ELSEWHERE if name == key or name.startswith(f"{key}.")), "")
+        if _has(shape, path):
+            _put(used, path, value)
+        elif name in FIXED:
+            allowed, why = FIXED[name]
+            wrong += [] if value in allowed else [f"{name} = {value!r}: {why}"]
+        elif covering:
+            notes.append(f"{name} is decided by {DECIDED_ELSEWHERE[covering]}")
+        else:
+            wrong.append(_unknown(name, shape))
+    if wrong:
+        raise ConfigError("The VERL configuration cannot be used as it is:\n- " + "\n- ".join(wrong))
+    return used, notes
+
+
+@cache
+def verl_keys() -> frozenset[str]:
+    """The dotted names of all keys in the configuration that VERL ships, groups included; imports nothing of it."""
+    spec = find_spec("verl")
+    folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path()
+    file = folder / "trainer" / "config" / "_generated_ppo_trainer.yaml"
+    if not file.is_file():
+        return frozenset()
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return frozenset(".".join(path) for path in _every(content, ()) if not path[-1].startswith("_"))
+
+
+def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
+    known = verl_keys()
+    if name in known or any(name.startswith(f"{key}.") for key in _open_keys(known)):
+        return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
+    near = get_close_matches(name, sorted(known | set(_paths(shape))), n=1, cutoff=0.75)
+    return f"{name}: VERL has no such key; " + (f"did you mean {near[0]}?" if near else "remove it")
+
+
+def _open_keys(known: frozenset[str]) -> Iterator[str]:
+    """Keys whose value is a mapping of the person's own."""
+    return (key for key in known if key.endswith(("_kwargs", "override_config", "engine_kwargs.vllm")))
+
+
+def _leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in config.items():
+        path = (*before, *str(name).split("."))
+        if isinstance(value, dict) and value:
+            yield from _leaves(cast("dict[str, Any]", value), path)
+        else:
+            yield path, value
+
+
+def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(content, dict):
+        for name, value in cast("dict[Any, Any]", content).items():
+            yield (*before, str(name))
+            yield from _every(value, (*before, str(name)))
+
+
+def _fields(shape: type[msgspec.Struct]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(shape)}
+
+
+def _has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
+    kind = _fields(shape).get(path[0])
+    if kind is None:
+        return False
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return len(path) > 1 and _has(kind, path[1:])
+    return len(path) == 1
+
+
+def _paths(shape: type[msgspec.Struct], before: str = "") -> Iterator[str]:
+    for name, kind in _fields(shape).items():
+        yield before + name
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from _paths(kind, f"{before}{name}.")
+
+
+def _put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        target = target.setdefault(name, {})
+    target[path[-1]] = value

@@ -1,0 +1,210 @@
+"""From rows of the call forest to the batches that VERL's engine reads.
+
+VERL's row is a prompt and a response: here the prompt is all before the first trained token, and the response is what
+follows, tool results and other agents' words included, with `response_mask` 0 on them. Tokens behind the last trained
+one are left off: nothing that is trained can see them.
+Rows that are too long or mix temperatures are counted and not trained; their rollout stays in every denominator.
+
+T is the length of a row, P of its prompt, R of its response.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from agl_algo_verl.advantages import advantages
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from agl.contracts import Credit
+    from agl.schemas import Episode, Row
+    from agl_algo_verl.settings import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One row ready to train; tensors are on the CPU.
+
+    `ids` int64, [T]; `mask` bool, `advantages` and `behaviour` (log-probabilities) float32, all [R].
+    `rollout` is the id whose rows share an update, `group` its task. `old` [R], where it was computed, are the
+    engine's own log-probabilities before the step's first update.
+    """
+
+    rollout: str
+    group: int
+    ids: Tensor
+    mask: Tensor
+    advantages: Tensor
+    behaviour: Tensor
+    temperature: float
+    old: Tensor | None = None
+
+    @property
+    def prompt(self) -> int:
+        """Tokens before the first trained one; at least 1."""
+        return len(self.ids) - len(self.mask)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with mask 1."""
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """The rows of a step in the order of its episodes, and what to log; `rollouts` are the ids of all of them."""
+
+    samples: list[Sample]
+    rollouts: list[tuple[str, int]]
+    metrics: dict[str, float]
+
+
+def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Settings) -> Prepared:
+    """Return the samples of groups of episodes that share a task."""
+    places = [index for index, group in enumerate(groups) for _ in group]
+    credits = [list(calls) for group in groups for calls in credit.assign(group)]
+    by_span = advantages(credits, groups=places, settings=settings.algorithm)
+    samples: list[Sample] = []
+    left_out: Counter[str] = Counter()
+    episodes = [episode for group in groups for episode in group]
+    for episode, place, values in zip(episodes, places, by_span, strict=True):
+        temperatures = {call.span_id: call.temperature for call in episode.transitions}
+        for row in episode.rows:
+            found = read_row(row, group=place, advantages=values, temperatures=temperatures, settings=settings)
+            if isinstance(found, Sample):
+                samples.append(found)
+            elif found:
+                left_out[found] += 1
+    rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
+    metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
+    return Prepared(samples=samples, rollouts=rollouts, metrics=metrics)
+
+
+def read_row(
+    row: Row,
+    *,
+    group: int,
+    advantages: Mapping[str, float],
+    temperatures: Mapping[str, float | None],
+    settings: Settings,
+) -> Sample | str:
+    """Return a row's sample, or why it cannot be trained; `""` where it holds no call that credit counted."""
+    ids_T = _numbers(row.ids, "<i4").long()
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+    advantages_T = torch.zeros(len(ids_T))
+    found: set[float] = set()
+    for part in row.segments:
+        if part.span_id in advantages:
+            mask_T[part.start : part.stop] = True
+            advantages_T[part.start : part.stop] = advantages[part.span_id]
+            given = temperatures.get(part.span_id)
+            found.add(1.0 if given is None else given)
+    mask_T[:1] = False  # nothing predicts the first token of a row
+    trained = mask_T.nonzero()
+    if not len(trained):
+        return ""
+    first, stop = int(trained[0]), int(trained[-1]) + 1
+    if first > settings.data.max_prompt_length:
+        return "prompt_too_long"
+    if stop - first > settings.data.max_response_length:
+        return "response_too_long"
+    if len(found) > 1:
+        return "mixed_temperatures"
+    return Sample(
+        rollout=row.rollout_id,
+        group=group,
+        ids=ids_T[:stop],
+        mask=mask_T[first:stop],
+        advantages=advantages_T[first:stop],
+        behaviour=_numbers(row.logprobs, "<f4")[first:stop],
+        temperature=found.pop() or 1.0,
+    )
+
+
+def updates(samples: Sequence[Sample], rollouts: Sequence[tuple[str, int]], *, tasks: int) -> list[tuple[list[Sample], int]]:
+    """Cut a step into updates of `tasks` tasks: the rows of each and the number of its rollouts.
+
+    Rollouts whose rows were all left out count; an update without rows is left out.
+    """
+    parts: dict[int, tuple[list[Sample], int]] = {}
+    for _, group in rollouts:
+        rows, count = parts.get(group // tasks, ([], 0))
+        parts[group // tasks] = (rows, count + 1)
+    for sample in samples:
+        parts[sample.group // tasks][0].append(sample)
+    return [part for _, part in sorted(parts.items()) if part[0]]
+
+
+def per_rollout(samples: Sequence[Sample]) -> list[Sample]:
+    """Scale advantages so that a mean over the tokens of each row becomes one over the tokens of its rollout.
+
+    VERL's losses are proportional to a positive factor of the advantages, so this is exact.
+    """
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        tokens[sample.rollout] += sample.trained_tokens
+    return [replace(s, advantages=s.advantages * (s.trained_tokens / tokens[s.rollout])) for s in samples]
+
+
+def fill_up(samples: Sequence[Sample], *, multiple: int) -> list[Sample]:
+    """Append copies without a trained token until the number of rows is a multiple; they change no sum."""
+    missing = -len(samples) % multiple
+    return [*samples, *(replace(samples[-1], mask=torch.zeros_like(samples[-1].mask)) for _ in range(missing))]
+
+
+def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
+    """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
+    from verl.utils import tensordict_utils
+
+    tensors: dict[str, Tensor] = {
+        "input_ids": _ragged([s.ids for s in samples]),
+        "position_ids": _ragged([torch.arange(len(s.ids)) for s in samples]),
+        "prompts": _ragged([s.ids[: s.prompt] for s in samples]),
+        "responses": _ragged([s.ids[s.prompt :] for s in samples]),
+        "response_mask": _ragged([s.mask.long() for s in samples]),
+        "loss_mask": _ragged([s.mask.long() for s in samples]),
+        "advantages": _ragged([s.advantages for s in samples]),
+        "old_log_probs": _ragged([s.behaviour if s.old is None else s.old for s in samples]),
+        "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
+    }
+    if "is_threshold" in options:
+        threshold = options.pop("is_threshold")
+        tensors["rollout_is_weights"] = _ragged([_importance(s, threshold) for s in samples])
+    return cast("Any", tensordict_utils).get_tensordict(tensor_dict=tensors, non_tensor_dict=options)
+
+
+def _importance(sample: Sample, threshold: float) -> Tensor:
+    """Truncated importance weights of the engine's over the recorded probabilities, [R]."""
+    old_R = sample.behaviour if sample.old is None else sample.old
+    return torch.exp(old_R - sample.behaviour).clamp(max=threshold)
+
+
+def _ragged(parts: list[Tensor]) -> Tensor:
+    return cast("Any", torch.nested).as_nested_tensor(parts, layout=torch.jagged)
+
+
+def _numbers(data: bytes, kind: str) -> Tensor:
+    return cast("Any", torch).from_numpy(np.frombuffer(data, dtype=kind).copy())
+
+
+def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
+    rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
+    loud = {s.rollout for s in samples if bool((s.advantages[s.mask] != 0).any())}
+    silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
+    return {
+        "reward": float(rewards.mean()) if len(rewards) else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "groups": float(len(groups)),
+        "groups_silent": float(silent),
+        "rollouts": float(sum(len(group) for group in groups)),
+        "rows": float(len(samples)),
+    }

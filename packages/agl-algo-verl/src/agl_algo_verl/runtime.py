@@ -1,0 +1,88 @@
+"""Getting VERL ready in this process: its version, its platform, and a process group of one.
+
+VERL reads its platform from the environment when it is imported, so `prepare` comes before any import of it.
+Nothing of VERL is patched for training in one process: the process group is made here, before VERL would make one
+with a backend name that torch refuses on the CPU, and the rest are VERL's own switches.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+OLDEST, BELOW = (0, 9, 1), (0, 10)
+"""The versions of VERL that this package was written against."""
+
+INSTALL = 'pip install "verl>=0.9.1,<0.10"'
+
+
+def check_version() -> None:
+    """Raise ConfigError unless a known version of VERL is installed; imports nothing."""
+    try:
+        found = version("verl")
+    except PackageNotFoundError as error:
+        raise ConfigError(f"The algorithm 'verl' needs VERL, which is not installed. Run: {INSTALL}") from error
+    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if not OLDEST <= numbers < BELOW:
+        raise ConfigError(
+            f"VERL {found} is installed, and agl-algo-verl works with verl>=0.9.1,<0.10: VERL moves its classes "
+            f"between versions. Run: {INSTALL}"
+        )
+
+
+def prepare() -> torch.device:
+    """Make VERL importable here and return the device that it trains on; may be called again.
+
+    Raises ConfigError for a wrong version, a process that is part of a larger process group, or a VERL that
+    another import has already given another platform.
+    """
+    check_version()
+    import torch
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        os.environ.setdefault("VERL_PLATFORM", "cpu")
+        os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the FSDP engine is registered under that name only
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(name, value)
+    # VERL's worker wants an address of a master to exist; a group of one never connects to it.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    _join(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # VERL warns of every engine that is not installed, and of its own imports
+        import verl.workers.engine
+        import verl.workers.engine_workers  # noqa: F401
+    _check_platform(device)
+    return device
+
+
+def _join(device: torch.device) -> None:
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        store = cast("Any", distributed).HashStore()
+        cast("Any", distributed).init_process_group(backend, store=store, rank=0, world_size=1)
+    if distributed.get_world_size() != 1:
+        raise ConfigError(
+            f"This process is one of {distributed.get_world_size()} in a torch process group, and the engine "
+            "'inproc' trains in one process. Start `agl run` without torchrun."
+        )
+
+
+def _check_platform(device: torch.device) -> None:
+    from verl.utils.device import get_device_name
+
+    if get_device_name() != device.type:
+        raise ConfigError(
+            f"VERL was imported for {get_device_name()!r} before agl could ask for {device.type!r}, and cannot change. "
+            f"Set VERL_PLATFORM={'cpu' if device.type == 'cpu' else 'nvidia'} before the program starts."
+        )

@@ -1,0 +1,64 @@
+"""A tiny model with a byte-level tokenizer, and a world in which tokens of a certain kind are rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from agl_algo_verl.runtime import prepare
+
+prepare()  # before any test, because VERL's imports warn
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models are so small that a second thread only waits for the first."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_model(seed=...)`: the directory of a random Qwen2 of two layers with its tokenizer."""
+
+    def make(*, seed: int = 0) -> Path:
+        target = tmp_path_factory.mktemp("model")
+        vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bpe.decoder = decoders.ByteLevel()
+        tokenizer: Any = PreTrainedTokenizerFast(
+            tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        )
+        tokenizer.chat_template = TEMPLATE
+        torch.manual_seed(seed)
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            tie_word_embeddings=True,
+        )
+        Qwen2ForCausalLM(config).save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        return target
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model_dir(make_model: Callable[..., Path]) -> Path:
+    """A saved tiny model."""
+    return make_model()

@@ -1,0 +1,162 @@
+"""Training with VERL in one process, in a world where tokens of a certain kind are rewarded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agl.errors import ConfigError
+from agl.schemas import LLM, ResourceVersion, Weights
+from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
+from agl_testing.conformance.bench import AlgorithmBench
+
+from .world import World, scenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def train(
+    tmp_path: Path, model_dir: Path, world: World | None = None, **keys: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics per step, and the weights at the end."""
+    bench = AlgorithmBench(scenario(model_dir, world, **keys), tmp_path)
+
+    async def body() -> list[dict[str, float]]:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            reports = [await algorithm.step()]
+            while not reports[-1].is_finished:
+                reports.append(await algorithm.step())
+            await algorithm.close()
+            return [report.metrics for report in reports]
+
+    metrics = asyncio.run(body())
+    weights = bench.published[-1].resource
+    assert isinstance(weights, Weights)
+    return metrics, dict(AutoModelForCausalLM.from_pretrained(weights.uri).state_dict())
+
+
+class TestConformance(AlgorithmConformance):
+    @pytest.fixture
+    def scenario(self, model_dir: Path) -> AlgorithmScenario:
+        keys = {
+            "data.train_batch_size": 4,
+            "actor.ppo_mini_batch_size": 2,
+            "actor.ppo_epochs": 2,
+            "actor.optim.lr_scheduler_type": "cosine",
+            "actor.optim.lr_warmup_steps": 1,
+            "actor.entropy_coeff": 0.001,
+        }
+        return scenario(model_dir, **keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"algorithm.adv_estimator": "grpo"},
+        {"algorithm.adv_estimator": "rloo", "actor.loss_agg_mode": "seq-mean-token-mean"},
+        {"algorithm.adv_estimator": "reinforce_plus_plus", "actor.ppo_micro_batch_size_per_gpu": 5},
+        {"actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_low": 3e-4, "actor.clip_ratio_high": 4e-4},
+    ],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_the_reward_rises(model_dir: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
+    settings = {"trainer.total_training_steps": 8, "rollout.n": 8, "actor.optim.lr": 1e-2, **keys}
+    metrics, _ = train(tmp_path, model_dir, **settings)
+    rewards = [m["reward"] for m in metrics]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.12, rewards
+
+
+def test_recomputed_logprobs_agree_with_the_recorded_ones(model_dir: Path, tmp_path: Path) -> None:
+    metrics, _ = train(tmp_path / "exact", model_dir)
+    assert max(m["logprob_gap"] for m in metrics) < 1e-5
+    half, _ = train(tmp_path / "half", model_dir, **{"actor.fsdp_config.mixed_precision.param_dtype": "bf16"})
+    assert 1e-5 < max(m["logprob_gap"] for m in half) < 3e-2
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_splitting_rollouts_into_rows_changes_no_update(model_dir: Path, tmp_path: Path, mode: str) -> None:
+    keys: dict[str, Any] = {"actor.loss_agg_mode": mode, "trainer.total_training_steps": 2}
+    keys |= {"actor.loss_scale_factor": 4} if mode.endswith("norm") else {}
+    one, whole = train(tmp_path / "1", model_dir, World(rows=1), **keys)
+    two, split = train(tmp_path / "2", model_dir, World(rows=2), **keys)
+    assert [m["rows"] * 2 for m in one] == [m["rows"] for m in two]
+    assert [m["grad_norm"] for m in one] == pytest.approx([m["grad_norm"] for m in two], rel=1e-3)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, split[name], atol=2e-4, rtol=1e-3, msg=f"{mode} {name}")
+
+
+def test_rows_that_fill_a_micro_batch_change_nothing(model_dir: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"trainer.total_training_steps": 1}
+    one, whole = train(tmp_path / "1", model_dir, **keys)
+    two, filled = train(tmp_path / "2", model_dir, **keys, **{"actor.ppo_micro_batch_size_per_gpu": 3})
+    assert one[0]["loss"] == pytest.approx(two[0]["loss"], abs=1e-6)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, filled[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_rows_that_are_too_long_are_counted_and_not_trained(model_dir: Path, tmp_path: Path) -> None:
+    metrics, weights = train(tmp_path, model_dir, **{"data.max_response_length": 3, "trainer.total_training_steps": 1})
+    assert (0.0, 8.0) == (metrics[0]["rows"], metrics[0]["rows_response_too_long"])
+    start = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
+    assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
+
+
+def test_groups_without_a_difference_are_counted_and_have_no_gradient(model_dir: Path, tmp_path: Path) -> None:
+    metrics, _ = train(tmp_path, model_dir, World(lambda _: 1.0), **{"trainer.total_training_steps": 1})
+    assert (2.0, 2.0, 0.0) == (metrics[0]["groups"], metrics[0]["groups_silent"], metrics[0]["grad_norm"])
+
+
+def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: Path, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"trainer.total_training_steps": 1}
+    without, _ = train(tmp_path / "off", model_dir, World(bias=-2.0), **keys)
+    keys["algorithm.rollout_correction.rollout_is"] = "token"
+    corrected, _ = train(tmp_path / "on", model_dir, World(bias=-2.0), **keys)
+    assert 2.0 == pytest.approx(corrected[0]["logprob_gap"], abs=1e-3)
+    assert corrected[0]["loss"] == pytest.approx(2.0 * without[0]["loss"], abs=1e-5)
+
+
+def test_weights_of_another_algorithm_are_taken_over(
+    make_model: Callable[..., Path], model_dir: Path, tmp_path: Path
+) -> None:
+    bench = AlgorithmBench(scenario(model_dir), tmp_path)
+    other = Weights(uri=str(make_model(seed=5)))
+
+    async def body() -> float:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(bench.context())
+            await algorithm.step()
+            bench._live["llm"] = ResourceVersion(name="llm", version="sft-1", resource=other, algorithm="sft")
+            return (await algorithm.step()).metrics["logprob_gap"]
+
+    assert asyncio.run(body()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("resource", "message"),
+    [
+        (LLM(endpoint="http://localhost:1/v1", model="m"), "cannot be trained from here"),
+        (Weights(uri="a", base_model="b", format="lora"), "LoRA adapter"),
+    ],
+    ids=["endpoint", "adapter"],
+)
+def test_policies_without_reachable_weights_are_refused(
+    model_dir: Path, tmp_path: Path, resource: Any, message: str
+) -> None:
+    bench = AlgorithmBench(scenario(model_dir), tmp_path)
+
+    async def body() -> None:
+        async with bench:
+            bench._live["llm"] = ResourceVersion(name="llm", version="v", resource=resource)
+            await bench.scenario.make().setup(bench.context())
+
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(body())

@@ -1,0 +1,114 @@
+"""A world in which tokens of a certain kind are rewarded: two calls per rollout, sampled from the live weights."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
+from agl_algo_verl.inproc import VERL
+from agl_testing.conformance import AlgorithmScenario
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from agl.schemas import Rollout
+    from agl_testing.conformance.bench import RolloutOrder
+
+PROMPT, TOKENS = [10, 20, 30], 4
+
+
+def good_tokens(response: list[int]) -> float:
+    """The share of tokens in the upper half of the vocabulary."""
+    return sum(token >= 128 for token in response) / len(response)
+
+
+class World:
+    """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
+
+    def __init__(
+        self, reward: Callable[[list[int]], float] = good_tokens, *, rows: int = 1, bias: float = 0.0
+    ) -> None:
+        self.reward, self.rows, self.bias = reward, rows, bias
+        self._loaded: tuple[str, Any] = ("", None)
+
+    def play(self, order: RolloutOrder) -> Episode:
+        weights = order.resources["llm"]
+        assert isinstance(weights, Weights)
+        torch.manual_seed(zlib.crc32(order.rollout.rollout_id.encode()))
+        if self._loaded[0] != weights.uri:
+            self._loaded = (weights.uri, AutoModelForCausalLM.from_pretrained(weights.uri))
+        ids, logprobs = self._sample(self._loaded[1])
+        reward = self.reward(ids[len(PROMPT) :])
+        return episode(order.rollout, ids, [p + self.bias for p in logprobs], reward, rows=self.rows)
+
+    @torch.no_grad()
+    def _sample(self, model: Any) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(PROMPT), [0.0] * len(PROMPT)
+        for _ in range(TOKENS):
+            logp_V = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(0)
+            token = int(torch.multinomial(logp_V.exp(), 1))
+            ids.append(token)
+            logprobs.append(float(logp_V[token]))
+        return ids, logprobs
+
+
+def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: float, *, rows: int = 1) -> Episode:
+    """Two calls of half the response each, on one row or on a row each."""
+    middle = len(PROMPT) + (len(ids) - len(PROMPT)) // 2
+    bounds = [(len(PROMPT), middle), (middle, len(ids))]
+    parts = [Segment(start=a, stop=b, span_id=f"{rollout.rollout_id}/{i}") for i, (a, b) in enumerate(bounds)]
+    grouped = [parts] if rows == 1 else [[part] for part in parts]
+
+    def row(branch: int, own: list[Segment]) -> Row:
+        stop = own[-1].stop
+        is_own = [any(part.start <= i < part.stop for part in own) for i in range(stop)]
+        return Row(
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt_id,
+            group_id=rollout.group_id,
+            branch=branch,
+            ids=pack_ids(ids[:stop]),
+            mask=bytes(map(int, is_own)),
+            logprobs=pack_floats(p if m else 0.0 for p, m in zip(logprobs[:stop], is_own, strict=True)),
+            segments=tuple(own),
+        )
+
+    calls = tuple(
+        Transition(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt_id, span_id=part.span_id) for part in parts
+    )
+    rows_of = tuple(row(i, own) for i, own in enumerate(grouped))
+    return Episode(rollout=rollout, attempt=None, reward=reward, transitions=calls, rows=rows_of)
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    """A small configuration; dotted names such as `actor.ppo_epochs` are put below `actor_rollout_ref`."""
+    nested: dict[str, Any] = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_batch_size": 2},
+        "actor_rollout_ref": {"actor": {"optim": {"lr": 3e-3}}, "rollout": {"n": 4}},
+        "trainer": {"total_training_steps": 3},
+    }
+    for name, value in keys.items():
+        path = name.split(".")
+        path = path if path[0] in nested else ["actor_rollout_ref", *path]
+        level = nested
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+        level[path[-1]] = value
+    return nested
+
+
+def scenario(model_dir: Path, world: World | None = None, **keys: Any) -> AlgorithmScenario:
+    """The algorithm with a small configuration in a world."""
+    return AlgorithmScenario(
+        make=lambda: VERL(threads=1, **config(**keys)),
+        play=(world or World()).play,
+        tunes=("llm",),
+        resources={"llm": Weights(uri=str(model_dir))},
+        max_steps=40,
+    )
