@@ -120,7 +120,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
-    install(session, *LIGHT, extras=("pyright==1.1.414",))
+    install(session, *LIGHT, extras=("pyright==1.1.414", "openai>=3,<4"))
     session.run("pyright", *(f"packages/{name}/src" for name in LIGHT), "tests/typing")
 
 
