@@ -57,8 +57,35 @@ class Chooser:
         pass
 
 
+class Breaker:
+    """Publishes, then breaks in the step after it, once."""
+
+    is_whole = False
+
+    async def setup(self, context):
+        self._context, self._step = context, 0
+
+    async def step(self):
+        self._step += 1
+        if self._step == 2 and not Breaker.is_whole:
+            Breaker.is_whole = True
+            raise RuntimeError("broke")
+        await self._context.publish("prompt", PromptTemplate(template="good"), step=self._step)
+        return StepReport(step=self._step, is_finished=self._step == 2)
+
+    def state(self):
+        return {"step": self._step}
+
+    async def restore(self, state):
+        self._step = state["step"]
+
+    async def close(self):
+        pass
+
+
 @agl.hookimpl
 def agl_algorithms():
+    yield agl.AlgorithmEntry(name="breaker", factory=Breaker, tunes=("prompt_template",), needs_token_ids=False)
     yield agl.AlgorithmEntry(name="chooser", factory=Chooser, tunes=("prompt_template",), needs_token_ids=False)
 '''
 
@@ -115,6 +142,25 @@ def test_candidates_are_run_and_do_not_become_live(fit: Callable[..., list[Any]]
 def test_wrong_names_are_refused(fit: Callable[..., list[Any]], params: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         fit(**params)
+
+
+def test_run_that_is_resumed_after_a_publication_keeps_its_first_validation(
+    agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    agl_plugins.install(PLUGIN, name="choosing")
+    trainer = agl.Trainer(
+        algorithm=agl.Algorithm("breaker", tunes="prompt"),
+        initial_resources={"prompt": PromptTemplate(template="first")},
+        store="sqlite:///runs.db",
+        folder=tmp_path,
+        progress=Quiet(),
+    )
+    with pytest.raises(RuntimeError, match="broke"):
+        trainer.fit(solve, train_dataset=["a"], val_dataset=["b", "c"])
+    result = trainer.fit(solve, train_dataset=["a"], val_dataset=["b", "c"], resume=True)
+    assert (0.0, 1.0) == (result.before, result.after)
 
 
 def test_algorithm_can_say_a_line(fit: Callable[..., list[Any]]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from agl.codec import to_json
 from agl.contracts import Collected, CounterfactualCredit, Credit, RolloutQuery, Store
-from agl.errors import ConfigError, MissingTokenIdsError, RunError
+from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
 from agl.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl.experiment.config import AlgorithmConfig
 from agl.experiment.names import NameCheck
@@ -181,6 +181,18 @@ class Collector:
         episodes = [await read_episode(self._store, r.rollout_id, selection=self._selection) for r in rollouts]
         self._agreement.report(episodes)
         return self._apply_policies(episodes)
+
+    async def pinned_before(self, task: Json, *, step: int, mode: Literal["train", "val", "test"]) -> dict[str, str]:
+        """The versions that an earlier, equal request ran ``task`` with as its first, empty if there was none.
+
+        What is live may have changed since, and a rollout that exists keeps what it was pinned to.
+        """
+        wanted = self._rollout(task, (step, f"{step:05d}-00000-000"), mode, {})
+        try:
+            found = await self._store.rollouts(RolloutQuery(ids=(wanted.rollout_id,)))
+        except NotFoundError:
+            return {}
+        return found[0].resources
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:
         section, runner = self._plan.config.experiment, self._plan.config.runner

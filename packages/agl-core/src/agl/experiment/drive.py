@@ -162,7 +162,9 @@ class Driver:
         tasks = plan.val[: plan.config.experiment.validation_limit or None]
         if not tasks:
             return None
-        collected = await self.collector(VALIDATION, None)(tasks, step=step, mode="val")
+        collector = self.collector(VALIDATION, None)
+        pinned = await collector.pinned_before(tasks[0], step=step, mode="val")
+        collected = await collector(tasks, step=step, mode="val", resources=pinned)
         mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         await self.log(VALIDATION, step, {"reward": mean, "failed": float(failed)})
