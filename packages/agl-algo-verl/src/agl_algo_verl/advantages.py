@@ -49,7 +49,8 @@ def advantages(
     if not members:
         return result
     keys = {group: number for number, group in enumerate(dict.fromkeys(group for group, _ in members))}
-    scores_S = torch.tensor([sum(c.value for c in calls) / len(calls) for calls in members.values()]).double()
+    means = [sum(call.value for call in calls) / len(calls) for calls in members.values()]
+    scores_S = torch.tensor(means, dtype=torch.float64)
     group_S = torch.tensor([keys[group] for group, _ in members])
     found_S, unit_S = estimate(scores_S, group_S=group_S, settings=settings)
     for index, ((_, rollout), calls) in enumerate(members.items()):

@@ -50,6 +50,7 @@ def prepare() -> torch.device:
     if device.type == "cpu":
         os.environ.setdefault("VERL_PLATFORM", "cpu")
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the FSDP engine is registered under that name only
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # else four lines per checkpoint
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
     # VERL's worker wants an address of a master to exist; a group of one never connects to it.

@@ -1,0 +1,195 @@
+"""VERL's configuration keys: what is used, what others decide, and what is refused with which words."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import agl
+from agl.errors import ConfigError
+from agl_algo_verl.inproc import VERL
+from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
+from agl_algo_verl.settings import Settings, read_settings
+from agl_algo_verl.worker import check_device
+
+from .world import config
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+GUIDE: dict[str, Any] = {
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "data": {
+        "train_files": "data/train.parquet",
+        "val_files": "data/test.parquet",
+        "train_batch_size": 32,
+        "max_prompt_length": 4096,
+        "max_response_length": 2048,
+        "truncation": "error",
+    },
+    "actor_rollout_ref": {
+        "rollout": {
+            "tensor_model_parallel_size": 1,
+            "n": 4,
+            "log_prob_micro_batch_size_per_gpu": 4,
+            "multi_turn": {"format": "hermes"},
+            "name": "vllm",
+            "gpu_memory_utilization": 0.8,
+            "engine_kwargs": {"vllm": {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}},
+        },
+        "actor": {
+            "ppo_mini_batch_size": 32,
+            "ppo_micro_batch_size_per_gpu": 4,
+            "optim": {"lr": 1e-6},
+            "use_kl_loss": False,
+            "kl_loss_coef": 0.0,
+            "entropy_coeff": 0,
+            "clip_ratio_low": 0.2,
+            "clip_ratio_high": 0.3,
+            "fsdp_config": {"param_offload": True, "optimizer_offload": True},
+        },
+        "ref": {"log_prob_micro_batch_size_per_gpu": 8, "fsdp_config": {"param_offload": True}},
+        "model": {"path": "Qwen/Qwen2.5", "use_remove_padding": True, "enable_gradient_checkpointing": True},
+    },
+    "trainer": {
+        "n_gpus_per_node": 1,
+        "val_before_train": True,
+        "critic_warmup": 0,
+        "logger": ["console", "wandb"],
+        "project_name": "p",
+        "experiment_name": "e",
+        "nnodes": 1,
+        "test_freq": 32,
+        "total_epochs": 2,
+    },
+}
+"""The shape of a configuration for a rented machine with one GPU, as guides write it."""
+
+
+def test_a_guides_configuration_is_taken_and_every_foreign_key_is_answered() -> None:
+    settings, notes = read_settings(GUIDE)
+    assert (32, 4, 1e-6, 0.3) == (
+        settings.data.train_batch_size,
+        settings.actor_rollout_ref.rollout.n,
+        settings.actor.optim.lr,
+        settings.actor.clip_ratio_high,
+    )
+    assert settings.actor_rollout_ref.model.use_remove_padding
+    assert not settings.is_dynamic
+    assert 17 == len(notes)
+    assert "trainer.test_freq is decided by the experiment's `validate_every`" in notes
+    assert 2 * 100 // 32 == settings.steps(100)
+
+
+def test_a_gpus_settings_are_refused_where_there_is_none() -> None:
+    settings, _ = read_settings(GUIDE)
+    with pytest.raises(ConfigError, match=r"param_offload, .*optimizer_offload, .*use_remove_padding need a GPU"):
+        check_device(settings, torch.device("cpu"))
+    check_device(settings, torch.device("cuda"))
+    check_device(read_settings(config())[0], torch.device("cpu"))
+
+
+def test_a_plain_dict_and_keywords_name_the_same_algorithm() -> None:
+    spec = agl.VERL(config(), tunes="llm", threads=2)
+    assert "verl" == spec.name
+    assert config()["data"]["train_batch_size"] == VERL(**spec.params).settings.data.train_batch_size
+
+
+def test_the_tables_name_keys_that_verl_has() -> None:
+    named = {*DECIDED_ELSEWHERE, *FIXED}
+    assert set() == {name for name in named if name not in verl_keys()}
+
+
+def test_the_settings_are_keys_that_verl_has() -> None:
+    def paths(shape: Any, before: str = "") -> list[str]:
+        import msgspec
+
+        found: list[str] = []
+        for field in msgspec.structs.fields(shape):
+            deeper = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
+            found += paths(field.type, f"{before}{field.name}.") if deeper else [before + field.name]
+        return found
+
+    precision = "actor_rollout_ref.actor.fsdp_config.mixed_precision."  # taken by the engine, not in VERL's file
+    absent = [name for name in paths(Settings) if name not in verl_keys() and not name.startswith(precision)]
+    assert [] == absent
+
+
+@pytest.mark.parametrize("name", ["calc/verl-inproc.toml", "sql/large.toml", "sql/verl-gpu.toml", "rag/large.toml"])
+def test_the_examples_keys_are_taken(name: str) -> None:
+    content = tomllib.loads((EXAMPLES / name).read_text())
+    entry = next(item for item in content["algorithm"] if item["use"] == "verl")
+    params = entry["params"]
+    assert VERL(**params).settings.data.train_batch_size == params["data"]["train_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"algorithm.adv_estimatr": "grpo"}, r"algorithm\.adv_estimatr: VERL has no such key; did you mean algorithm\."),
+        ({"rollout.nn": 4}, r"rollout\.nn: VERL has no such key; did you mean"),
+        ({"algorithm.adv_estimator": "gae"}, r"Invalid enum value 'gae'.*algorithm\.adv_estimator"),
+        ({"data.train_batch_size": "16"}, r"Expected `int`, got `str`.*train_batch_size"),
+        ({"data.train_batch_size": 0}, r"train_batch_size.*at least 1"),
+        ({"actor.use_kl_loss": True}, r"use_kl_loss = True: .*kl_coef"),
+        ({"actor.grad_clip": 0.5}, r"optim\.clip_grad"),
+        ({"actor.strategy": "fsdp"}, r"strategy = 'fsdp'.*FSDP2"),
+        ({"actor.shuffle": True}, r"actor\.shuffle: VERL has this key.*ignore"),
+        ({"trainer.n_gpus_per_node": 8}, r"one process with one device"),
+        ({"trainer.critic_warmup": 5}, r"'ppo' of agl-algo-torch"),
+        ({"model.lora_rank": 8}, r"lora_rank: VERL has this key.*ignore"),
+        ({"rollout.n": 1}, r"compares the rollouts of a task"),
+        ({"actor.ppo_mini_batch_size": 64}, r"no multiple"),
+        ({"actor.use_dynamic_bsz": False}, r"needs ppo_micro_batch_size_per_gpu"),
+        ({"actor.use_dynamic_bsz": True, "actor.ppo_micro_batch_size_per_gpu": 2}, r"would ignore"),
+        ({"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, r"without loss_scale_factor"),
+        ({"actor.loss_scale_factor": 4}, r"ignores loss_scale_factor"),
+        ({"actor.entropy_coeff": 0.1, "actor.loss_agg_mode": "seq-mean-token-mean"}, r"not its rollouts"),
+        ({"algorithm.adv_estimator": "rloo", "algorithm.norm_adv_by_std_in_grpo": False}, r"ignored with"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.compile(message, re.DOTALL)):
+        VERL(**config(**keys))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"engine": "ray"}, "engine = 'ray'.*'inproc'"),
+        ({"keep": 0}, "keep = 0"),
+        ({"critic": {"optim": {"lr": 1e-5}}}, r"critic\.optim\.lr: VERL has this key"),
+        ({"extra": 1}, "extra: VERL has no such key"),
+    ],
+    ids=["engine", "keep", "critic", "unknown"],
+)
+def test_parameters_beside_verls_keys_are_checked(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VERL(**config(), **params)
+
+
+def test_all_wrong_keys_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=re.compile(r"use_kl_loss.*shuffle", re.DOTALL)):
+        VERL(**config(**{"actor.use_kl_loss": True, "actor.shuffle": True}))
+
+
+@pytest.mark.parametrize("found", ["0.8.0", "0.9.0", "0.10.0"])
+def test_other_versions_of_verl_are_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr("agl_algo_verl.runtime.version", lambda _: found)
+    with pytest.raises(ConfigError, match=rf"VERL {re.escape(found)} is installed.*pip install"):
+        VERL(**config())
+
+
+def test_a_missing_verl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(_: str) -> str:
+        raise importlib.metadata.PackageNotFoundError("verl")
+
+    monkeypatch.setattr("agl_algo_verl.runtime.version", absent)
+    with pytest.raises(ConfigError, match="not installed. Run: pip install"):
+        VERL(**config())
