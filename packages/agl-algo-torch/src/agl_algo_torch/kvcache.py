@@ -145,6 +145,10 @@ class _Layer(CacheLayerMixin):
         """No maximum."""
         return -1
 
+    def get_max_cache_shape(self) -> int:
+        """No maximum, under the name that transformers had for it before 5.11."""
+        return -1
+
 
 class BatchCache(Cache):
     """Keys and values of all running rows; used by one thread.
