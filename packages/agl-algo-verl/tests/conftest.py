@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from agl_algo_verl.runtime import prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 prepare()  # before any test, because VERL's imports warn
 

@@ -60,30 +60,28 @@ class TestConformance(AlgorithmConformance):
 @pytest.mark.parametrize(
     "keys",
     [
-        {"algorithm.adv_estimator": "grpo"},
         {"algorithm.adv_estimator": "rloo", "actor.loss_agg_mode": "seq-mean-token-mean"},
-        {"algorithm.adv_estimator": "reinforce_plus_plus", "actor.ppo_micro_batch_size_per_gpu": 5},
-        {"actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_low": 3e-4, "actor.clip_ratio_high": 4e-4},
+        {"actor.policy_loss.loss_mode": "gspo", "actor.ppo_epochs": 2, "actor.ppo_micro_batch_size_per_gpu": 5},
     ],
-    ids=lambda keys: "-".join(map(str, keys.values())),
+    ids=["rloo", "gspo"],
 )
 def test_the_reward_rises(model_dir: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
-    settings = {"trainer.total_training_steps": 8, "rollout.n": 8, "actor.optim.lr": 1e-2, **keys}
+    settings = {"trainer.total_training_steps": 5, "rollout.n": 16, "actor.optim.lr": 2e-2, **keys}
     metrics, _ = train(tmp_path, model_dir, **settings)
-    rewards = [m["reward"] for m in metrics]
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:2]) / 2 + 0.12, rewards
+    assert metrics[-1]["reward"] > metrics[0]["reward"] + 0.12, [m["reward"] for m in metrics]
 
 
 def test_recomputed_logprobs_agree_with_the_recorded_ones(model_dir: Path, tmp_path: Path) -> None:
-    metrics, _ = train(tmp_path / "exact", model_dir)
+    metrics, _ = train(tmp_path / "exact", model_dir, **{"trainer.total_training_steps": 2})
     assert max(m["logprob_gap"] for m in metrics) < 1e-5
-    half, _ = train(tmp_path / "half", model_dir, **{"actor.fsdp_config.mixed_precision.param_dtype": "bf16"})
+    keys = {"actor.fsdp_config.mixed_precision.param_dtype": "bf16", "trainer.total_training_steps": 1}
+    half, _ = train(tmp_path / "half", model_dir, **keys)
     assert 1e-5 < max(m["logprob_gap"] for m in half) < 3e-2
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_splitting_rollouts_into_rows_changes_no_update(model_dir: Path, tmp_path: Path, mode: str) -> None:
-    keys: dict[str, Any] = {"actor.loss_agg_mode": mode, "trainer.total_training_steps": 2}
+    keys: dict[str, Any] = {"actor.loss_agg_mode": mode, "trainer.total_training_steps": 1}
     keys |= {"actor.loss_scale_factor": 4} if mode.endswith("norm") else {}
     one, whole = train(tmp_path / "1", model_dir, World(rows=1), **keys)
     two, split = train(tmp_path / "2", model_dir, World(rows=2), **keys)

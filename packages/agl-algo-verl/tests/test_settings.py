@@ -131,7 +131,10 @@ def test_the_examples_keys_are_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"algorithm.adv_estimatr": "grpo"}, r"algorithm\.adv_estimatr: VERL has no such key; did you mean algorithm\."),
+        (
+            {"algorithm.adv_estimatr": "grpo"},
+            r"algorithm\.adv_estimatr: VERL has no such key; did you mean algorithm\.",
+        ),
         ({"rollout.nn": 4}, r"rollout\.nn: VERL has no such key; did you mean"),
         ({"algorithm.adv_estimator": "gae"}, r"Invalid enum value 'gae'.*algorithm\.adv_estimator"),
         ({"data.train_batch_size": "16"}, r"Expected `int`, got `str`.*train_batch_size"),
@@ -191,5 +194,5 @@ def test_a_missing_verl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         raise importlib.metadata.PackageNotFoundError("verl")
 
     monkeypatch.setattr("agl_algo_verl.runtime.version", absent)
-    with pytest.raises(ConfigError, match="not installed. Run: pip install"):
+    with pytest.raises(ConfigError, match=r"not installed\. Run: pip install"):
         VERL(**config())

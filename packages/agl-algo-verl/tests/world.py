@@ -30,9 +30,7 @@ def good_tokens(response: list[int]) -> float:
 class World:
     """Plays rollouts of two calls with the weights that are live; both calls are on one row, or on a row each."""
 
-    def __init__(
-        self, reward: Callable[[list[int]], float] = good_tokens, *, rows: int = 1, bias: float = 0.0
-    ) -> None:
+    def __init__(self, reward: Callable[[list[int]], float] = good_tokens, *, rows: int = 1, bias: float = 0.0) -> None:
         self.reward, self.rows, self.bias = reward, rows, bias
         self._loaded: tuple[str, Any] = ("", None)
 

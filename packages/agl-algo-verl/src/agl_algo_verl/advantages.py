@@ -18,10 +18,12 @@ scores that differ by rounding only count as equal, where VERL would divide roun
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from agl_algo_verl.typed import integers, verl_part
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,9 +66,6 @@ def estimate(
     scores_S: torch.Tensor, *, group_S: torch.Tensor, settings: Algorithm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return VERL's advantage of every score and the unit of distances from it, both [S], float64."""
-    from verl.trainer.config import AlgoConfig
-    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-
     name = settings.adv_estimator
     differs_S = _differs(scores_S, group_S, is_batch=name == "reinforce_plus_plus")
     found_S, unit_S = torch.zeros_like(scores_S), torch.zeros_like(scores_S)
@@ -75,12 +74,12 @@ def estimate(
     counted_S = torch.bincount(group_S)[group_S] > 1 if name == "reinforce_plus_plus_baseline" else differs_S
     kept_S, kept_group_S = scores_S[counted_S], group_S[counted_S]
     options = {"norm_adv_by_std_in_grpo": settings.norm_adv_by_std_in_grpo} if name == "grpo" else {}
-    function = cast("Any", get_adv_estimator_fn(name))
+    function = verl_part("verl.trainer.ppo.core_algos:get_adv_estimator_fn")(name)
     values_S1, _ = function(
         token_level_rewards=kept_S[:, None].clone(),
         response_mask=torch.ones(len(kept_S), 1, dtype=torch.float64),
         index=np.asarray(kept_group_S),
-        config=AlgoConfig(adv_estimator=name, gamma=1.0),
+        config=verl_part("verl.trainer.config:AlgoConfig")(adv_estimator=name, gamma=1.0),
         **options,
     )
     found_S[counted_S] = values_S1[:, 0]
@@ -93,7 +92,7 @@ def _differs(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -
     groups_S = torch.zeros_like(group_S) if is_batch else group_S
     limit = ROUNDING * max(1.0, float(scores_S.abs().max()))
     differs_S = torch.zeros(len(scores_S), dtype=torch.bool)
-    for group in dict.fromkeys(groups_S.tolist()):
+    for group in dict.fromkeys(integers(groups_S)):
         own_S = groups_S == group
         scores = scores_S[own_S]
         differs_S[own_S] = bool(scores.max() - scores.min() > limit)
@@ -107,7 +106,7 @@ def _unit(scores_S: torch.Tensor, group_S: torch.Tensor, settings: Algorithm) ->
     if name == "reinforce_plus_plus":
         return torch.full_like(scores_S, float((scores_S.var() + 1e-8).rsqrt()))
     centred_S, unit_S = scores_S.clone(), torch.ones_like(scores_S)
-    for group in dict.fromkeys(group_S.tolist()):
+    for group in dict.fromkeys(integers(group_S)):
         own_S = group_S == group
         centred_S[own_S] -= scores_S[own_S].mean()
         unit_S[own_S] = 1.0 / (scores_S[own_S].std() + 1e-6)

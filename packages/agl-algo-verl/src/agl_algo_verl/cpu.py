@@ -4,6 +4,8 @@ It does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs
 Memory and stream functions answer as a device without memory of its own would.
 """
 
+# ruff: noqa: D102 - VERL's PlatformBase describes the methods
+
 from __future__ import annotations
 
 import os
@@ -16,7 +18,7 @@ from verl.plugin.platform import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 NAME = "cpu"
 
@@ -127,7 +129,7 @@ class CpuPlatform(PlatformBase):
         return "CUDA_VISIBLE_DEVICES"
 
     @contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
+    def nvtx_range(self, msg: str) -> Generator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]  # VERL annotates what it yields
         del msg
         yield
 

@@ -188,7 +188,9 @@ class VERL:
 
 def gaps(samples: Sequence[Sample]) -> dict[str, float]:
     """Return how far the engine's log-probabilities are from the recorded ones, over trained tokens."""
-    found = [abs(float(x)) for s in samples if s.old is not None for x in (s.old - s.behaviour)[s.mask].tolist()]
+    from agl_algo_verl.typed import numbers
+
+    found = [abs(x) for s in samples if s.old is not None for x in numbers((s.old - s.behaviour)[s.mask])]
     return {"logprob_gap": max(found, default=0.0), "logprob_gap_mean": sum(found) / max(1, len(found))}
 
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from agl_algo_verl.advantages import advantages
+from agl_algo_verl.typed import from_bytes, ragged, verl_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -98,7 +98,7 @@ def read_row(
     settings: Settings,
 ) -> Sample | str:
     """Return a row's sample, or why it cannot be trained; `""` where it holds no call that credit counted."""
-    ids_T = _numbers(row.ids, "<i4").long()
+    ids_T = from_bytes(row.ids, "<i4").long()
     mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
     advantages_T = torch.zeros(len(ids_T))
     found: set[float] = set()
@@ -125,12 +125,14 @@ def read_row(
         ids=ids_T[:stop],
         mask=mask_T[first:stop],
         advantages=advantages_T[first:stop],
-        behaviour=_numbers(row.logprobs, "<f4")[first:stop],
+        behaviour=from_bytes(row.logprobs, "<f4")[first:stop],
         temperature=found.pop() or 1.0,
     )
 
 
-def updates(samples: Sequence[Sample], rollouts: Sequence[tuple[str, int]], *, tasks: int) -> list[tuple[list[Sample], int]]:
+def updates(
+    samples: Sequence[Sample], rollouts: Sequence[tuple[str, int]], *, tasks: int
+) -> list[tuple[list[Sample], int]]:
     """Cut a step into updates of `tasks` tasks: the rows of each and the number of its rollouts.
 
     Rollouts whose rows were all left out count; an update without rows is left out.
@@ -163,37 +165,27 @@ def fill_up(samples: Sequence[Sample], *, multiple: int) -> list[Sample]:
 
 def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
     """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
-    from verl.utils import tensordict_utils
-
     tensors: dict[str, Tensor] = {
-        "input_ids": _ragged([s.ids for s in samples]),
-        "position_ids": _ragged([torch.arange(len(s.ids)) for s in samples]),
-        "prompts": _ragged([s.ids[: s.prompt] for s in samples]),
-        "responses": _ragged([s.ids[s.prompt :] for s in samples]),
-        "response_mask": _ragged([s.mask.long() for s in samples]),
-        "loss_mask": _ragged([s.mask.long() for s in samples]),
-        "advantages": _ragged([s.advantages for s in samples]),
-        "old_log_probs": _ragged([s.behaviour if s.old is None else s.old for s in samples]),
+        "input_ids": ragged([s.ids for s in samples]),
+        "position_ids": ragged([torch.arange(len(s.ids)) for s in samples]),
+        "prompts": ragged([s.ids[: s.prompt] for s in samples]),
+        "responses": ragged([s.ids[s.prompt :] for s in samples]),
+        "response_mask": ragged([s.mask.long() for s in samples]),
+        "loss_mask": ragged([s.mask.long() for s in samples]),
+        "advantages": ragged([s.advantages for s in samples]),
+        "old_log_probs": ragged([s.behaviour if s.old is None else s.old for s in samples]),
         "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
     }
     if "is_threshold" in options:
         threshold = options.pop("is_threshold")
-        tensors["rollout_is_weights"] = _ragged([_importance(s, threshold) for s in samples])
-    return cast("Any", tensordict_utils).get_tensordict(tensor_dict=tensors, non_tensor_dict=options)
+        tensors["rollout_is_weights"] = ragged([_importance(s, threshold) for s in samples])
+    return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
 
 
 def _importance(sample: Sample, threshold: float) -> Tensor:
     """Truncated importance weights of the engine's over the recorded probabilities, [R]."""
     old_R = sample.behaviour if sample.old is None else sample.old
     return torch.exp(old_R - sample.behaviour).clamp(max=threshold)
-
-
-def _ragged(parts: list[Tensor]) -> Tensor:
-    return cast("Any", torch.nested).as_nested_tensor(parts, layout=torch.jagged)
-
-
-def _numbers(data: bytes, kind: str) -> Tensor:
-    return cast("Any", torch).from_numpy(np.frombuffer(data, dtype=kind).copy())
 
 
 def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:

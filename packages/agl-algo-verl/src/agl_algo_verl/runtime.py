@@ -7,6 +7,7 @@ with a backend name that torch refuses on the CPU, and the rest are VERL's own s
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -59,8 +60,8 @@ def prepare() -> torch.device:
     _join(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # VERL warns of every engine that is not installed, and of its own imports
-        import verl.workers.engine
-        import verl.workers.engine_workers  # noqa: F401
+        importlib.import_module("verl.workers.engine")
+        importlib.import_module("verl.workers.engine_workers")
     _check_platform(device)
     return device
 

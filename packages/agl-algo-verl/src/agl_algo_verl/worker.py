@@ -14,7 +14,6 @@ import os
 import shutil
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,9 +22,11 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.rows import batch, fill_up, per_rollout
 from agl_algo_verl.runtime import prepare
+from agl_algo_verl.typed import integers, verl_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+    from pathlib import Path
 
     from tensordict import TensorDict
     from torch import Tensor
@@ -82,9 +83,11 @@ class Worker:
             return []
         self.use_threads()
         data = self._batch(samples, compute_loss=False, calculate_entropy=False)
-        found = cast("Any", self._worker.infer_batch(data))["log_probs"]
-        values, offsets = found.values().float().cpu(), found.offsets().tolist()
-        return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]
+        found = self._worker.infer_batch(data)["log_probs"]
+        values, offsets = found.values().float().cpu(), integers(found.offsets())
+        return [
+            values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)
+        ]
 
     def update(self, samples: Sequence[Sample], *, rollouts: int, is_last: bool) -> dict[str, float]:
         """Do one optimizer update on the rows of `rollouts` rollouts; `is_last` of its step moves the schedule."""
@@ -101,7 +104,7 @@ class Worker:
         if correction.rollout_is:
             options["is_threshold"] = correction.rollout_is_threshold
         output = self._worker.train_batch(self._batch(samples, **options))
-        metrics = cast("dict[str, Any]", cast("Any", output)["metrics"])
+        metrics = cast("dict[str, Any]", output["metrics"])
         return {_name(name): _number(value) for name, value in metrics.items() if not name.startswith("perf/")}
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
@@ -145,7 +148,7 @@ class Worker:
         if rows:
             samples = fill_up(samples, multiple=rows)
             sizes["micro_batch_size_per_gpu"] = rows
-        return batch(samples, **sizes, **options).to(self._device)
+        return cast("Any", batch(samples, **sizes, **options)).to(self._device)
 
     def _most_tokens(self, samples: Sequence[Sample]) -> int:
         """The token budget of a micro-batch; VERL refuses one below the longest row, which then comes alone."""
@@ -219,15 +222,10 @@ def prune(parent: Path, *, step: int, keep: int) -> None:
 
 
 def _open(path: str, settings: Settings, *, steps: int, device: torch.device) -> Any:
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import HFModelConfig, TrainingWorkerConfig
-    from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import ppo_loss
-
     model = settings.actor_rollout_ref.model
     attention = "flash_attention_2" if model.use_remove_padding else "sdpa"
     try:
-        loaded = cast("Any", HFModelConfig)(
+        loaded = verl_part("verl.workers.config:HFModelConfig")(
             path=path,
             use_remove_padding=model.use_remove_padding,
             enable_gradient_checkpointing=model.enable_gradient_checkpointing,
@@ -238,26 +236,24 @@ def _open(path: str, settings: Settings, *, steps: int, device: torch.device) ->
             f"The model {path!r} cannot be loaded: {error}. "
             "Give a directory in Hugging Face's format (config.json, model.safetensors, tokenizer.json) or a hub name."
         ) from error
-    worker = cast("Any", TrainingWorker)(
-        TrainingWorkerConfig(
+    worker = verl_part("verl.workers.engine_workers:TrainingWorker")(
+        verl_part("verl.workers.config:TrainingWorkerConfig")(
             model_type="language_model",
             model_config=loaded,
             engine_config=_engine(settings, device),
             optimizer_config=_optimizer(settings, steps=steps),
-            checkpoint_config=CheckpointConfig(),
+            checkpoint_config=verl_part("verl.trainer.config:CheckpointConfig")(),
         )
     )
     worker.reset()
-    worker.set_loss_fn(partial(ppo_loss, config=actor_config(settings)))
+    worker.set_loss_fn(partial(verl_part("verl.workers.utils.losses:ppo_loss"), config=actor_config(settings)))
     return worker
 
 
 def actor_config(settings: Settings) -> Any:
     """Return VERL's own configuration of the policy loss."""
-    from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-
     actor = settings.actor
-    return cast("Any", FSDPActorConfig)(
+    return verl_part("verl.workers.config:FSDPActorConfig")(
         strategy="fsdp2",
         rollout_n=settings.actor_rollout_ref.rollout.n,
         use_dynamic_bsz=True,
@@ -268,16 +264,14 @@ def actor_config(settings: Settings) -> Any:
         loss_agg_mode=actor.loss_agg_mode,
         loss_scale_factor=actor.loss_scale_factor,
         entropy_coeff=actor.entropy_coeff,
-        policy_loss=cast("Any", PolicyLossConfig)(loss_mode=actor.policy_loss.loss_mode),
+        policy_loss=verl_part("verl.workers.config:PolicyLossConfig")(loss_mode=actor.policy_loss.loss_mode),
     )
 
 
 def _engine(settings: Settings, device: torch.device) -> Any:
-    from verl.workers.config import FSDPEngineConfig
-
     fsdp, actor = settings.actor.fsdp_config, settings.actor
     precision = fsdp.mixed_precision
-    return cast("Any", FSDPEngineConfig)(
+    return verl_part("verl.workers.config:FSDPEngineConfig")(
         strategy="fsdp2",
         model_dtype=fsdp.model_dtype,
         mixed_precision={
@@ -297,10 +291,8 @@ def _engine(settings: Settings, device: torch.device) -> Any:
 
 
 def _optimizer(settings: Settings, *, steps: int) -> Any:
-    from verl.workers.config import FSDPOptimizerConfig
-
     optim = settings.actor.optim
-    return cast("Any", FSDPOptimizerConfig)(
+    return verl_part("verl.workers.config:FSDPOptimizerConfig")(
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
@@ -320,9 +312,7 @@ def _name(name: str) -> str:
 
 def _number(value: Any) -> float:
     """One number of what VERL reports: a number, a list over ranks or micro-batches, or its own metric."""
-    from verl.utils.metric import Metric
-
-    if isinstance(value, Metric):
+    if isinstance(value, verl_part("verl.utils.metric:Metric")):
         return float(value.aggregate())
     if isinstance(value, list):
         parts = [_number(part) for part in cast("list[Any]", value)]
