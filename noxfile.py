@@ -186,7 +186,7 @@ def example(session: nox.Session, name: str) -> None:
 @nox.session
 def testing(session: nox.Session) -> None:
     """The conformance kit and the scripted model server."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.70"))
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.70", "jinja2"))
     pytest(session, "packages/agl-testing/tests")
 
 
@@ -278,13 +278,8 @@ def train(session: nox.Session, name: str) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
-    install(
-        session,
-        "agl-core",
-        "agl-gateway",
-        "agl-testing",
-        extras=("openai>=3,<4", "hypothesis>=6.150,<7"),
-    )
+    extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2")
+    install(session, *LIGHT, "agl-algo-apo", "agl-credit", extras=extras)
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agl.cli.experiment import make_trainer
 from agl.errors import AglError, ConfigError, DatasetError, UnknownComponentError
 from agl.experiment.config import load_config, parse_config
 from agl.experiment.plan import Plan, make_plan
@@ -193,3 +194,41 @@ def test_agent_that_makes_its_client_at_import_needs_no_key(tmp_path: Path, monk
 def test_plan_without_any_task_is_refused() -> None:
     with pytest.raises(ConfigError, match="there are no tasks"):
         plan({"algorithm": []}, train=())
+
+
+ALGORITHMS = """
+[experiment]
+agent = "a:b"
+
+[[algorithm]]
+use = "sft"
+name = "grpo"
+
+[[algorithm]]
+use = "sft"
+
+[[algorithm]]
+use = "ppo"
+name = "first"
+
+[[algorithm]]
+use = "ppo"
+name = "second"
+"""
+
+
+@pytest.mark.parametrize(("name", "changed"), [("sft", "sft"), ("grpo", "grpo"), ("second", "second"), ("2", "first")])
+def test_override_prefers_the_name_of_an_entry(name: str, changed: str, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(ALGORITHMS)
+    trainer = make_trainer(tmp_path / "e.toml", (f"algorithm.{name}.params.lr=1",), manager=PluginManager())
+    assert [changed] == [algorithm.label for algorithm in trainer.config.algorithm if algorithm.params == {"lr": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("ppo", "there are 2 entries called 'ppo' in that list; use a name"), ("9", "there is no '9' in that list")],
+)
+def test_override_of_no_single_entry_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(ALGORITHMS)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path / "e.toml", (f"algorithm.{name}.params.lr=1",), manager=PluginManager())

@@ -53,10 +53,14 @@ def _override(data: dict[str, Any], setting: str) -> None:
 def _enter(table: Any, name: str, setting: str) -> Any:
     if isinstance(table, list):
         items = cast("list[dict[str, Any]]", table)
-        for position, item in enumerate(items):
-            if name in (str(position), item.get("name"), item.get("use")):
-                return item
-        raise ConfigError(f"--set {setting!r}: there is no {name!r} in that list; use its position, use or name")
+        named = [item for item in items if (item.get("name") or item.get("use")) == name]
+        found = named or [item for item in items if item.get("use") == name]
+        if name.isdecimal() and int(name) < len(items):
+            found = [items[int(name)]]
+        if len(found) == 1:
+            return found[0]
+        what = "there is no" if not found else f"there are {len(found)} entries called"
+        raise ConfigError(f"--set {setting!r}: {what} {name!r} in that list; use a name, or the position from 0")
     return cast("dict[str, Any]", table).setdefault(name, {})
 
 
