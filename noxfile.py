@@ -63,7 +63,20 @@ EXAMPLES = {
 }
 """What the tests of each example need besides the light packages: ours by name, and others."""
 
-PARTS = ["lint", "types", "core", "openai2", "generic", "testing", "gateway", "torch", "integration", "docs", "wheels"]
+PARTS = [
+    "lint",
+    "types",
+    "core",
+    "openai2",
+    "generic",
+    "testing",
+    "gateway",
+    "torch",
+    "verl",
+    "integration",
+    "docs",
+    "wheels",
+]
 
 
 def found(pythons: list[str]) -> list[str]:
@@ -211,6 +224,15 @@ def torch(session: nox.Session) -> None:
     )
     pytest(session, "packages/agl-algo-torch/tests")
     session.run("pyright", "packages/agl-algo-torch/src")
+
+
+@nox.session
+def verl(session: nox.Session) -> None:
+    """VERL's engine and mathematics in one process: tests and types; its transformers are older than the newest."""
+    tools = (*TEST_TOOLS, TORCH, "openai>=3,<4", "pyright==1.1.414")
+    install(session, *LIGHT, "agl-algo-torch", "agl-algo-verl", extras=tools)
+    pytest(session, "packages/agl-algo-verl/tests")
+    session.run("pyright", "packages/agl-algo-verl/src")
 
 
 @nox.session
