@@ -31,7 +31,7 @@ PAIRS = [
     ("grpo", Algorithm(adv_estimator="grpo"), 0.0),
     ("dr_grpo", Algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False), 0.0),
     ("rloo", Algorithm(adv_estimator="rloo"), 0.0),
-    # VERL adds 1e-8 to the variance, agl-algo-torch 1e-6 to the deviation: below 1e-5 where the deviation is 0.1.
+    # VERL adds 1e-8 to the variance and to the number of values, agl-algo-torch 1e-6 to the deviation.
     ("reinforce++", Algorithm(adv_estimator="reinforce_plus_plus"), 2e-4),
     ("reinforce++-baseline", Algorithm(adv_estimator="reinforce_plus_plus_baseline"), 2e-4),
 ]
@@ -65,7 +65,7 @@ def test_advantages_of_whole_episodes_agree(
     name: str, algorithm: Algorithm, tolerance: float, groups: list[list[list[float]]]
 ) -> None:
     expected, actual = through_torch(groups, name), through_verl(groups, algorithm)
-    assert expected == pytest.approx(actual, rel=tolerance, abs=1e-9)
+    assert expected == pytest.approx(actual, rel=tolerance, abs=max(1e-9, tolerance / 100))
 
 
 @pytest.mark.parametrize(("name", "algorithm", "tolerance"), PAIRS[:3], ids=[pair[0] for pair in PAIRS[:3]])
