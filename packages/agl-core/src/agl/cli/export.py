@@ -1,4 +1,4 @@
-"""``agl export``: recorded rollouts as JSON lines, and prompts as text, JSON or a Python constant."""
+"""``agl export``: recorded rollouts as JSON lines, prompts as text, JSON or a Python constant, weights as files."""
 
 import pprint
 import re
@@ -15,6 +15,7 @@ from agl import codec
 from agl.cli.context import pass_manager
 from agl.cli.dialogues import dialogues
 from agl.cli.lineage import shown, text_of
+from agl.cli.models import copy_model
 from agl.cli.opening import store_option, with_store
 from agl.cli.query import deciding, every_span, filter_options, make_query, pages
 from agl.contracts import RolloutQuery, Store
@@ -46,14 +47,18 @@ class Recorded(Record, frozen=True, kw_only=True):
 @click.option(
     "--format",
     "form",
-    type=click.Choice(("messages", "transitions", "rows", "spans", "text", "json", "python")),
+    type=click.Choice(("messages", "transitions", "rows", "spans", "text", "json", "python", "model")),
     default="messages",
     show_default=True,
     help="messages: OpenAI chat dialogues, as fine-tuning reads them; transitions: one model call a line; "
     "rows: one training row a line; spans: everything, as recorded. "
-    "Of a resource: text, json, or python for a constant.",
+    "Of a resource: text, json, or python for a constant; model: the files of trained weights.",
 )
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write; by default stdout.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write, by default stdout; for a model, the directory to make.",
+)
 @click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
 @click.option("--agents", help="Regular expression: only these agents' calls.")
 @store_option
@@ -73,10 +78,10 @@ def export(
 ) -> None:
     """Write rollouts as JSON lines: those named, or all that match the filters.
 
-    With --format text, json or python, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; the
+    With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; the
     newest version counts by default.
     """
-    if form in _OF_RESOURCES:
+    if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
     query = msgspec.structs.replace(make_query(experiment, status, mode, limit=100), ids=rollout_ids)
@@ -107,6 +112,11 @@ def _export_resources(
         return [(await shown(store, name, version or None)).version for name, _, version in pairs]
 
     versions = with_store(manager, store_url, work)
+    if form == "model":
+        if len(versions) > 1:
+            raise ConfigError(f"--format model writes one directory, and {len(versions)} resources are named; name one")
+        click.echo(copy_model(versions[0], output), err=True)
+        return
     with _target(output) as target:
         for version in versions:
             target.write(_OF_RESOURCES[form](version).encode() + b"\n")
