@@ -78,8 +78,8 @@ def export(
 ) -> None:
     """Write rollouts as JSON lines: those named, or all that match the filters.
 
-    With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label; the
-    newest version counts by default.
+    With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
+    the newest version counts by default.
     """
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
