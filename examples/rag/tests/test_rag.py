@@ -162,7 +162,7 @@ def test_large_model_runs_the_same_experiment() -> None:
     algorithms, policies = ([config.pop(key) for config in (small, large)] for key in ("algorithm", "policy"))
 
     assert small == large
-    assert ["vllm", "verl"] == [policies[1]["rag-lm"]["use"], algorithms[1][0]["use"]]
+    assert ["torch", "verl"] == [policies[1]["rag-lm"]["use"], algorithms[1][0]["use"]]
     assert {"rag-lm"} == {table["tunes"] for tables in algorithms for table in tables}
 
 

@@ -136,7 +136,7 @@ def test_the_large_model_runs_the_same_experiment() -> None:
     models = {name: config["use"] for name, config in large["policy"].items()}
     (algorithm,) = large["algorithm"]
 
-    assert {"main_llm": "vllm", "check_llm": "vllm"} == models
+    assert {"main_llm": "torch", "check_llm": "torch"} == models
     assert ("verl", "main_llm", "write|rewrite") == (algorithm["use"], algorithm["tunes"], algorithm["agents"])
     assert without_models(small) == without_models(large)
     assert "check" == load_config(SQL / "large.toml").policy["check_llm"].agents
