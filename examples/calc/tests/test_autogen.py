@@ -108,3 +108,13 @@ def test_experiment_runs_from_nothing(example: Path) -> None:
     assert "agent 'calculator'" in run(
         example, "-m", "agl", "why", "latest", "--store", "sqlite:///out/autogen/runs.db"
     )
+
+
+def test_large_model_runs_the_same_experiment() -> None:
+    folder = Path(__file__).parents[1]
+    small, large = (tomllib.loads((folder / name).read_text()) for name in ("experiment.toml", "large.toml"))
+    changed = [{key: config.pop(key) for key in ("algorithm", "policy")} for config in (small, large)]
+
+    assert small == large
+    assert ["verl"] == [table["use"] for table in changed[1]["algorithm"]]
+    assert changed[0]["policy"].keys() == changed[1]["policy"].keys()
