@@ -291,7 +291,7 @@ def train(session: nox.Session, name: str) -> None:
     """The whole training of an example, with AutoGen for ``calc``; arguments go to its ``demo.py``."""
     ours = [part for part in EXAMPLES[name] if part in PACKAGES]
     others = [part for part in EXAMPLES[name] if part not in PACKAGES]
-    install(session, "agl-core", "agl-gateway", *ours, extras=tuple(others))
+    install(session, *LIGHT, *ours, extras=tuple(others))
     session.chdir(f"examples/{name}")
     arguments = ["--agent", "autogen"] if name == "calc" else []
     session.run("python", "demo.py", *arguments, *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
