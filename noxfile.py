@@ -63,6 +63,19 @@ EXAMPLES = {
 }
 """What the tests of each example need besides the light packages: ours by name, and others."""
 
+VERL = [
+    TORCH,
+    "verl==0.9.1",
+    "ray[default]==2.60.0",
+    "TransferQueue==0.1.11",
+    "tensordict==0.10.0",
+    "transformers==5.10.4",
+    "numpy==2.4.6",
+    "datasets==5.2.0",
+    "peft==0.21.2",
+]
+"""VERL with what it needs, pinned: left to itself pip tries releases for many minutes."""
+
 PARTS = [
     "lint",
     "types",
@@ -108,7 +121,8 @@ def pytest(session: nox.Session, *paths: str) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that must pass: lint, types, layers, every package, integration, docs, package builds."""
     for part in PARTS:
-        names = [f"core-{python}" for python in found(PYTHONS)] if part == "core" else [part]
+        versions = {"core": found(PYTHONS), "verl": found(PYTHONS[:2])[:1]}.get(part)
+        names = [part] if versions is None else [f"{part}-{python}" for python in versions]
         for name in names:
             session.notify(name)
     for package in ADAPTERS:
@@ -226,13 +240,24 @@ def torch(session: nox.Session) -> None:
     session.run("pyright", "packages/agl-algo-torch/src")
 
 
-@nox.session
+@nox.session(python=found(PYTHONS[:2])[:1])
 def verl(session: nox.Session) -> None:
     """VERL's engine and mathematics in one process: tests and types; its transformers are older than the newest."""
-    tools = (*TEST_TOOLS, TORCH, "openai>=3,<4", "pyright==1.1.414")
+    tools = (*TEST_TOOLS, *VERL, "openai>=3,<4", "pyright==1.1.414")
     install(session, *LIGHT, "agl-algo-torch", "agl-algo-verl", extras=tools)
     pytest(session, "packages/agl-algo-verl/tests")
     session.run("pyright", "packages/agl-algo-verl/src")
+
+
+@nox.session(python=found(PYTHONS[:2])[:1])
+def demo_verl(session: nox.Session) -> None:
+    """The calculator agent, trained by VERL in one process; arguments go to ``agl run``."""
+    install(session, *LIGHT, "agl-algo-torch", "agl-algo-verl", extras=(*VERL, "openai>=3,<4"))
+    session.chdir("examples/calc")
+    environment = {"TOKENIZERS_PARALLELISM": "0"}
+    session.run("python", "make_data.py", "--out", "out/data", env=environment)
+    session.run("python", "make_model.py", "--data", "out/data", "--out", "out/model", env=environment)
+    session.run("python", "-m", "agl", "run", "verl-inproc.toml", *session.posargs, env=environment)
 
 
 @nox.session
