@@ -21,7 +21,7 @@ from questions import SHAPES, Question, every_question
 
 TRAIN, VALIDATION = 600, 120
 DILIGENT, CARELESS, CHECKS = 6720, 960, 1600
-LIKELY_RIGHT, RARELY_RIGHT = 0.95, 0.04
+LIKELY_RIGHT, RARELY_RIGHT = 0.95, 0.07
 PER_SHAPE = 60
 """Questions of one shape and domain at most, so that no shape crowds the others out."""
 
