@@ -20,6 +20,7 @@ PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.t
 PYTHONS = ["3.11", "3.12", "3.13"]
 TORCH = "torch==2.13.0"
 TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7"]
+CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2"]
 LIGHT = ["agl-core", "agl-gateway", "agl-testing"]
 """Packages that need neither torch nor an agent framework."""
 
@@ -154,7 +155,7 @@ def types(session: nox.Session) -> None:
 @nox.session(python=found(PYTHONS))
 def core(session: nox.Session) -> None:
     """The core's tests, on every supported Python that is here."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.80", "jinja2"))
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, *CLIENTS))
     pytest(session, "packages/agl-core/tests")
 
 
@@ -213,15 +214,15 @@ def example(session: nox.Session, name: str) -> None:
 @nox.session
 def testing(session: nox.Session) -> None:
     """The conformance kit and the scripted model server."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=3,<4", "anthropic>=0.70", "jinja2"))
+    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "httpx>=0.28,<1", *CLIENTS))
     pytest(session, "packages/agl-testing/tests")
 
 
 @nox.session
 def gateway(session: nox.Session) -> None:
     """The gateway."""
-    clients = ("openai>=3,<4", "anthropic>=0.80", "opentelemetry-exporter-otlp-proto-http>=1.38,<2")
-    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, *clients))
+    exporter = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
+    install(session, *LIGHT, extras=(*TEST_TOOLS, "httpx>=0.28,<1", *CLIENTS, exporter))
     pytest(session, "packages/agl-gateway/tests")
 
 
