@@ -182,3 +182,17 @@ def test_help_takes_at_most_half_a_second():
         after = os.times()
         taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert min(taken) <= 0.5
+
+
+def test_component_whose_extra_is_not_installed_is_named_and_not_wrong(install_plugin, site):
+    source = TOY.replace("agl_toy_framework", "agl_toy_part").replace("agl_toy_cli:", "json:")
+    requires = ("agl-core>=0.1,<0.2", "agl-toy-absent>=1; extra == 'absent'")
+    install_plugin("agl-toy", source.partition("@hookimpl\ndef agl_commands")[0], entry="toy", requires=requires)
+    (site / "agl_toy_part.py").write_text("import agl_toy_absent\n", encoding="utf-8")
+
+    result = invoke("plugins", "check", "toy")
+
+    assert 0 == result.exit_code
+    assert "toy: optional: the reward 'toy' needs the Python module" in result.output
+    assert 'pip install "agl-toy[absent]"' in result.output
+    assert "all well" in result.output

@@ -4,6 +4,7 @@
     ├── ConfigError              an experiment file, an argument or an environment variable is wrong
     │   └── DatasetError         a dataset cannot be read; names file and line
     ├── PluginError              a plugin or one of its components cannot be used
+    │   ├── MissingExtraError    an extra of the plugin is not installed
     │   ├── UnknownComponentError
     │   ├── DuplicateComponentError
     │   └── BrokenPluginError
@@ -31,6 +32,7 @@ __all__ = [
     "DatasetError",
     "DuplicateComponentError",
     "FencedError",
+    "MissingExtraError",
     "MissingTokenIdsError",
     "NoModelCallsError",
     "NotFoundError",
@@ -58,6 +60,10 @@ class DatasetError(ConfigError):
 
 class PluginError(AglError):
     """A plugin cannot be used; the message names distribution, version and remedy."""
+
+
+class MissingExtraError(PluginError):
+    """A component belongs to an extra of its distribution that is not installed."""
 
 
 class UnknownComponentError(PluginError):

@@ -7,7 +7,7 @@ import click
 
 from agl.cli.context import pass_manager
 from agl.cli.output import json_option, print_json, print_table
-from agl.errors import AglError, PluginError, UnknownComponentError
+from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
 from agl.plugins import PluginManager, PluginStatus
 from agl.plugins.status import DISABLED_VARIABLE
 from agl.records import Kind
@@ -20,6 +20,7 @@ class Finding(Record, frozen=True, kw_only=True):
     plugin: str
     component: str
     error: str
+    is_optional: bool = False
 
 
 @click.group()
@@ -69,17 +70,21 @@ def show(manager: PluginManager, name: str, as_json: bool) -> None:
 @pass_manager
 @click.pass_context
 def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json: bool) -> None:
-    """Import every component and say what is wrong; exit status 1 if anything is."""
+    """Import every component and say what is wrong; exit status 1 if anything is.
+
+    A component whose extra was not installed is named, and is not wrong.
+    """
     statuses = [_named(manager, name)] if name else manager.status()
     findings = [finding for status in statuses for finding in _findings(manager, status)]
     findings += [_unmatched(entry) for entry in manager.unmatched if not name]
     if as_json:
         print_json(findings)
     for finding in findings if not as_json else ():
-        click.echo(f"{finding.plugin}: {finding.error}")
-    if not findings and not as_json:
+        click.echo(f"{finding.plugin}: {'optional: ' if finding.is_optional else ''}{finding.error}")
+    is_wrong = any(not finding.is_optional for finding in findings)
+    if not is_wrong and not as_json:
         click.echo(f"{len(statuses)} plugins with {sum(len(s.components) for s in statuses)} components: all well")
-    ctx.exit(1 if findings else 0)
+    ctx.exit(1 if is_wrong else 0)
 
 
 def _findings(manager: PluginManager, status: PluginStatus) -> list[Finding]:
@@ -91,7 +96,8 @@ def _findings(manager: PluginManager, status: PluginStatus) -> list[Finding]:
         try:
             manager.resolve(manager.entry(kind, name))
         except AglError as error:
-            found.append(Finding(plugin=status.name, component=component, error=str(error)))
+            is_optional = isinstance(error, MissingExtraError)
+            found.append(Finding(plugin=status.name, component=component, error=str(error), is_optional=is_optional))
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from agl.errors import AglError, BrokenPluginError, ConfigError, PluginError
+from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
 from agl.plugins.status import Source, describe
 from agl.records import Entry
 
@@ -87,9 +87,9 @@ def _not_installed(error: ModuleNotFoundError, factory: str, label: str, source:
             f"{label} cannot be built: the plugin {source.label} names {factory!r}, which does not exist "
             f"({describe(error)}); {source.remedy}"
         )
-    return PluginError(
-        f"{label} needs the Python module {name!r}, which is not installed; run: pip install {_package(name, source)}"
-    )
+    package = _package(name, source)
+    kind = MissingExtraError if "[" in package else PluginError
+    return kind(f"{label} needs the Python module {name!r}, which is not installed; run: pip install {package}")
 
 
 def _package(module: str, source: Source) -> str:
