@@ -50,6 +50,10 @@ def test_merge_keeps_both_insertions_and_refuses_two_changes_of_one_line() -> No
     assert merge3("head\ntail", "HEAD\ntail", "Head\ntail") is None
 
 
+def test_merge_refuses_two_changes_that_together_lose_a_line_which_both_keep() -> None:
+    assert merge3("b\na\nb", "b", "a\nb") is None
+
+
 def test_texts_of_several_resources_are_merged_each_on_its_own() -> None:
     base = {"a": "1\n2", "b": "x"}
     assert {"a": "1\nnew\n2", "b": "y"} == merge_texts(base, [{"a": "1\nnew\n2", "b": "x"}, {"a": "1\n2", "b": "y"}])

@@ -73,11 +73,14 @@ def extract(answer: str) -> str | None:
 
 
 def merge3(base: str, ours: str, theirs: str) -> str | None:
-    """Both changes of ``base``, line by line; ``None`` where they change the same lines.
+    """Both changes of ``base``, line by line; ``None`` where they are in each other's way.
 
-    Lines that both insert at one place stand in order, ours first; equal ones stand once.
+    They are when they change the same lines, or when together they would lose a line that all three texts hold: each
+    side removed one of two copies, say. Lines that both insert at one place stand in order, ours first; equal ones
+    stand once.
     """
     lines = base.splitlines()
+    common = {*lines} & {*ours.splitlines()} & {*theirs.splitlines()}
     edits = _edits(lines, ours.splitlines())
     for start, stop, new in _edits(lines, theirs.splitlines()):
         if (start, stop, new) in edits:
@@ -92,6 +95,8 @@ def merge3(base: str, ours: str, theirs: str) -> str | None:
             return None
     for start, stop, new in sorted(edits, key=lambda edit: (edit[0], edit[1]), reverse=True):
         lines[start:stop] = new
+    if not common <= {*lines}:
+        return None
     return "\n".join(lines) + ("\n" if base.endswith("\n") else "")
 
 
