@@ -1,17 +1,21 @@
 """The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes every test.
 
-Each package is tested in an environment of its own, made with pip; there is no joint lock.
+Each package is tested in an environment of its own, made with uv, or with pip where uv is absent; there is no joint
+lock.
 """
 
+import ast
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import nox
 
 nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "virtualenv"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.download_python = "never"
 nox.options.sessions = ["tests"]
 nox.options.error_on_missing_interpreters = False
 
@@ -93,9 +97,27 @@ PARTS = [
 ]
 
 
+def look_where_pip_looks() -> None:
+    """Give uv the package indexes and folders of pip's configuration, which uv does not read."""
+    names = {
+        "index-url": ("UV_DEFAULT_INDEX", " "),
+        "extra-index-url": ("UV_INDEX", " "),
+        "find-links": ("UV_FIND_LINKS", ","),
+    }
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    for line in listed.splitlines():
+        key, _, value = line.partition("=")
+        if (known := names.get(key.rpartition(".")[2])) is not None:
+            variable, separator = known
+            os.environ.setdefault(variable, separator.join(ast.literal_eval(value).split()))
+    os.environ.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # every index counts alike, as for pip
+
+
+look_where_pip_looks()
+
+
 def found(pythons: list[str]) -> list[str]:
     """The interpreters that are really here; pyenv's shims exist for versions that are not."""
-    import subprocess
 
     def works(version: str) -> bool:
         program = shutil.which(f"python{version}")
@@ -292,11 +314,12 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every package, install the wheels without the sources, and check the plugins."""
-    session.install("-q", "build>=1.3,<2")
+    session.install("-q", "build>=1.3,<2", "uv")
     out = Path(session.create_tmp()).absolute() / "dist"
     shutil.rmtree(out, ignore_errors=True)
     for name in PACKAGES:
-        session.run("python", "-m", "build", "-q", "--outdir", str(out), f"packages/{name}", silent=True)
+        target = f"--outdir={out}"
+        session.run("python", "-m", "build", "-q", "--installer=uv", target, f"packages/{name}", silent=True)
     light = [path for path in sorted(out.glob("*.whl")) if path.name.split("-")[0].replace("_", "-") in LIGHT]
     session.install("-q", *map(str, light))
     session.chdir(out)

@@ -40,7 +40,7 @@ PROGRAMS = {
     "python": [sys.executable],
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
 }
-NOT_RUN = ("pip install ", "python3 -m pip install nox && python3 -m nox -s ")
+NOT_RUN = ("pip install ", "python3 -m pip install nox uv && python3 -m nox -s ")
 """Commands that fetch packages; the nox sessions themselves are run by the project's continuous integration."""
 
 MINIMAL: dict[str, Any] = {"experiment": {"agent": "agent:solve"}}

@@ -65,8 +65,8 @@ def test_prose_has_one_sentence_per_line(page):
 
 def test_readme_opens_with_the_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = [f"python3 -m pip install nox && python3 -m nox -s {session}" for session in ("demo", "tests")]
-    assert commands == re.findall(r"^(?:\$ )?(python3 -m pip install nox.*)$", text, re.MULTILINE)
+    commands = [f"python3 -m pip install nox uv && python3 -m nox -s {session}" for session in ("demo", "tests")]
+    assert commands == re.findall(r"^(?:\$ )?(python3 -m pip install nox uv.*)$", text, re.MULTILINE)
 
 
 def test_readme_has_every_package():
