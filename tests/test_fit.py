@@ -9,11 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import agl
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError
+from agl.experiment.config import ScheduleConfig
 from agl.experiment.progress import Quiet
 from agl.experiment.state import load_experiment
 from agl.ids import new_span_id
@@ -35,14 +37,16 @@ LOG = []
 class Writer:
     """Learns nothing: collects, then writes its step into the prompt that it tunes."""
 
-    def __init__(self, *, steps: int = 2):
-        self._steps, self._step = steps, 0
+    def __init__(self, *, steps: int = 2, fails_at: int = 0):
+        self._steps, self._fails_at, self._step = steps, fails_at, 0
 
     async def setup(self, context):
         self._context = context
 
     async def step(self):
         context, self._step = self._context, self._step + 1
+        if self._step == self._fails_at:
+            raise RuntimeError("stopped on purpose")
         collected = await context.collect(context.train, step=self._step)
         episodes = collected.episodes
         LOG.append((context.name, self._step, list(episodes), dict(collected.dropped)))
@@ -279,6 +283,44 @@ def test_schedule_gives_every_algorithm_its_steps(mode: str, trainer: Callable[.
     assert ORDERS.get(mode, taken) == taken
     if mode == "concurrent":
         assert {"writer 1", "second 1"} == set(taken[:2])
+
+
+WARM_UP = {
+    "algorithm": [
+        agl.Algorithm("second", tunes="other"),
+        agl.Algorithm("writer", tunes="prompt", label="warm-up", steps=3),
+        agl.Algorithm("writer", tunes="prompt"),
+    ],
+    "initial_resources": TWO["initial_resources"],
+    "schedule": ScheduleConfig(mode="alternate", first="warm-up"),
+}
+WARMED_UP = [*(f"warm-up {step}" for step in (1, 2, 3)), "second 1", "writer 1", "second 2", "writer 2"]
+
+
+def test_first_runs_to_its_end_and_hands_its_resource_over(trainer: Callable[..., agl.Trainer], log: Log) -> None:
+    result = trainer(**WARM_UP).fit(guess, train_dataset=["a"])
+
+    assert {"second": 2, "warm-up": 3, "writer": 2} == result.steps
+    assert WARMED_UP == [f"{name} {step}" for name, step, _, _ in log]
+    ran_with = [episodes[0].rollout.resources["prompt"] for name, _, episodes, _ in log if name == "writer"]
+    assert ["experiment-1-warm-up-3", "experiment-1-writer-1"] == ran_with
+
+
+@pytest.mark.parametrize(("number", "step"), [(1, 2), (0, 1), (2, 1), (0, 2), (2, 2)])
+def test_first_and_the_turns_after_it_go_on_where_they_stopped(
+    number: int, step: int, trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path
+) -> None:
+    settings = {**WARM_UP, "store": f"sqlite:///{tmp_path}/runs.db"}
+    algorithms = list(WARM_UP["algorithm"])
+    algorithms[number] = msgspec.structs.replace(
+        algorithms[number], params={**algorithms[number].params, "fails_at": step}
+    )
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trainer(**{**settings, "algorithm": algorithms}).fit(guess, train_dataset=["a"])
+    trainer(**settings).fit(guess, train_dataset=["a"], resume=True)
+
+    assert WARMED_UP == [f"{name} {step}" for name, step, _, _ in log]
 
 
 def test_validation_runs_every_so_many_steps(trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path) -> None:

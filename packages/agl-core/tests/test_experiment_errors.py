@@ -101,6 +101,11 @@ def test_good_plan_is_accepted() -> None:
             },
             "'weights-toy' and 'second' would tune 'main' at the same time",
         ),
+        ({"schedule": {"first": "weights-toy"}}, 'schedule.first is ignored in mode "sequential"'),
+        (
+            {"schedule": {"mode": "alternate", "first": ["weight-toy"]}},
+            "schedule.first names 'weight-toy', which is no algorithm; did you mean 'weights-toy'",
+        ),
         (
             {"policy": {"main": {"use": "openai", "model": "m"}}},
             "a policy of use = 'openai' takes none; use a policy that trains",
@@ -117,6 +122,15 @@ def test_sequential_algorithms_may_tune_one_resource() -> None:
     algorithms = [{"use": "weights-toy", "tunes": "main"}, {"use": "weights-toy", "tunes": "main", "name": "second"}]
 
     assert 2 == len(plan({"algorithm": algorithms}).config.algorithm)
+
+
+@pytest.mark.parametrize("mode", ["alternate", "concurrent"])
+def test_a_first_algorithm_may_tune_what_another_takes_over(mode: str) -> None:
+    algorithms = [{"use": "weights-toy", "tunes": "main", "name": name} for name in ("warm-up", "second", "third")]
+
+    assert plan({"algorithm": algorithms[:2], "schedule": {"mode": mode, "first": "warm-up"}})
+    with pytest.raises(ConfigError, match="'second' and 'third' would tune 'main' at the same time"):
+        plan({"algorithm": algorithms, "schedule": {"mode": mode, "first": "warm-up"}})
 
 
 def test_unknown_plugin_gives_the_close_match_or_the_install_line() -> None:

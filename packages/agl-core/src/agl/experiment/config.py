@@ -104,10 +104,17 @@ class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         mode: ``sequential`` one after the other, ``alternate`` ``every`` steps each in turn, ``concurrent``.
         every: Steps in a turn.
+        first: Names of algorithms that run to their end before the others, in the order of the file.
     """
 
     mode: Literal["sequential", "alternate", "concurrent"] = "sequential"
     every: int = 1
+    first: str | tuple[str, ...] = ()
+
+    @property
+    def firsts(self) -> tuple[str, ...]:
+        """Names of the algorithms that run to their end before the others."""
+        return (self.first,) if isinstance(self.first, str) else self.first
 
 
 class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -191,6 +191,21 @@ class DrivenAlgorithm:
         self._published: list[str] = []
         self.is_finished = state.is_finished
 
+    @property
+    def label(self) -> str:
+        """Its name within the experiment."""
+        return self._config.label
+
+    @property
+    def steps(self) -> int:
+        """Steps that it took, those before a restart included."""
+        return self._state.step
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """Names of the resources that it tunes."""
+        return self._config.resources
+
     async def begin(self) -> None:
         """Build, set up and restore the algorithm, once."""
         if self._algorithm is not None:

@@ -144,12 +144,27 @@ def _check_section(plan: Plan) -> None:
         raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
+    _check_first(config)
     if config.runner.concurrency < 1 or config.runner.max_attempts < 1 or config.schedule.every < 1:
         raise ConfigError("runner.concurrency, runner.max_attempts and schedule.every must be at least 1")
     if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
         raise ConfigError("runner.timeout_s must be above 0 seconds")
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
+
+
+def _check_first(config: ExperimentConfig) -> None:
+    schedule, labels = config.schedule, [algorithm.label for algorithm in config.algorithm]
+    if schedule.firsts and schedule.mode == "sequential":
+        raise ConfigError(
+            'schedule.first is ignored in mode "sequential", where the order in the file counts; '
+            'use mode = "alternate" or "concurrent"'
+        )
+    for name in schedule.firsts:
+        if name not in labels:
+            near = get_close_matches(name, labels, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(labels)}"
+            raise ConfigError(f"schedule.first names {name!r}, which is no algorithm; {hint}")
 
 
 def _check_tasks(plan: Plan) -> None:
@@ -220,12 +235,21 @@ def _check_algorithms(plan: Plan) -> None:
         labels.add(algorithm.label)
         for name in algorithm.resources:
             _check_target(plan, algorithm, name)
+            if not _takes_turns(plan, algorithm):
+                continue
             other = owners.setdefault(name, algorithm.label)
-            if other != algorithm.label and plan.config.schedule.mode != "sequential":
+            if other != algorithm.label:
                 raise ConfigError(
                     f"algorithms {other!r} and {algorithm.label!r} would tune {name!r} at the same time (schedule mode "
-                    f'{plan.config.schedule.mode!r}); let them tune different resources, or use mode = "sequential"'
+                    f"{plan.config.schedule.mode!r}); let them tune different resources, name one of them in "
+                    'schedule.first, or use mode = "sequential"'
                 )
+
+
+def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
+    """Whether an algorithm's steps come between or beside those of others."""
+    schedule = plan.config.schedule
+    return schedule.mode != "sequential" and algorithm.label not in schedule.firsts
 
 
 def _check_pattern(algorithm: AlgorithmConfig) -> None:
@@ -255,10 +279,10 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
                 f"algorithm {algorithm.label!r} has the source {source!r}, which itself learns from "
                 f"{list(others[source].sources)} and pays for no rollouts; name an algorithm that collects"
             )
-        if plan.config.schedule.mode == "sequential" and source not in earlier:
+        if not _takes_turns(plan, algorithm) and (source not in earlier or _takes_turns(plan, others[source])):
             raise ConfigError(
                 f"algorithm {algorithm.label!r} learns from {source!r}, which runs after it; put it behind {source!r}, "
-                'or use mode = "alternate" or "concurrent"'
+                'or use mode = "alternate" or "concurrent" without naming it in schedule.first'
             )
 
 

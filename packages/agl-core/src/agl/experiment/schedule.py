@@ -1,14 +1,26 @@
-"""In which order algorithms take their steps: three plain coroutines."""
+"""In which order algorithms take their steps: three plain coroutines, and what comes before them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
+
+from agl.experiment.config import ScheduleConfig
 
 
 class Turn(Protocol):
     """One algorithm, as the schedule sees it."""
 
     is_finished: bool
+
+    @property
+    def label(self) -> str:
+        """Its name within the experiment."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Steps that it took, those before a restart included."""
+        ...
 
     async def begin(self) -> None:
         """Set up and restore; idempotent."""
@@ -21,6 +33,26 @@ class Turn(Protocol):
     async def end(self) -> None:
         """Release; idempotent."""
         ...
+
+
+async def run_schedule(
+    turns: Sequence[Turn], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
+) -> None:
+    """Those of ``schedule.first`` to their end, then the others as its mode says."""
+    first = [turn for turn in turns if turn.label in schedule.firsts]
+    rest = [turn for turn in turns if turn.label not in schedule.firsts]
+    try:
+        await sequential(first, after_step=after_step)
+        if schedule.mode == "sequential":
+            await sequential(rest, after_step=after_step)
+        elif schedule.mode == "alternate":
+            taken = sum(turn.steps for turn in rest)
+            await alternate(rest, every=schedule.every, taken=taken, after_step=after_step)
+        else:
+            await concurrent(rest, after_step=after_step)
+    finally:
+        for turn in turns:
+            await turn.end()
 
 
 async def sequential(turns: Sequence[Turn], *, after_step: Callable[[], Awaitable[None]]) -> None:

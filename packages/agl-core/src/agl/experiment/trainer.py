@@ -27,7 +27,7 @@ from agl.experiment.config import (
 from agl.experiment.drive import DrivenAlgorithm, Driver
 from agl.experiment.plan import Plan, make_plan
 from agl.experiment.progress import Progress, default_progress
-from agl.experiment.schedule import alternate, concurrent, sequential
+from agl.experiment.schedule import run_schedule
 from agl.experiment.session import Session
 from agl.experiment.state import ExperimentState
 from agl.plugins import PluginManager
@@ -91,7 +91,8 @@ class Trainer:
         credit: Name or :func:`agl.Credit`.
         rewards: Names or specifications of reward emitters.
         tracers: Names of tracers, such as ``("langchain",)``: who made each call, in the words of a framework.
-        schedule: ``sequential``, ``alternate`` or ``concurrent``; ``every`` steps in a turn of ``alternate``.
+        schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every`` and
+            ``first`` say how many steps make a turn and who runs to its end before the others.
         progress: What the person sees; bars or lines by default.
         plugins: The plugin manager; by default one with the installed plugins.
         folder: What relative paths are relative to.
@@ -310,13 +311,7 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
 
     if not configs and plan.train:
         await driver.record(plan.train)
-    schedule = plan.config.schedule
-    if schedule.mode == "sequential":
-        await sequential(turns, after_step=after_step)
-    elif schedule.mode == "alternate":
-        await alternate(turns, every=schedule.every, taken=driver.state.turn, after_step=after_step)
-    else:
-        await concurrent(turns, after_step=after_step)
+    await run_schedule(turns, plan.config.schedule, after_step=after_step)
     after = newest if validated == driver.state.turn else await driver.validate(driver.state.turn)
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
     await saved.save(driver.session.store, driver.name, finished)
@@ -324,17 +319,26 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
 
 
 async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
-    """Let the algorithms that come first check what they need before the first rollout is paid, then validate."""
-    waiting = [turn for turn in turns if not turn.is_finished]
-    is_sequential = driver.session.plan.config.schedule.mode == "sequential"
+    """Let the algorithms check what they need before the first rollout is paid, then validate."""
     try:
-        for turn in waiting[:1] if is_sequential else waiting:
+        for turn in _able_to_begin(turns, driver.session.plan.config.schedule):
             await turn.begin()
         return await driver.validate(0)
     except BaseException:
         for turn in turns:
             await turn.end()
         raise
+
+
+def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:
+    """Who comes first, and everybody else who does not have to wait for what an earlier one leaves."""
+    waiting = [turn for turn in turns if not turn.is_finished]
+    if schedule.mode == "sequential":
+        return waiting[:1]
+    first = [turn for turn in waiting if turn.label in schedule.firsts]
+    changing = {name for turn in first for name in turn.resources}
+    rest = [turn for turn in waiting if turn not in first and changing.isdisjoint(turn.resources)]
+    return [*first[:1], *rest]
 
 
 def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T | Awaitable[T]:
