@@ -93,10 +93,11 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         val: Any = None,
         folder: str = "run",
         settings: Any = None,
+        store: Any = None,
         **params: Any,
     ) -> Run:
         world = world or easy(1)
-        store, progress = MemoryStore("memory://"), Listening()
+        store, progress = store or MemoryStore("memory://"), Listening()
         initial = resources or dict(world.seeds())
         with serving(world, script) as served:
             algorithm = agl.Algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})

@@ -1,5 +1,6 @@
 """`apo` and `random` in the scripted world, as whole experiments: what they find, what they pay, why they stop."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
+from agl.cli.main import cli
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import JsonResource, PromptTemplate, Rollout
+from agl.stores.sqlite import SQLiteStore
 from agl_algo_apo.proposals import extract
 from agl_testing.model_server import Reply
 from agl_testing.prompt_world import WORLDS, PromptWorld, Rule, easy, line_of
@@ -258,6 +262,26 @@ def test_agent_that_never_gives_a_reward_is_an_error_that_says_so(optimize: Opti
 def test_publish_at_the_end_leaves_the_live_prompt_until_then(optimize: Optimize) -> None:
     run = optimize(budget=250, publish="end")
     assert f"orders-1-apo-{run.progress['step']}" == run.fit.resources["clerk_prompt"]
+
+
+def test_show_prints_the_score_that_did_not_select_the_winner(optimize: Optimize, tmp_path: Path) -> None:
+    store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+    run = optimize(budget=250, store=store)
+    asyncio.run(store.close())
+    shown = CliRunner().invoke(cli, ["show", "clerk_prompt", "--store", store.url])
+    lines = {line.split()[1]: line for line in shown.output.splitlines() if line.startswith("- orders-1-")}
+    winner = next(row for row in run.lineage if row["id"] == run.result["winner"])
+
+    def words(score: dict[str, Any], how: str) -> str:
+        return f"score {score['mean']:.3f} [{score['low']:.3f}, {score['high']:.3f}] n={score['n']} ({how})"
+
+    assert lines[run.fit.resources["clerk_prompt"]].endswith(words(run.result["score"], "fresh rollouts"))
+    assert lines[winner["versions"]["clerk_prompt"]].endswith(words(run.result["score"], "fresh rollouts"))
+    assert lines["orders-1-initial"].endswith(words(run.result["seed_score"], "fresh rollouts"))
+    raced = [row for row in run.lineage if row["val"] and row["id"] not in (winner["id"], run.lineage[0]["id"])]
+    assert raced
+    assert all(lines[row["versions"]["clerk_prompt"]].endswith(words(row["val"], "selection")) for row in raced)
+    assert "\n+Write the " in shown.output
 
 
 def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize) -> None:

@@ -16,6 +16,7 @@ from agl.cli.main import cli
 from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.experiment import labels
+from agl.experiment.measured import VersionScore, save_scores
 from agl.ids import new_span_id
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores.memory import MemoryStore
@@ -243,6 +244,24 @@ def test_show_tells_how_a_resource_came_to_be(run: Callable[..., Result], tmp_pa
     assert "-Be brief.\n+Be exact." in output
     unknown = command(run, tmp_path, "show", "nothing")
     assert (1, True) == (unknown.exit_code, "unknown rollout 'nothing'" in unknown.output)
+
+
+def test_score_that_was_measured_later_is_shown_in_place_of_the_versions_own(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
+    run("list")
+
+    async def measure() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
+        for mean in (0.9, 0.7):
+            again = VersionScore(mean=mean, low=0.5, high=0.9, n=8, how="fresh rollouts")
+            await save_scores(store, {("prompt", "v2"): again})
+        await store.close()
+
+    asyncio.run(measure())
+    output = command(run, tmp_path, "show", "prompt").output
+    assert "- v2 from v1, by apo step 3, score 0.700 [0.500, 0.900] n=8 (fresh rollouts)\n" in output
+    assert "- tried (candidate) from v1, given, score 0.250 (selection)" in output
 
 
 def test_export_writes_a_prompt_as_text_json_and_python(run: Callable[..., Result], tmp_path: Path) -> None:

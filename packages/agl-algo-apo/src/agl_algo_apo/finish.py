@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Literal
 
 from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
@@ -11,6 +12,10 @@ from agl_algo_apo.evaluate import Estimate, Evaluator, Job, estimate
 
 REPEAT = 1
 """Number of the fresh rollouts; 0 is the first measurement."""
+
+How = Literal["fresh rollouts", "first measurement", "selection"]
+"""Which rewards a score is made of. Those of the first measurement are the first prompt's where nothing was selected
+by them; those of the selection flatter what they selected."""
 
 
 class Result(Record, frozen=True, kw_only=True):
@@ -23,6 +28,7 @@ class Result(Record, frozen=True, kw_only=True):
         gain: Paired difference of the two, on the same tasks.
         is_fresh: Whether the rewards did not select the winner: they are from fresh rollouts, or there was nothing to
             select. The budget may have had no room for fresh ones.
+        how: Which rewards these are.
     """
 
     winner: str
@@ -30,6 +36,7 @@ class Result(Record, frozen=True, kw_only=True):
     seed_score: Estimate
     gain: Estimate
     is_fresh: bool = True
+    how: How = "fresh rollouts"
 
     @property
     def words(self) -> str:
@@ -82,6 +89,7 @@ async def measure_again(
         seed_score=estimate([rewards[seed.id][task] for task in common]),
         gain=estimate([rewards[winner.id][task] - rewards[seed.id][task] for task in common]),
         is_fresh=is_fresh,
+        how="fresh rollouts" if uses_fresh else "first measurement" if is_fresh else "selection",
     )
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from agl.contracts import AlgorithmContext, StepReport
 from agl.errors import ConfigError
+from agl.experiment.measured import VersionScore, save_scores
 from agl.schemas import Json
 from agl_algo_apo import artifacts
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
@@ -27,6 +28,7 @@ from agl_algo_apo.evaluate import (
     nothing_scored,
 )
 from agl_algo_apo.finish import Result, measure_again
+from agl_algo_apo.known import version_scores
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, settings_of
 from agl_algo_apo.progress import STOP_WORDS, Progress, StopReason
 from agl_algo_apo.proposals import Requests, extract
@@ -59,6 +61,7 @@ class PromptSearch:
         self.lineage = Lineage()
         self.progress = Progress()
         self.result: Result | None = None
+        self._told: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
         """One step of the search; overridden."""
@@ -118,6 +121,7 @@ class PromptSearch:
         self._judge(is_improved=self.progress.best != before, is_paid=is_paid)
         published = await self._publish(step, is_final=is_final)
         self._write(is_improved=self.progress.best != before)
+        await self._tell_scores()
         return StepReport(
             step=step,
             is_finished=is_final,
@@ -339,15 +343,26 @@ class PromptSearch:
         self.progress.published = self.progress.best
         return tuple(published)
 
+    async def _tell_scores(self) -> None:
+        """Let the store know what is known of each version, where that is new."""
+        scores = version_scores(
+            self.lineage,
+            self.evaluator,
+            seed=self.progress.seed,
+            published=self.progress.published,
+            live={name: self.context.current(name).version for name in self.context.tunes},
+            result=self.result,
+        )
+        new = {owner: score for owner, score in scores.items() if self._told.get(owner) != score}
+        await save_scores(self.context.store, new)
+        self._told |= new
+
     def _metadata(self) -> dict[str, Json]:
         best = self.best
         rewards = list(self.evaluator.scores.rewards(best.id, "val").values())
         metadata: dict[str, Json] = {"candidate_id": best.id, "operator": best.operator}
         if rewards:
             metadata["selection_score"] = msgspec.to_builtins(estimate(rewards))
-        if self.result is not None:
-            metadata["score"] = msgspec.to_builtins(self.result.score)
-            metadata["seed_score"] = msgspec.to_builtins(self.result.seed_score)
         return metadata
 
     def _write(self, *, is_improved: bool) -> None:

@@ -10,6 +10,7 @@ from agl.cli.query import all_spans, pages
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.experiment import labels
+from agl.experiment.measured import scores_of
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
 from agl.train.comparison import interval
 from agl.train.scores import episode_reward
@@ -54,8 +55,15 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     if name is not None and not versions:
         raise NotFoundError("resource", name, await _known(store))
     kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
-    by_name = {v.name: await labels.labels_of(store, v.name) for v in kept}
-    return [Listed(version=v, labels=_pointing(by_name[v.name], v.version), score=score_of(v.metadata)) for v in kept]
+    names = dict.fromkeys(v.name for v in kept)
+    pointing = {n: await labels.labels_of(store, n) for n in names}
+    kept_scores = {n: await scores_of(store, n) for n in names}
+    found: list[Listed] = []
+    for v in kept:
+        measured = kept_scores[v.name].get(v.version)
+        score = score_of(v.metadata) if measured is None else measured.words
+        found.append(Listed(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
+    return found
 
 
 async def shown(store: Store, name: str, which: str | None) -> Shown:

@@ -6,7 +6,7 @@ import click
 
 from agl import semconv
 from agl.cli.context import pass_manager
-from agl.cli.lineage import Listed, diff, listed, score_of
+from agl.cli.lineage import Listed, diff, listed
 from agl.cli.opening import store_option, with_store
 from agl.cli.output import json_option, print_json, short, when
 from agl.cli.query import all_spans, find
@@ -65,9 +65,6 @@ def _story(versions: Sequence[Listed]) -> Iterator[str]:
         tried = " (candidate)" if version.metadata.get("candidate") else ""
         score = f", score {item.score}" if item.score else ""
         yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}"
-    seed = score_of({"score": published[-1].version.metadata.get("seed_score")})
-    if seed:
-        yield f"measured again beside the newest, the first scored {seed}"
     yield from diff(published[0].version, published[-1].version)
 
 
