@@ -139,7 +139,7 @@ def test_promotion_on_the_stated_criterion_only(
     run: Callable[..., Result], rewards: dict[str, Sequence[float | None]], status: int, message: str
 ) -> None:
     run("promote", "prompt", "v1", rewards=rewards)
-    done = run("promote", "prompt", "v2", "--if-better")
+    done = run("promote", "prompt", "v2", "--if-better", "--min-rollouts", "4")
     assert (status, True) == (done.exit_code, message in done.output), done.output
     now = "v1" if status else "v2"
     assert f"labels: production\nlineage: {now}" in run("show", "prompt", now).output
@@ -148,7 +148,8 @@ def test_promotion_on_the_stated_criterion_only(
 def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> None:
     done = run("compare", "prompt", "v1", "v2", rewards={"v1": [0.4, 0.6], "v2": [0.7, 0.8]})
     assert "v1: mean 0.5000" in done.output
-    assert "ratio 1.500, 2 and 2 rollouts" in done.output
+    assert "policy_improvement_ratio 1.500 without interval" in done.output
+    assert "2 and 2 rollouts" in done.output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
@@ -9,11 +10,13 @@ from agl.cli.context import pass_manager
 from agl.cli.lineage import Arm, Listed, Shown, arms, diff, listed, shown, text_of
 from agl.cli.opening import store_option, with_store
 from agl.cli.output import json_option, print_json, print_table, short, when
+from agl.cli.split import better_arm, split_
+from agl.cli.split_report import Criterion, check_better, says
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.experiment import labels
 from agl.plugins import PluginManager
-from agl.train.comparison import Comparison, compare
+from agl.train.comparison import compare
 
 _label_option = click.option("--label", default="production", show_default=True, help="The label to move.")
 
@@ -81,6 +84,8 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 @click.option("--if-better", is_flag=True, help="Only if its rewards are better than those of the label's version.")
 @click.option("--confidence", default=0.95, show_default=True, help="Of the interval that must lie above --min-gain.")
 @click.option("--min-gain", default=0.0, show_default=True, help="Least difference of the mean rewards.")
+@click.option("--min-rollouts", default=20, show_default=True, help="Least number of rewards of either version.")
+@click.option("--split", "is_split", is_flag=True, help="With --if-better: VERSION and the label as arms of a split.")
 @click.option("--experiment", help="With --if-better: only rollouts of this experiment.")
 @click.option("--reason", default="", help="Why, for the history.")
 @store_option
@@ -92,18 +97,22 @@ def promote(
     version: str,
     label: str,
     if_better: bool,
-    confidence: float,
-    min_gain: float,
+    is_split: bool,
     experiment: str | None,
     reason: str,
     store_url: str | None,
     as_json: bool,
+    **criterion: Any,
 ) -> None:
     """Point a label at VERSION of NAME (a version or another label).
 
     With --if-better the rewards of all finished rollouts that ran with either version are compared (Welch's interval
-    of the difference of means), and the label stays where it is unless the interval's lower end is above --min-gain.
+    of the difference of means), and the label stays where it is unless there are --min-rollouts of each and the
+    interval's lower end is above --min-gain. With --split only rollouts count that a serving split gave to the arms
+    VERSION, a label then, and --label.
     """
+    if is_split and not if_better:
+        raise ConfigError("--split says whose rewards --if-better compares; give both, or neither")
 
     async def work(store: Store) -> tuple[labels.Move, str]:
         chosen = (await shown(store, name, version)).version.version
@@ -112,8 +121,11 @@ def promote(
         present = await labels.labelled(store, name, label)
         if present is None:
             raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
-        pair = await arms(store, name, [present.version, chosen], experiment=experiment)
-        numbers = _better(pair, confidence=confidence, min_gain=min_gain)
+        bar = Criterion(**criterion)
+        if is_split:
+            numbers = await better_arm(store, name, (label, version), bar, experiment=experiment)
+        else:
+            numbers = _better(await arms(store, name, [present.version, chosen], experiment=experiment), bar)
         return await labels.move(store, name, label, chosen, reason=reason or numbers), numbers
 
     made, numbers = with_store(manager, store_url, work)
@@ -136,6 +148,9 @@ def rollback(manager: PluginManager, name: str, label: str, store_url: str | Non
         print_json(made)
         return
     click.echo(f"{name}: {label} is now {made.version} ({made.reason})")
+
+
+resources.add_command(split_)
 
 
 @resources.command("compare")
@@ -170,26 +185,12 @@ def compare_(
         return
     click.echo(f"{before.version}: {before.summary(confidence)}")
     click.echo(f"{after.version}: {after.summary(confidence)}")
-    click.echo(_says(result))
+    click.echo(says(result))
 
 
-def _better(pair: Sequence[Arm], *, confidence: float, min_gain: float) -> str:
-    before, after = pair
-    result = compare(before.rewards, after.rewards, confidence=confidence)
-    if result.low > min_gain:
-        return _says(result)
-    raise ConfigError(
-        f"{after.version} is not shown to be better than {before.version}: {_says(result)}; the interval must lie "
-        f"above {min_gain:g}. Record more rollouts, or promote without --if-better"
-    )
-
-
-def _says(result: Comparison) -> str:
-    ratio = "" if result.policy_improvement_ratio is None else f", ratio {result.policy_improvement_ratio:.3f}"
-    return (
-        f"difference {result.difference:+.4f}, {result.confidence:.0%} interval [{result.low:+.4f}, "
-        f"{result.high:+.4f}]{ratio}, {result.old_count} and {result.new_count} rollouts"
-    )
+def _better(pair: Sequence[Arm], bar: Criterion) -> str:
+    old, new = pair
+    return check_better((old.version, old.rewards), (new.version, new.rewards), bar)
 
 
 def _row(item: Listed) -> tuple[str, ...]:

@@ -53,6 +53,19 @@ async def labels_of(store: Store, name: str) -> dict[str, str]:
     return {label: msgspec.json.decode(data, type=Move).version for label, data in newest.items()}
 
 
+async def all_labels(store: Store) -> dict[str, dict[str, str]]:
+    """What every label of every resource points at, by resource and label."""
+    newest: dict[tuple[str, str], bytes] = {}
+    states = await store.load_state(_PREFIX)
+    for key in sorted(states):
+        name, label, _ = key.removeprefix(_PREFIX).rsplit("/", 2)
+        newest[name, label] = states[key]
+    found: dict[str, dict[str, str]] = {}
+    for (name, label), data in newest.items():
+        found.setdefault(name, {})[label] = msgspec.json.decode(data, type=Move).version
+    return found
+
+
 async def labelled(store: Store, name: str, label: str) -> ResourceVersion | None:
     """The version that a label points at, ``None`` if it points at none."""
     moves = await history(store, name, label)

@@ -1,6 +1,7 @@
-"""Comparing the rewards of two versions: means, intervals, and Welch's interval of their difference.
+"""Comparing the rewards of two versions: means, and the intervals of their difference and of their ratio.
 
-Welch 1947, "The generalization of Student's problem when several different population variances are involved".
+Welch 1947, "The generalization of Student's problem when several different population variances are involved";
+Fieller 1954, "Some problems in interval estimation", for the ratio.
 Rollouts are taken as independent; several of one task are not quite, so intervals are a little too narrow then.
 """
 
@@ -19,8 +20,11 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
         difference: Mean of the new rewards minus that of the old ones.
         low: Lower end of the interval of the difference; ``high`` its upper end.
         confidence: Of the interval.
-        policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` for a mean that is
-            not above 0.
+        policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` for an old mean
+            that is not above 0, of which a multiple says nothing.
+        ratio_low: Lower end of the ratio's interval, which holds 1 exactly when that of the difference holds 0;
+            ``ratio_high`` its upper end. Both are ``None`` when the old mean is not clear of 0 at this confidence,
+            because the interval has no end then.
         old_count: Rollouts behind the old mean; ``new_count`` behind the new one.
     """
 
@@ -31,6 +35,8 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     policy_improvement_ratio: float | None
     old_count: int
     new_count: int
+    ratio_low: float | None = None
+    ratio_high: float | None = None
 
 
 def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
@@ -43,9 +49,10 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
     means = fmean(old), fmean(new)
     parts = variance(old) / len(old), variance(new) / len(new)
     spread = math.sqrt(sum(parts))
-    freedom = _freedom(parts, (len(old), len(new)))
-    width = student_quantile(0.5 + _checked(confidence) / 2, freedom) * spread
+    quantile = student_quantile(0.5 + _checked(confidence) / 2, _freedom(parts, (len(old), len(new))))
+    width = quantile * spread
     difference = means[1] - means[0]
+    ratio_low, ratio_high = _ratio_interval(means, parts, quantile)
     return Comparison(
         difference=difference,
         low=difference - width,
@@ -54,7 +61,22 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
         policy_improvement_ratio=means[1] / means[0] if means[0] > 0 else None,
         old_count=len(old),
         new_count=len(new),
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
     )
+
+
+def _ratio_interval(
+    means: tuple[float, float], parts: tuple[float, float], quantile: float
+) -> tuple[float | None, float | None]:
+    """Fieller's interval: every ratio r with (new - r * old)^2 <= quantile^2 * (part_new + r^2 * part_old)."""
+    old, new = means
+    squared = quantile**2
+    leading = old**2 - squared * parts[0]
+    if old <= 0 or leading <= 0:
+        return None, None
+    root = math.sqrt(max(0.0, (old * new) ** 2 - leading * (new**2 - squared * parts[1])))
+    return (old * new - root) / leading, (old * new + root) / leading
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:

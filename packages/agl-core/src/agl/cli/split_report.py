@@ -1,0 +1,195 @@
+"""What the arms of a serving split earned, and whether that is enough to promote one.
+
+Counted are finished rollouts that a split placed while the labels named the versions that they name now, so that both
+arms met the same requests at the same time. A rollout that failed counts 0; one that has no reward is left out, and
+its number is reported.
+"""
+
+from collections.abc import Sequence
+
+from agl.cli.query import all_spans, pages
+from agl.contracts import RolloutQuery, Store
+from agl.errors import ConfigError
+from agl.experiment.split import Pins, differing, pins_of, placement_of
+from agl.schemas import Record, Rollout
+from agl.train.comparison import Comparison, compare, interval
+from agl.train.scores import episode_reward
+
+_PAGE = 500
+
+
+class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One arm.
+
+    Attributes:
+        label: Its name.
+        versions: Of the resources in which the arms differ.
+        rollouts: Finished ones; ``failed`` and ``unrewarded`` of them failed, and succeeded without a reward.
+        mean: Of the rewards, ``None`` without any; ``low`` and ``high`` are the ends of its interval, ``None`` for
+            fewer than two rewards.
+    """
+
+    label: str
+    versions: dict[str, str]
+    rollouts: int
+    failed: int
+    unrewarded: int
+    mean: float | None
+    low: float | None
+    high: float | None
+
+    @property
+    def rewarded(self) -> int:
+        """Rollouts that the mean is over."""
+        return self.rollouts - self.unrewarded
+
+
+class Criterion(Record, frozen=True, kw_only=True):
+    """When a version counts as better: enough rewards of both, and the difference's interval above the gain."""
+
+    confidence: float = 0.95
+    min_gain: float = 0.0
+    min_rollouts: int = 20
+
+
+class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """All arms, the baseline first, and every other one against it.
+
+    Attributes:
+        differing: Resources in which the arms differ; without any there is nothing to compare.
+        against: By label, ``None`` while an arm has fewer than two rewards.
+        confidence: Of all intervals.
+    """
+
+    arms: list[ArmReport]
+    differing: list[str]
+    against: dict[str, Comparison | None]
+    confidence: float
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """The finished rollouts of one arm; attributes as in :class:`ArmReport`, with every reward in order of id."""
+
+    rewards: list[float]
+    failed: int
+    unrewarded: int
+
+
+async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
+    """By label, what was earned between these versions. Reads the spans of every rollout that the split placed."""
+    names = differing(pins)
+    tallies = {label: _Tally() for label in pins}
+    async for page in pages(store, RolloutQuery(experiment=experiment, status=("succeeded", "failed"), limit=_PAGE)):
+        for rollout in page:
+            if names and (arm := _arm(rollout, pins, names)) is not None:
+                tallies[arm].add(rollout, episode_reward(await all_spans(store, rollout.rollout_id)))
+    return {label: tally.sample() for label, tally in tallies.items()}
+
+
+async def split_report(
+    store: Store, labels: Sequence[str], *, experiment: str | None = None, confidence: float = 0.95
+) -> SplitReport:
+    """What the arms earned; ``labels`` name them, the baseline first."""
+    pins = await pins_of(store, labels)
+    found = await samples(store, pins, experiment=experiment)
+    between = _between(pins, differing(pins))
+    baseline, *others = labels
+    return SplitReport(
+        arms=[_report(label, between[label], found[label], confidence) for label in labels],
+        differing=differing(pins),
+        against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
+        confidence=confidence,
+    )
+
+
+def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
+    """The numbers in words when the rewards meet the criterion; ``old`` and ``new`` are names with rewards.
+
+    Raises:
+        ConfigError: They do not; the message has the numbers.
+    """
+    head = f"{new[0]} is not shown to be better than {old[0]}"
+    if min(len(old[1]), len(new[1])) < max(2, bar.min_rollouts):
+        raise ConfigError(
+            f"{head}: there are {len(old[1])} rewards of the old version and {len(new[1])} of the new one, and the "
+            f"criterion wants {max(2, bar.min_rollouts)} of each; record more rollouts, or lower --min-rollouts"
+        )
+    result = compare(old[1], new[1], confidence=bar.confidence)
+    if result.low <= bar.min_gain:
+        raise ConfigError(
+            f"{head}: {says(result)}; the interval must lie above {bar.min_gain:g}. "
+            "Record more rollouts, or promote without --if-better"
+        )
+    return says(result)
+
+
+def says(result: Comparison) -> str:
+    """A comparison in one line."""
+    return (
+        f"difference {result.difference:+.4f}, {result.confidence:.0%} interval [{result.low:+.4f}, "
+        f"{result.high:+.4f}]{_ratio(result)}, {result.old_count} and {result.new_count} rollouts"
+    )
+
+
+def _ratio(result: Comparison) -> str:
+    if result.policy_improvement_ratio is None:
+        return ", no ratio to a mean that is not above 0"
+    if result.ratio_low is None:
+        ends = "without interval, because the old mean is not clear of 0"
+    else:
+        ends = f"[{result.ratio_low:.3f}, {result.ratio_high:.3f}]"
+    return f", policy_improvement_ratio {result.policy_improvement_ratio:.3f} {ends}"
+
+
+class _Tally:
+    """Counts the rollouts of one arm."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self._failed = 0
+        self._unrewarded = 0
+
+    def add(self, rollout: Rollout, reward: float | None) -> None:
+        if rollout.status == "failed":
+            self._failed += 1
+            self.rewards.append(reward or 0.0)
+        elif reward is None:
+            self._unrewarded += 1
+        else:
+            self.rewards.append(reward)
+
+    def sample(self) -> Sample:
+        return Sample(rewards=self.rewards, failed=self._failed, unrewarded=self._unrewarded)
+
+
+def _report(label: str, versions: dict[str, str], sample: Sample, confidence: float) -> ArmReport:
+    count = len(sample.rewards)
+    low, high = interval(sample.rewards, confidence=confidence) if count > 1 else (None, None)
+    return ArmReport(
+        label=label,
+        versions=versions,
+        rollouts=count + sample.unrewarded,
+        failed=sample.failed,
+        unrewarded=sample.unrewarded,
+        mean=sum(sample.rewards) / count if count else None,
+        low=low,
+        high=high,
+    )
+
+
+def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
+    """The rollout's arm, ``None`` if it was placed between other versions or not at all."""
+    placement = placement_of(rollout)
+    if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
+        return None
+    then = {label: placement.versions[label] for label in pins}
+    return placement.arm if _between(then, differing(then)) == _between(pins, names) else None
+
+
+def _between(pins: Pins, names: Sequence[str]) -> Pins:
+    """The versions of the named resources alone."""
+    return {label: {name: own[name] for name in names} for label, own in pins.items()}
+
+
+def _compared(old: Sequence[float], new: Sequence[float], confidence: float) -> Comparison | None:
+    return compare(old, new, confidence=confidence) if min(len(old), len(new)) > 1 else None
