@@ -50,12 +50,12 @@ class EmbeddedGateway:
         gate = self._gate(policy)
         await self._thread.run(lambda: gate.pause(drain_s=drain_s))
 
-    async def resume(self, policy: str, *, model_version: str = "") -> None:
-        """Let held calls through; they carry ``model_version``."""
+    async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
+        """Let held calls through; they carry ``model_version`` and ask the backend for ``model``."""
         gate = self._gate(policy)
 
         async def resume() -> None:
-            gate.resume(model_version=model_version)
+            gate.resume(model_version=model_version, model=model)
 
         await self._thread.run(resume)
 

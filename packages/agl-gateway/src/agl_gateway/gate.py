@@ -6,7 +6,8 @@ import asyncio
 class Gate:
     """Lets the calls of one policy through, or holds them. Used in one event loop only."""
 
-    def __init__(self, *, model_version: str = "") -> None:
+    def __init__(self, *, model: str = "", model_version: str = "") -> None:
+        self.model = model
         self.model_version = model_version
         self.in_flight = 0
         self.held = 0
@@ -53,8 +54,8 @@ class Gate:
             return False
         return True
 
-    def resume(self, *, model_version: str = "") -> None:
-        """Let calls through; a version that is not empty is what they carry."""
-        if model_version:
-            self.model_version = model_version
+    def resume(self, *, model_version: str = "", model: str = "") -> None:
+        """Let calls through; they carry the version and ask for the model, where these are not empty."""
+        self.model_version = model_version or self.model_version
+        self.model = model or self.model
         self._open.set()

@@ -19,7 +19,10 @@ from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, Target
 from agl_gateway.spans import plain_bytes
-from agl_gateway.upstream_client import open_upstream, problem_of, reply_headers, request_headers
+from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
+
+_DEAD = ("upstream_unreachable", "upstream_failed")
+"""How a server's end looks that had not answered yet; asking another one is safe, for sampling changes nothing."""
 
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
@@ -49,7 +52,8 @@ class Relay:
     def __init__(self, *, router: Router, recorder: Recorder, session: aiohttp.ClientSession, max_body: int) -> None:
         self.router = router
         self.gates = {
-            name: Gate(model_version=target.upstream.model_version) for name, target in router.targets.items()
+            name: Gate(model=target.upstream.model, model_version=target.upstream.model_version)
+            for name, target in router.targets.items()
         }
         self._recorder = recorder
         self._session = session
@@ -93,11 +97,33 @@ class Relay:
             gate.leave()
 
     async def _send(self, request: web.BaseRequest, call: _Call, target: Target) -> web.StreamResponse:
+        """Ask the rollout's own server, and the policy's others while those before them do not answer."""
         upstream = target.upstream
-        body = prepare_body(call.dialect, call.body, want_ids=upstream.is_trained, model=upstream.model or None)
-        url = target.url(call.endpoint, request.query_string)
+        model = self.gates[upstream.name].model
+        body = prepare_body(call.dialect, call.body, want_ids=upstream.is_trained, model=model or None)
         headers = request_headers(request.headers, target, call.dialect)
-        response = await open_upstream(self._session, "POST", url, body, headers)
+        *firsts, last = target.urls(call.context.rollout_id, call.endpoint, request.query_string)
+        for url in firsts:
+            try:
+                return await self._ask(request, call, url=url, body=body, headers=headers, connect_tries=1)
+            except Problem as problem:
+                if problem.code not in _DEAD:
+                    raise
+                target.replicas.failed(url)
+                target.replicas.rerouted += 1
+        return await self._ask(request, call, url=last, body=body, headers=headers, connect_tries=CONNECT_TRIES)
+
+    async def _ask(
+        self,
+        request: web.BaseRequest,
+        call: _Call,
+        *,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        connect_tries: int,
+    ) -> web.StreamResponse:
+        response = await open_upstream(self._session, "POST", url, body, headers, connect_tries=connect_tries)
         try:
             call.status, call.headers = response.status, response.headers
             call.first_byte = time.perf_counter()

@@ -9,6 +9,7 @@ from agl.capture.roles import claimants
 from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl_gateway.problems import Problem
+from agl_gateway.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,13 @@ class Target:
     """An upstream with its key, which never leaves the gateway except towards the backend."""
 
     upstream: Upstream
-    base_url: str
+    replicas: Replicas
     key: str = field(default="", repr=False)
 
-    def url(self, endpoint: str, query: str) -> str:
-        """The backend's URL of ``endpoint``, such as ``/chat/completions``."""
-        return f"{self.base_url}{endpoint}{'?' + query if query else ''}"
+    def urls(self, rollout_id: str, endpoint: str, query: str) -> list[str]:
+        """The URLs of ``endpoint``, such as ``/chat/completions``, at the rollout's own server and at the others."""
+        tail = f"{endpoint}{'?' + query if query else ''}"
+        return [base_url + tail for base_url in self.replicas.order(rollout_id)]
 
 
 class Router:
@@ -102,15 +104,17 @@ def _is_alias(upstream: Upstream, model: str) -> bool:
 
 
 def _target(upstream: Upstream, environ: Mapping[str, str]) -> Target:
-    if not upstream.base_url.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"upstream {upstream.name!r} has base_url {upstream.base_url!r}, which is no http(s) URL; "
-            "write it with its /v1, such as http://127.0.0.1:8000/v1"
-        )
+    servers = (upstream.base_url, *upstream.replicas)
+    for base_url in servers:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"upstream {upstream.name!r} has base_url {base_url!r}, which is no http(s) URL; "
+                "write it with its /v1, such as http://127.0.0.1:8000/v1"
+            )
     key = environ.get(upstream.api_key_env, "") if upstream.api_key_env else ""
     if upstream.api_key_env and not key:
         raise ConfigError(
             f"upstream {upstream.name!r} takes its key from {upstream.api_key_env}, which is not set; export it "
             "where the gateway runs, or remove api_key_env"
         )
-    return Target(upstream=upstream, base_url=upstream.base_url.rstrip("/"), key=key)
+    return Target(upstream=upstream, replicas=Replicas([url.rstrip("/") for url in servers]), key=key)

@@ -45,6 +45,12 @@ class StatusApi:
                     {name: gate.held for name, gate in gates.items()},
                 ),
                 ("agl_calls_total", "counter", "Model calls let through.", {n: g.total for n, g in gates.items()}),
+                (
+                    "agl_calls_rerouted_total",
+                    "counter",
+                    "Model calls sent to another server of their policy because theirs did not answer.",
+                    {name: target.replicas.rerouted for name, target in self._relay.router.targets.items()},
+                ),
                 ("agl_spans_total", "counter", "Spans written to the store.", self._rate.total),
                 ("agl_spans_per_second", "gauge", "Spans written, over ten seconds.", self._rate.per_second()),
                 ("agl_spans_lost_total", "counter", "Spans that the store refused.", self._recorder.lost),

@@ -40,7 +40,7 @@ _NOT_RELAYED = frozenset(
     }
 )
 
-_CONNECT_TRIES = 3
+CONNECT_TRIES = 3
 _KEEPALIVE_S = 4.0
 """Below the 5 seconds after which uvicorn, and so vLLM, closes an idle connection."""
 _CONNECT_PAUSE_S = 0.1
@@ -75,20 +75,26 @@ def reply_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 
 
 async def open_upstream(
-    session: aiohttp.ClientSession, method: str, url: str, body: bytes, headers: Mapping[str, str]
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    *,
+    connect_tries: int = CONNECT_TRIES,
 ) -> aiohttp.ClientResponse:
     """Send a request; returns when the response's head is there.
 
-    A connection that could not be made is tried again, for nothing was sent; nothing else ever is.
+    A connection that could not be made is tried again, for nothing was sent; nothing else is.
 
     Raises:
         Problem: 502 when the backend cannot be reached or hangs up, 504 when it is silent too long.
     """
-    for attempt in range(1, _CONNECT_TRIES + 1):
+    for attempt in range(1, connect_tries + 1):
         try:
             return await session.request(method, url, data=body, headers=headers, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            if attempt == _CONNECT_TRIES:
+            if attempt == connect_tries:
                 raise problem_of(error, url) from error
             await asyncio.sleep(_CONNECT_PAUSE_S * attempt)
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:

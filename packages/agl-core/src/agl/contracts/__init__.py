@@ -1,6 +1,6 @@
 """The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises."""
 
-from agl.contracts.capture import Gateway, Policy, RewardEmitter, RewardSetup, Tracer, Upstream
+from agl.contracts.capture import Gateway, Policy, ReplicatedPolicy, RewardEmitter, RewardSetup, Tracer, Upstream
 from agl.contracts.store import Change, Metric, RolloutQuery, Store
 from agl.contracts.training import (
     Algorithm,
@@ -38,6 +38,7 @@ __all__ = [
     "Recorded",
     "RecordedFn",
     "ReplayFn",
+    "ReplicatedPolicy",
     "RewardEmitter",
     "RewardSetup",
     "RolloutQuery",

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from agl.contracts.store import Store
 from agl.schemas import LLM, Record, Resource, ResourceVersion, Reward, Rollout, Span
@@ -74,6 +74,8 @@ class Upstream(Record, frozen=True, kw_only=True):
         model_version: Version that serves now, when the backend does not say it in its answers.
         agents: Regular expression: calls made by agents, nodes or roles whose whole name it matches go here,
             whatever their model name is; ``""`` for none.
+        replicas: Base URLs of further servers with the same weights; all calls of a rollout go to one of them, and
+            to another only where that one does not answer.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Upstream(Record, frozen=True, kw_only=True):
     is_trained: bool = False
     model_version: str = ""
     agents: str = ""
+    replicas: tuple[str, ...] = ()
 
 
 class Gateway(Protocol):
@@ -101,8 +104,11 @@ class Gateway(Protocol):
         """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
         ...
 
-    async def resume(self, policy: str, *, model_version: str = "") -> None:
-        """Let held calls through; they carry ``model_version``."""
+    async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
+        """Let held calls through; they carry ``model_version`` and ask the backend for ``model``.
+
+        What is empty stays as it was.
+        """
         ...
 
     async def settle(self, attempt_id: str) -> None:
@@ -137,4 +143,19 @@ class Policy(Protocol):
     @property
     def model_version(self) -> str:
         """Version of the weights that serve now."""
+        ...
+
+
+@runtime_checkable
+class ReplicatedPolicy(Policy, Protocol):
+    """A policy of several servers, or one whose servers know new weights by another model name."""
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        """Base URLs of the servers besides the one that ``start`` returned; they do not change after it."""
+        ...
+
+    @property
+    def served_model(self) -> str:
+        """Name by which the servers know the weights that serve now; read again after every ``load``."""
         ...

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from agl.capture.token import load_secret
-from agl.contracts import Gateway, Policy, RolloutQuery, Store, Tracer, Upstream
-from agl.errors import ConfigError, UnknownComponentError
+from agl.contracts import Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Tracer, Upstream
+from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.experiment.build import build_rewards, no_token_ids
 from agl.experiment.collect import FinishFeed
 from agl.experiment.labels import labelled
@@ -94,12 +94,14 @@ class Session:
     async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
         if self._gateway is None:
             await policy.load(version)
+            _require_name(name, policy, self._endpoints[name].model)
             return
         await self._gateway.pause(name)
         try:
             await policy.load(version)
         finally:
-            await self._gateway.resume(name, model_version=policy.model_version)
+            model = {"model": policy.served_model} if isinstance(policy, ReplicatedPolicy) else {}
+            await self._gateway.resume(name, model_version=policy.model_version, **model)
 
     async def _reclaim_lost(self) -> None:
         """Give back attempts of this experiment whose worker died on this machine, without waiting for leases."""
@@ -136,6 +138,7 @@ class Session:
                 api_key_env=llm.api_key_env,
                 is_trained=name in trained,
                 model_version=self.policies[name].model_version,
+                replicas=_replicas(self.policies[name]),
             )
             for name, llm in endpoints.items()
         ]
@@ -143,11 +146,14 @@ class Session:
     async def _start_gateway(self, upstreams: list[Upstream]) -> None:
         config, manager = self.plan.config.gateway, self.plan.manager
         if config.use == "none" or not upstreams:
+            _require_no_replicas(upstreams)
             return
         try:
             entry = manager.gateway("gateway" if config.use == "auto" else config.use)
         except UnknownComponentError:
-            needs_gateway = self.plan.config.runner.use == "command" or any(up.agents for up in upstreams)
+            needs_gateway = self.plan.config.runner.use == "command" or any(
+                up.agents or up.replicas for up in upstreams
+            )
             if config.use != "auto" or needs_gateway:
                 raise
             _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
@@ -223,6 +229,28 @@ class Session:
         for _, tracer in tracers:
             self._stack.enter_context(environment(tracer.worker_env()))
         return tracers
+
+
+def _replicas(policy: Policy) -> tuple[str, ...]:
+    return tuple(policy.replicas) if isinstance(policy, ReplicatedPolicy) else ()
+
+
+def _require_no_replicas(upstreams: list[Upstream]) -> None:
+    spread = [upstream.name for upstream in upstreams if upstream.replicas]
+    if spread:
+        raise ConfigError(
+            f"the policies {spread} have several servers, and only the gateway spreads calls over them; remove "
+            '[gateway] use = "none", or give each policy one server'
+        )
+
+
+def _require_name(name: str, policy: Policy, model: str) -> None:
+    """Refuse weights that are served under a name that agents cannot know."""
+    if isinstance(policy, ReplicatedPolicy) and policy.served_model != model:
+        raise PolicyError(
+            f"policy {name!r} serves its new weights as {policy.served_model!r} and agents ask for {model!r}; only the "
+            'gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
+        )
 
 
 def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:

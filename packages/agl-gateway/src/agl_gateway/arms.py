@@ -1,0 +1,163 @@
+"""Which backend serves an arm of a split: by the version that a call's rollout is pinned to.
+
+The pins are in the store, so that every gateway routes alike and a restart changes nothing; they never change, so that
+they are read once for each rollout. Where calls may go, and with which key, is said on the command line alone: a
+resource in the store names a version or a model, and never an address of its own.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from agl.contracts import RolloutQuery, Store, Upstream
+from agl.errors import ConfigError, NotFoundError
+from agl.experiment.split import Pins, differing, placement_of
+from agl.schemas import LLM, Resource, Weights
+from agl_gateway.problems import Problem
+from agl_gateway.routing import Router, Target
+
+_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Where a call goes.
+
+    Attributes:
+        model: What to ask the backend for, ``""`` for what it is asked for otherwise.
+        version: Of the policy, ``""`` if the split does not choose it.
+        arm: The label of the rollout's arm, ``""`` if it is in none.
+    """
+
+    target: Target
+    model: str = ""
+    version: str = ""
+    arm: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pinned:
+    """What is known of a rollout: its arm, its versions, and of which resources the split chose the version."""
+
+    arm: str
+    resources: dict[str, str]
+    chosen: frozenset[str]
+
+
+_UNPLACED = _Pinned(arm="", resources={}, chosen=frozenset())
+
+
+def with_versions(upstreams: Sequence[Upstream]) -> list[Upstream]:
+    """The upstreams under names that differ: a further one of a policy is called ``NAME@VERSION``.
+
+    Raises:
+        ConfigError: Two upstreams of one name do not state two versions.
+    """
+    found: dict[str, Upstream] = {}
+    versions: dict[str, set[str]] = {}
+    for upstream in upstreams:
+        known = versions.setdefault(upstream.name, set())
+        if known and (not upstream.model_version or known & {"", upstream.model_version}):
+            raise ConfigError(
+                f"two upstreams are named {upstream.name!r}; give each policy a name of its own, and each of several "
+                "versions of one policy its own version=V, as the arms of a split need"
+            )
+        name = f"{upstream.name}@{upstream.model_version}" if known else upstream.name
+        known.add(upstream.model_version)
+        found[name] = msgspec.structs.replace(upstream, name=name)
+    return list(found.values())
+
+
+def policy_of(target: Target) -> str:
+    """The policy's name, without the version."""
+    return target.upstream.name.partition("@")[0]
+
+
+class ArmRoutes:
+    """Routes the calls of rollouts that a split placed; others go where their model's name says."""
+
+    def __init__(self, store: Store, router: Router) -> None:
+        self._store = store
+        self._targets = list(router.targets.values())
+        self._pinned: OrderedDict[str, _Pinned] = OrderedDict()
+        self._resources: dict[tuple[str, str], Resource] = {}
+
+    async def route(self, target: Target, rollout_id: str) -> Routed:
+        """Where a call goes that the model's name would send to ``target``.
+
+        Raises:
+            Problem: 503 when no upstream serves the version that the split chose.
+        """
+        pinned = await self._pins(rollout_id)
+        name = policy_of(target)
+        version = pinned.resources.get(name, "")
+        if not version:
+            return Routed(target=target, arm=pinned.arm)
+        found = await self._serving(name, version)
+        if found is not None:
+            return Routed(target=found[0], model=found[1], version=version, arm=pinned.arm)
+        if name in pinned.chosen:
+            raise Problem(503, _unserved(name, version), code="version_not_served")
+        return Routed(target=target, arm=pinned.arm)
+
+    async def check(self, pins: Pins) -> None:
+        """Raise :class:`ConfigError` for a model's version in the arms that no upstream serves."""
+        for name in differing(pins):
+            for version in dict.fromkeys(own[name] for own in pins.values()):
+                is_model = isinstance(await self._resource(name, version), LLM | Weights)
+                if is_model and await self._serving(name, version) is None:
+                    raise ConfigError(_unserved(name, version))
+
+    async def _serving(self, name: str, version: str) -> tuple[Target, str] | None:
+        """Who serves a version, and under which model name: who says so, else the backend that an LLM names."""
+        own = [target for target in self._targets if policy_of(target) == name]
+        for target in own:
+            if target.upstream.model_version == version:
+                return target, ""
+        if not own:
+            return None
+        resource = await self._resource(name, version)
+        if not isinstance(resource, LLM) or not resource.model:
+            return None
+        wanted = resource.endpoint.rstrip("/")
+        for target in own if not wanted else [*own, *self._targets]:
+            if wanted in ("", target.upstream.base_url.rstrip("/")):
+                return target, resource.model
+        return None
+
+    async def _resource(self, name: str, version: str) -> Resource:
+        key = (name, version)
+        if key not in self._resources:
+            self._resources[key] = (await self._store.resource(name, version)).resource
+        return self._resources[key]
+
+    async def _pins(self, rollout_id: str) -> _Pinned:
+        known = self._pinned.get(rollout_id)
+        if known is None:
+            known = self._pinned[rollout_id] = await self._read(rollout_id)
+            if len(self._pinned) > _REMEMBERED:
+                self._pinned.popitem(last=False)
+        return known
+
+    async def _read(self, rollout_id: str) -> _Pinned:
+        try:
+            (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
+        except NotFoundError:
+            return _UNPLACED
+        placement = placement_of(rollout)
+        if placement is None:
+            return _UNPLACED
+        return _Pinned(
+            arm=placement.arm,
+            resources=rollout.resources,
+            chosen=frozenset(differing(placement.versions)),
+        )
+
+
+def _unserved(name: str, version: str) -> str:
+    return (
+        f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
+        "publish the version as an LLM whose endpoint is that of an upstream"
+    )
