@@ -1,11 +1,13 @@
 """Searches beside other algorithms and models of one experiment."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import agl
 from agl.contracts import RolloutQuery
+from agl.errors import ConfigError
 from agl.experiment.config import ScheduleConfig
 from agl.experiment.progress import Quiet
 from agl.experiment.state import load_algorithm
@@ -90,6 +92,57 @@ def test_failures_that_another_algorithm_paid_for_are_looked_at_first(tmp_path: 
     paid, first = asyncio.run(tasks("payer", 0)), asyncio.run(tasks("student", 2))
     assert len(first) == 8
     assert first <= paid
+
+
+class Listening(Quiet):
+    """Keeps what the person would be told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def one_after_the_other(folder: Path, *, second_budget: int) -> tuple[Any, list[str]]:
+    """Random search and then apo on one prompt; the store, and what was said, an error last."""
+    world, store, progress = easy(1), MemoryStore("memory://"), Listening()
+    with model_server(world, ScriptedOptimizer()) as server:
+        served = {"base_url": server.base_url, "model": "editor"}
+        trainer = agl.Trainer(
+            name="orders",
+            store=store,
+            algorithm=[
+                agl.Algorithm("random", tunes="clerk_prompt", optimizer=served, budget=120),
+                agl.APO(tunes="clerk_prompt", optimizer=served, budget=second_budget),
+            ],
+            initial_resources=dict(world.seeds()),
+            rewards=(order_reward(world),),
+            hidden=HIDDEN,
+            folder=folder,
+            progress=progress,
+            validation_limit=2,
+        )
+        try:
+            trainer.fit(order_agent(world), world.train, world.val)
+        except ConfigError as error:
+            progress.said.append(str(error))
+    return store, progress.said
+
+
+def test_second_search_says_its_plan_at_its_turn_and_starts_from_what_the_first_left(tmp_path: Path) -> None:
+    _, said = one_after_the_other(tmp_path, second_budget=150)
+    plan = next(number for number, line in enumerate(said) if line.startswith("apo: plan: at most 150"))
+    assert any(line.startswith("random step") for line in said[:plan])
+    workdir = tmp_path / "runs/orders/run-1"
+    first = json.loads((workdir / "apo/lineage.jsonl").read_text().splitlines()[0])
+    assert (workdir / "random/best/clerk_prompt.txt").read_text() == first["texts"]["clerk_prompt"]
+
+
+def test_second_search_that_cannot_work_is_refused_before_the_first_pays(tmp_path: Path) -> None:
+    store, said = one_after_the_other(tmp_path, second_budget=20)
+    assert "apo has a budget of 20 rollouts and needs at least" in said[-1]
+    assert [] == asyncio.run(store.rollouts(RolloutQuery(experiment="orders")))
 
 
 def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) -> None:

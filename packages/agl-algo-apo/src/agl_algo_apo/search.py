@@ -69,8 +69,8 @@ class PromptSearch:
 
     # --- the algorithm contract ---------------------------------------------------------------------------------
 
-    async def setup(self, context: AlgorithmContext) -> None:
-        """Check everything that can be, the optimiser's endpoint included, and say what will be spent."""
+    async def check(self, context: AlgorithmContext) -> None:
+        """Refuse what cannot work: tasks, prompts, budget, requests, the optimiser's endpoint."""
         self.context = context
         check_splits(context)
         self.rules = self._rules(context)
@@ -82,12 +82,16 @@ class PromptSearch:
             algorithm=self._algorithm,
         )
         self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final)
-        self.evaluator = Evaluator(context, self.budget, failure_reward=self.settings.failure_reward)
         self.requests = Requests(self.settings.requests, folder=context.folder)
         self.editor = self._open(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open(self.settings.critic)
         for optimizer in self._optimizers:
             await optimizer.check()
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check everything that can be, and say what will be spent."""
+        await self.check(context)
+        self.evaluator = Evaluator(context, self.budget, failure_reward=self.settings.failure_reward)
         order = list(range(len(context.val)))
         self.random(0, "validation order").shuffle(order)
         self.order: tuple[int, ...] = tuple(order)

@@ -319,5 +319,22 @@ class Algorithm(Protocol):
         ...
 
 
+@runtime_checkable
+class CheckedAlgorithm(Algorithm, Protocol):
+    """An algorithm that can check what it needs while another one still has its turn.
+
+    Where algorithms follow each other, a later one is set up when its turn comes. This says before anything is paid
+    what would fail then.
+    """
+
+    async def check(self, context: AlgorithmContext) -> None:
+        """Raise :class:`~agl.errors.ConfigError` for what ``setup`` would refuse, as far as that is known by now.
+
+        Called on an object that is not set up and is closed afterwards. Takes no memory that matters and says nothing
+        to the person; the resources that it tunes may have other versions when its turn comes.
+        """
+        ...
+
+
 Params = Mapping[str, Any]
 """Keyword arguments of a component, from ``[algorithm.params]`` or the like."""

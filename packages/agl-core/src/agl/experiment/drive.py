@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from agl.contracts import Algorithm, AlgorithmContext, Credit, Logger, Metric, Policy, StepReport
+from agl.contracts.training import CheckedAlgorithm
 from agl.errors import AglError, ConfigError
 from agl.experiment import state as saved
 from agl.experiment.collect import Collector
@@ -206,14 +207,21 @@ class DrivenAlgorithm:
         """Names of the resources that it tunes."""
         return self._config.resources
 
+    async def check(self) -> None:
+        """Let the algorithm check what it needs, before its turn has come; keeps nothing of it."""
+        algorithm = self._build()
+        try:
+            if isinstance(algorithm, CheckedAlgorithm):
+                await algorithm.check(self._context())
+        finally:
+            await algorithm.close()
+
     async def begin(self) -> None:
         """Build, set up and restore the algorithm, once."""
         if self._algorithm is not None:
             return
         session, label = self._driver.session, self._config.label
-        manager = session.plan.manager
-        algorithm: Algorithm = manager.build(manager.algorithm(self._config.use), **self._config.params)
-        self._algorithm = algorithm
+        self._algorithm = algorithm = self._build()
         await algorithm.setup(self._context())
         if self._state.step:
             await algorithm.restore(self._state.state)
@@ -255,6 +263,10 @@ class DrivenAlgorithm:
         algorithm, self._algorithm = self._algorithm, None
         if algorithm is not None:
             await algorithm.close()
+
+    def _build(self) -> Algorithm:
+        manager = self._driver.session.plan.manager
+        return manager.build(manager.algorithm(self._config.use), **self._config.params)
 
     def _context(self) -> AlgorithmContext:
         driver, config = self._driver, self._config

@@ -320,8 +320,12 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
 
 async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
     """Let the algorithms check what they need before the first rollout is paid, then validate."""
+    able = _able_to_begin(turns, driver.session.plan.config.schedule)
     try:
-        for turn in _able_to_begin(turns, driver.session.plan.config.schedule):
+        for turn in turns:
+            if turn not in able and not turn.is_finished:
+                await turn.check()
+        for turn in able:
             await turn.begin()
         return await driver.validate(0)
     except BaseException:
