@@ -5,6 +5,7 @@ from agl.contracts.store import Change, Metric, RolloutQuery, Store
 from agl.contracts.training import (
     Algorithm,
     AlgorithmContext,
+    CheckedAlgorithm,
     Collected,
     CollectFn,
     CounterfactualCredit,
@@ -24,6 +25,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmContext",
     "Change",
+    "CheckedAlgorithm",
     "CollectFn",
     "Collected",
     "CounterfactualCredit",

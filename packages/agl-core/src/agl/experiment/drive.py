@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import Algorithm, AlgorithmContext, Credit, Logger, Metric, Policy, StepReport
-from agl.contracts.training import CheckedAlgorithm
+from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Credit, Logger, Metric, Policy, StepReport
 from agl.errors import AglError, ConfigError
 from agl.experiment import state as saved
 from agl.experiment.collect import Collector
