@@ -18,7 +18,9 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl.schemas.probe import write_probe
 from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
+from agl_algo_torch.probe import make_probe
 from agl_algo_torch.typed import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write what a policy serves and return the resource that names it.
 
     Full weights: a Hugging Face directory with the tokenizer. LoRA: a peft adapter that names its base model.
+    Beside them what they say about a fixed text (`agl.schemas.probe`), so that a server of them can be checked.
     """
     model = cast("Any", loaded.model)
 
@@ -66,6 +69,8 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
         with no_bars():
             model.save_pretrained(directory)
         loaded.tokenizer.save_pretrained(directory)
+        if (probe := make_probe(loaded)) is not None:
+            write_probe(directory, probe)
 
     write_directory(target, fill)
     if has_lora(loaded.model):

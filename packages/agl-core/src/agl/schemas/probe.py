@@ -1,0 +1,53 @@
+"""A check that a model server serves the weights that it was given: a text, and how probable they find its tokens.
+
+Who exports weights writes the file beside them; who loads them into a server asks the server the same. Servers have
+been seen to answer a reload with success and to go on with other weights.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from agl.errors import ConfigError
+from agl.schemas._base import Record
+
+PROBE_FILE = "probe.json"
+"""Name of the file in a directory of weights."""
+
+
+class WeightsProbe(Record, frozen=True, kw_only=True):
+    """What weights say about a fixed text.
+
+    Attributes:
+        token_ids: The text, [N], N at least 2.
+        logprobs: Natural log-probability of every token but the first, given those before it, [N - 1].
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def write_probe(folder: Path, probe: WeightsProbe) -> None:
+    """Put the probe beside the weights in ``folder``."""
+    (folder / PROBE_FILE).write_bytes(msgspec.json.encode(probe))
+
+
+def read_probe(folder: Path) -> WeightsProbe | None:
+    """The probe beside the weights in ``folder``, ``None`` if there is none.
+
+    Raises:
+        ConfigError: The file is no probe.
+    """
+    path = folder / PROBE_FILE
+    if not path.is_file():
+        return None
+    try:
+        probe = msgspec.json.decode(path.read_bytes(), type=WeightsProbe)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no probe of weights ({error}); export the weights again, or remove it") from error
+    if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
+        raise ConfigError(
+            f"{path} has {len(probe.token_ids)} tokens and {len(probe.logprobs)} log-probabilities, which must be one "
+            "fewer; export the weights again, or remove it"
+        )
+    return probe
