@@ -15,6 +15,7 @@ from agl.capture.dialects.conversation import call_messages
 from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.errors import NotFoundError
 from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
+from agl.stores.paging import all_spans
 from agl.train.agents import Enclosing
 from agl_algo_apo.evaluate import Measured
 
@@ -70,7 +71,7 @@ async def read_run(
     """
     try:
         rollout = (await context.store.rollouts(RolloutQuery(ids=(measured.rollout,))))[0]
-        spans = await context.store.spans(measured.rollout)
+        spans = await all_spans(context.store, measured.rollout)
     except NotFoundError:
         return Run(task="", measured=measured)
     return Run(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))

@@ -6,12 +6,13 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.cli.query import all_spans, pages
+from agl.cli.query import pages
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.experiment import labels
 from agl.experiment.measured import scores_of
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
+from agl.stores.paging import all_spans
 from agl.train.comparison import interval
 from agl.train.scores import episode_reward
 

@@ -11,6 +11,7 @@ import msgspec
 from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, Rollout, Span
+from agl.stores.paging import all_spans
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,14 +78,6 @@ async def _latest(store: Store) -> Rollout:
     if not newest:
         raise NotFoundError("rollout", LATEST, "the store is empty")
     return newest[0]
-
-
-async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
-    """All spans of one attempt, by default the deciding or running one."""
-    found: list[Span] = []
-    while page := await store.spans(rollout_id, attempt_id=attempt_id, after=found[-1].sequence if found else 0):
-        found.extend(page)
-    return found
 
 
 async def every_span(store: Store, rollout_id: str, attempts: list[Attempt]) -> list[Span]:

@@ -22,7 +22,7 @@ from agl.cli.dev import describe_episode
 from agl.cli.experiment import make_trainer
 from agl.cli.opening import SQLITE, resolve_url, store_option, with_store
 from agl.cli.output import json_option, print_json
-from agl.cli.query import all_spans, deciding, find
+from agl.cli.query import deciding, find
 from agl.cli.replay_report import Side, compare, side_of
 from agl.cli.replay_server import ReplayServer
 from agl.contracts import Store
@@ -33,6 +33,7 @@ from agl.experiment.progress import Quiet
 from agl.experiment.trainer import DevResult, Trainer
 from agl.plugins import PluginManager
 from agl.schemas import Json, JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout
+from agl.stores.paging import all_spans
 from agl.train.transitions import build_episode
 
 SUFFIX = "-replay"

@@ -13,12 +13,13 @@ import msgspec
 from agl.cli.context import pass_manager
 from agl.cli.opening import store_option, with_store
 from agl.cli.output import json_option, print_json, print_table, short, when
-from agl.cli.query import all_spans, filter_options, make_query, pages, seconds_of
+from agl.cli.query import filter_options, make_query, pages, seconds_of
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError, ConflictError
 from agl.experiment.state import unfinished_experiments
 from agl.plugins import PluginManager
 from agl.schemas import Record, Rollout
+from agl.stores.paging import all_spans
 from agl.train.scores import episode_reward
 
 _BATCH = 500

@@ -9,11 +9,12 @@ from agl.cli.context import pass_manager
 from agl.cli.lineage import Listed, diff, listed
 from agl.cli.opening import store_option, with_store
 from agl.cli.output import json_option, print_json, short, when
-from agl.cli.query import all_spans, find
+from agl.cli.query import find
 from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.plugins import PluginManager
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
+from agl.stores.paging import all_spans
 
 
 class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):

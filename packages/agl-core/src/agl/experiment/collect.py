@@ -16,7 +16,8 @@ from agl.experiment.config import AlgorithmConfig
 from agl.experiment.names import NameCheck
 from agl.experiment.plan import NAME, Plan
 from agl.experiment.replays import Replays
-from agl.schemas import REPLAY, Episode, Json, Record, RetryPolicy, Rollout, Span
+from agl.schemas import REPLAY, Episode, Json, Record, RetryPolicy, Rollout
+from agl.stores.paging import all_spans
 from agl.train.scores import ScoreOptions
 from agl.train.transitions import EpisodeOptions, build_episode
 
@@ -26,7 +27,6 @@ WAIT_S = 20.0
 GRACE_S = 90.0
 """Seconds that a worker may take to start an agent's process and to stop an agent that ran out of time."""
 
-PAGE = 10_000
 """Spans read at once."""
 
 
@@ -144,7 +144,7 @@ class Collector:
         if key and not NAME.fullmatch(key):
             raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
         pinned = {**self._live(), **(resources or {})}
-        prefix = f"{step:05d}-{key}-" if key else f"{step:05d}-"
+        prefix = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
         rollouts = [
             self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
             for position, task in enumerate(tasks)
@@ -168,7 +168,7 @@ class Collector:
         self, credit: CounterfactualCredit, episodes: Sequence[Episode], *, step: int, key: str
     ) -> list[Episode]:
         """Let the credit replay what it needs; says and logs what that took."""
-        place = f"{step:05d}-{key}-" if key else f"{step:05d}-"
+        place = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
         prefix = f"{self._plan.name}-{self._run}-{self._label}-{REPLAY}-{place}"
         replays = Replays(episodes, prefix=prefix, run_all=self._run_all, store=self._store)
         prepared = list(await credit.prepare(episodes, step=step, replay=replays))
@@ -187,7 +187,7 @@ class Collector:
 
         What is live may have changed since, and a rollout that exists keeps what it was pinned to.
         """
-        wanted = self._rollout(task, (step, f"{step:05d}-00000-000"), mode, {})
+        wanted = self._rollout(task, (step, f"{step_name(step)}-00000-000"), mode, {})
         try:
             found = await self._store.rollouts(RolloutQuery(ids=(wanted.rollout_id,)))
         except NotFoundError:
@@ -305,7 +305,7 @@ async def read_episode(store: Store, rollout_id: str, *, selection: EpisodeSelec
     return build_episode(
         rollout,
         deciding[0] if deciding else None,
-        await read_spans(store, rollout_id),
+        await all_spans(store, rollout_id),
         agent_match=selection.agents,
         policy=selection.policy,
         options=selection.options,
@@ -324,14 +324,9 @@ async def cancel_unfinished(store: Store, experiment: str) -> None:
         await store.cancel([rollout.rollout_id for rollout in page])
 
 
-async def read_spans(store: Store, rollout_id: str) -> list[Span]:
-    """All spans of the deciding attempt, page by page."""
-    spans: list[Span] = []
-    while True:
-        page = await store.spans(rollout_id, after=spans[-1].sequence if spans else 0, limit=PAGE)
-        spans.extend(page)
-        if len(page) < PAGE:
-            return spans
+def step_name(step: int) -> str:
+    """A step as part of a rollout's id, where names sort as the steps do: five digits, more after an ``x``."""
+    return f"{step:05d}" if step < 100_000 else f"x{step:012d}"
 
 
 def group_id_of(task: Json, key: str = "") -> str:

@@ -23,6 +23,7 @@ from agl.run.setup import client_environment
 from agl.run.spool import Spool
 from agl.run.tokens import issue_token
 from agl.schemas import AttemptStatus, Claim, ErrorInfo, Outcome, Record, RetryPolicy, Rollout, Span
+from agl.stores.paging import all_spans
 
 LEASE_S = 60.0
 
@@ -67,7 +68,7 @@ async def record_command(
             attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=(closed, *spool.read())
         )
         await store.finish([outcome])
-        spans = await store.spans(claim.rollout.rollout_id)
+        spans = await all_spans(store, claim.rollout.rollout_id)
         calls = sum(span.call is not None for span in spans)
         return RecordedRun(rollout_id=claim.rollout.rollout_id, calls=calls, exit_code=code)
 

@@ -8,9 +8,11 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
+import msgspec
+
 from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
-from agl.experiment.collect import Collector
+from agl.experiment.collect import Collector, step_name
 from agl.experiment.state import AlgorithmState, load_algorithm
 from agl.schemas import Record, ResourceVersion, Rollout
 
@@ -64,9 +66,7 @@ class Reader:
         found: list[Rollout] = []
         dropped: Counter[str] = Counter()
         for label, state in states.items():
-            async for rollout in self._rollouts(label):
-                if not known.get(label, 0) < _step(rollout) <= state.step:
-                    continue
+            async for rollout in self._rollouts(label, after=known.get(label, 0), last=state.step):
                 if max_age is not None and not _is_young(rollout, ages):
                     dropped["stale"] += 1
                 else:
@@ -96,19 +96,21 @@ class Reader:
         sources = self._sources
         return await load_algorithm(self._store, sources.experiment, sources.run, label) or AlgorithmState()
 
-    async def _rollouts(self, label: str) -> AsyncIterator[Rollout]:
+    async def _rollouts(self, label: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
+        """Finished rollouts of the steps above ``after`` up to ``last``, which is where their ids sort."""
         prefix = f"{self._sources.experiment}-{self._sources.run}-{label}-train-"
-        query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=prefix, limit=PAGE)
+        first = prefix + step_name(after + 1)
+        query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
         while True:
             page = await self._store.rollouts(query)
             for rollout in page:
-                if not rollout.rollout_id.startswith(prefix):
+                if not rollout.rollout_id.startswith(prefix) or _step(rollout) > last:
                     return
                 if rollout.is_finished and rollout.metadata.get("algorithm") == label:
                     yield rollout
             if len(page) < PAGE:
                 return
-            query = RolloutQuery(experiment=query.experiment, mode=query.mode, after=page[-1].rollout_id, limit=PAGE)
+            query = msgspec.structs.replace(query, after=page[-1].rollout_id)
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
         """The tuned resources' versions that are young enough, by name."""

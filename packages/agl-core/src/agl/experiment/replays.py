@@ -9,6 +9,7 @@ from agl.contracts import CounterfactualCredit, Credit, Store
 from agl.errors import AglError, CaptureError, ConfigError
 from agl.experiment.plan import Plan
 from agl.schemas import REPLAY, Episode, ReplayPlan, Rollout
+from agl.stores.paging import all_spans
 
 RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
 """Enqueues rollouts and gives their episodes in order."""
@@ -84,7 +85,7 @@ class Replays:
     async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
         """Raise when a model answered for a replaced agent: its part was not replaced, and the result means nothing."""
         live = _live_calls(plan, episode)
-        spans = await self._store.spans(episode.rollout.rollout_id) if live else []
+        spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
         for span in spans:
             if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":
                 raise CaptureError(

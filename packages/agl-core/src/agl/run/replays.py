@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 from agl.capture.answers import answer_of, exchanges_of
 from agl.capture.replay import RecordedAnswer, ReplayScript
-from agl.contracts import RolloutQuery, Store
-from agl.errors import RunError
+from agl.contracts import Store
+from agl.errors import NotFoundError, RunError
 from agl.schemas import ModelCall, Rollout, Span, replay_of
+from agl.stores.paging import all_spans
 from agl.train.agents import Enclosing
 from agl.train.order import chronological
 from agl.train.rejects import is_answered
-
-_PAGE = 10_000
 
 
 async def load_script(store: Store, rollout: Rollout) -> ReplayScript | None:
@@ -30,16 +29,12 @@ async def load_script(store: Store, rollout: Rollout) -> ReplayScript | None:
 
 
 async def _answers(store: Store, rollout_id: str) -> tuple[RecordedAnswer, ...]:
-    found = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
-    if not found:
-        raise RunError(f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until then")
-    spans: list[Span] = []
-    while True:
-        after = spans[-1].sequence if spans else 0
-        page = await store.spans(rollout_id, attempt_id=found[0].attempt_id, after=after, limit=_PAGE)
-        spans.extend(page)
-        if len(page) < _PAGE:
-            return recorded_answers(spans)
+    try:
+        return recorded_answers(await all_spans(store, rollout_id))
+    except NotFoundError as error:
+        raise RunError(
+            f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until then"
+        ) from error
 
 
 def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:

@@ -19,6 +19,7 @@ from agl.run.attempt import make_reward_span
 from agl.run.liveness import worker_name
 from agl.run.result import describe_error, read_result
 from agl.schemas import Claim, Outcome, Reward, Rollout, Span
+from agl.stores.paging import all_spans
 from agl.train.agreement import find_disagreement
 
 _LOG = logging.getLogger("agl.run")
@@ -193,7 +194,7 @@ class Worker:
         setup = self._setup
         if outcome.status != "succeeded" or not (setup.rewards or setup.requires_calls):
             return outcome
-        recorded = await setup.store.spans(rollout.rollout_id, attempt_id=outcome.attempt_id)
+        recorded = await all_spans(setup.store, rollout.rollout_id, outcome.attempt_id)
         spans = [*recorded, *outcome.spans]
         if setup.requires_calls and not any(span.call is not None for span in spans):
             error = describe_error(NoModelCallsError(_NO_CALLS + _bypassing(spans, outcome.attempt_id)))
