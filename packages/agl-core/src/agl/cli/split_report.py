@@ -7,11 +7,12 @@ its number is reported.
 
 from collections.abc import Sequence
 
-from agl.cli.query import all_spans, pages
+from agl.cli.query import pages
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.experiment.split import Pins, differing, pins_of, placement_of
 from agl.schemas import Record, Rollout
+from agl.stores.paging import all_spans
 from agl.train.comparison import Comparison, compare, interval
 from agl.train.scores import episode_reward
 
