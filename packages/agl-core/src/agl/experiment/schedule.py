@@ -46,8 +46,7 @@ async def run_schedule(
         if schedule.mode == "sequential":
             await sequential(rest, after_step=after_step)
         elif schedule.mode == "alternate":
-            taken = sum(turn.steps for turn in rest)
-            await alternate(rest, every=schedule.every, taken=taken, after_step=after_step)
+            await alternate(rest, every=schedule.every, after_step=after_step)
         else:
             await concurrent(rest, after_step=after_step)
     finally:
@@ -69,20 +68,20 @@ async def sequential(turns: Sequence[Turn], *, after_step: Callable[[], Awaitabl
             await turn.end()
 
 
-async def alternate(
-    turns: Sequence[Turn], *, every: int, taken: int, after_step: Callable[[], Awaitable[None]]
-) -> None:
-    """``every`` steps each in turn until all are finished; ``taken`` steps were taken before a restart."""
-    position = taken
+async def alternate(turns: Sequence[Turn], *, every: int, after_step: Callable[[], Awaitable[None]]) -> None:
+    """``every`` steps each in turn until all are finished; after a restart in the order of an unbroken run."""
+    taken = [turn.steps for turn in turns]
+    position = 0
     try:
         while not all(turn.is_finished for turn in turns):
-            turn = turns[(position // every) % len(turns)]
+            index = (position // every) % len(turns)
             position += 1
-            if turn.is_finished:
-                continue
-            await turn.begin()
-            await turn.step()
-            await after_step()
+            if taken[index]:  # a step from before the restart
+                taken[index] -= 1
+            elif not turns[index].is_finished:
+                await turns[index].begin()
+                await turns[index].step()
+                await after_step()
     finally:
         for turn in turns:
             await turn.end()

@@ -23,7 +23,7 @@ class ExperimentState(Record, frozen=True, kw_only=True):
         run: Counts fresh starts, from 1; part of every rollout's id.
         status: ``finished`` once every algorithm is.
         live: The live version of every resource.
-        turn: Steps taken by all algorithms together, which a schedule that takes turns needs.
+        turn: Steps taken by all algorithms together.
         owner: Worker name of the process that runs or ran it.
     """
 
