@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agl_algo_torch.typed import numbers
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -36,11 +38,11 @@ def call_rewards(row: Row, returns: Mapping[str, float]) -> Tensor:
 
 def advantages(rewards_N: Tensor, values_N: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the advantage of every step of one trajectory and the target of its value, both [N]; it ends after N."""
-    advantages_N = torch.zeros_like(values_N)
-    following, next_value = torch.zeros_like(values_N[:1]), torch.zeros_like(values_N[:1])
-    for index in reversed(range(len(values_N))):
-        here = slice(index, index + 1)
-        delta = rewards_N[here] + gamma * next_value - values_N[here]
-        following = delta + gamma * lam * following
-        advantages_N[here], next_value = following, values_N[here]
+    backwards: list[float] = []
+    following, next_value = 0.0, 0.0
+    for reward, value in zip(reversed(numbers(rewards_N)), reversed(numbers(values_N)), strict=True):
+        following = reward + gamma * next_value - value + gamma * lam * following
+        next_value = value
+        backwards.append(following)
+    advantages_N = torch.tensor(backwards[::-1], dtype=values_N.dtype)
     return advantages_N, advantages_N + values_N

@@ -28,13 +28,12 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.advantages import ESTIMATORS, Estimator
 from agl_algo_torch.batch import MicroBatch, Sample, micro_batches, split_updates, weights
 from agl_algo_torch.episodes import prepare
+from agl_algo_torch.forward import logprobs
 from agl_algo_torch.learner import Learner, LearnerSettings, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
@@ -151,7 +150,7 @@ class GRPO:
             dtype=dtype,
             threads=threads,
         )
-        self._tuned = TunedPolicy(settings=settings, algorithm="grpo", keep=keep, has_reference=kl_coef > 0)
+        self._tuned = TunedPolicy(settings=settings, algorithm="grpo", keep=keep, has_reference=bool(kl_coef))
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -218,23 +217,23 @@ class GRPO:
     def _batches(self, learner: Learner, samples: Sequence[Sample]) -> tuple[list[Sample], list[MicroBatch]]:
         """The rows that have a gradient and their micro-batches, weighted as part of all `samples`."""
         weight = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
-        kept = [i for i, s in enumerate(samples) if s.trained_tokens and (self._kl_coef or not s.is_silent)]
+        kept = [index for index, sample in enumerate(samples) if self._has_gradient(sample)]
         rows = [samples[i] for i in kept]
         batches = micro_batches(
             rows, [weight[i] for i in kept], token_budget=self._token_budget, device=learner.loaded.device
         )
         return rows, list(batches)
 
-    @torch.no_grad()
     def _with_old(self, learner: Learner, samples: list[Sample]) -> list[Sample]:
         """Add the log-probabilities before the step's first update; rows without a gradient are left out."""
         learner.use_threads()
-        rows, batches = self._batches(learner, samples)
-        old: dict[int, Tensor] = {}
-        for batch in batches:
-            old |= batch.scatter(batch.logprobs(batch.logits(learner.loaded.model)))
-        by_row = {id(row): old[index] for index, row in enumerate(rows)}
-        return [replace(s, old=by_row[id(s)]) if id(s) in by_row else s for s in samples]
+        rows = [sample for sample in samples if self._has_gradient(sample)]
+        old = logprobs(learner.loaded.model, rows, token_budget=self._token_budget, device=learner.loaded.device)
+        found = iter(old)
+        return [replace(s, old=next(found)) if self._has_gradient(s) else s for s in samples]
+
+    def _has_gradient(self, sample: Sample) -> bool:
+        return bool(sample.trained_tokens) and (bool(self._kl_coef) or not sample.is_silent)
 
     def _update(self, learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer update on whole rollouts; none when no row has a gradient."""

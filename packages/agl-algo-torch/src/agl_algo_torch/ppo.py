@@ -169,7 +169,7 @@ class PPO:
             dtype=dtype,
             threads=threads,
         )
-        self._tuned = TunedPolicy(settings=settings, algorithm="ppo", keep=keep, has_reference=kl_coef > 0)
+        self._tuned = TunedPolicy(settings=settings, algorithm="ppo", keep=keep, has_reference=bool(kl_coef))
         self._critic: Critic | None = None
         self._step, self._updates = 0, 0
 

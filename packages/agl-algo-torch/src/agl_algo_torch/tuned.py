@@ -65,22 +65,19 @@ class TunedPolicy:
         return self._learner
 
     async def save(self, *, step: int) -> None:
-        """Write what training continues from."""
-        if self._learner is not None:
-            await asyncio.to_thread(self._learner.save, self._context.workdir, step=step, keep=self._keep)
+        """Write what training continues from; the step has opened the learner."""
+        await asyncio.to_thread(self._opened_learner().save, self._context.workdir, step=step, keep=self._keep)
 
     async def publish(self, *, step: int) -> str:
         """Export the weights and make them live; returns `name@version`."""
-        if self._learner is None:
-            raise AssertionError("weights are published after an update, which opened the learner")
-        resource = await asyncio.to_thread(self._learner.export, self._context.workdir, step=step, keep=self._keep)
+        learner = self._opened_learner()
+        resource = await asyncio.to_thread(learner.export, self._context.workdir, step=step, keep=self._keep)
         version = await self._context.publish(self.name, resource, step=step)
         return f"{self.name}@{version.version}"
 
     def state(self, *, step: int) -> dict[str, Json]:
         """The newest checkpoint and the version that training started from, for `restore`."""
-        path = saved_path(self._context.workdir, step)
-        return {"checkpoint": path if path and Path(path).is_dir() else "", "opened": self._opened}
+        return {"checkpoint": saved_path(self._context.workdir, step), "opened": self._opened}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the reference included."""
@@ -91,6 +88,11 @@ class TunedPolicy:
     def close(self) -> None:
         """Drop the model and the reference."""
         self._learner = self._reference = None
+
+    def _opened_learner(self) -> Learner:
+        if self._learner is None:
+            raise AssertionError("a step saves and publishes after its update, which opened the learner")
+        return self._learner
 
     def _open(self, origin: Any, updates: int) -> Learner:
         learner = Learner(origin=origin, settings=self._settings)
