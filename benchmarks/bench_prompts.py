@@ -10,6 +10,8 @@ expected score of every prompt, so nothing here trusts what an algorithm says ab
 - *Reported minus true*: the score that the result file reports for its winner, less its expected score.
 - *Questions*: to the optimiser's model, in the whole run.
 - *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
+
+The constants of `apo` were tuned on worlds with the seeds 0 to 19, so none of these is measured here.
 """
 
 import json
@@ -37,7 +39,9 @@ ALGORITHMS = ("apo", "gepa", "random")
 BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000}
 """Rollouts that each run may pay for."""
 
-SEEDS = 20
+FRESH = range(100, 120)
+"""Seeds of the worlds and of the searches in them; nothing was ever tuned on one of these."""
+
 CLOSED = 0.95
 HONEST = 0.02
 LATENCY_S = 0.05
@@ -137,11 +141,11 @@ def run_once(
         )
 
 
-def run_all(setting: str, *, seeds: int, quick: bool) -> dict[str, list[Run]]:
+def run_all(setting: str, *, seeds: Sequence[int], quick: bool) -> dict[str, list[Run]]:
     """All algorithms on one setting, the same worlds for each."""
     runs: dict[str, list[Run]] = {name: [] for name in ALGORITHMS}
     budget = BUDGETS[setting] // (2 if quick else 1)
-    for seed in range(seeds):
+    for seed in seeds:
         world = WORLDS[setting](seed)
         with model_server(world, ScriptedOptimizer(seed=seed)) as server:
             for name in ALGORITHMS:
@@ -215,7 +219,7 @@ def run(*, quick: bool = False) -> list[Figure]:
     figures: list[Figure] = []
     every: list[tuple[str, Run]] = []
     for setting in WORLDS:
-        runs = run_all(setting, seeds=3 if quick else SEEDS, quick=quick)
+        runs = run_all(setting, seeds=FRESH[:3] if quick else FRESH, quick=quick)
         figures += setting_figures(setting, runs)
         every += [(name, one) for name, found in runs.items() for one in found]
     return [*figures, *honesty_figures(every), wall_figure(budget=200 if quick else 400)]

@@ -299,6 +299,8 @@ def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize
         ({"budget": 60}, "needs at least"),
         ({"budget": {"calls": 3}}, "calls of the optimiser's model and needs at least 6"),
         ({"budget": {}}, "has no budget"),
+        ({"budget": {"tokens": 3000}}, "one question to the optimiser's model takes up to 1.. tokens"),
+        ({"budget": {"money": 0.05}, "prices": {"rollout": 0.001}}, "needs at least 0.08, for 80 rollouts"),
         ({"budget": {"money": 1.0}}, "no prices"),
         ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
         ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is no URL"),

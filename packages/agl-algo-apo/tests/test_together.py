@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import agl
 from agl.contracts import RolloutQuery
@@ -11,55 +14,72 @@ from agl.errors import ConfigError
 from agl.experiment.config import ScheduleConfig
 from agl.experiment.progress import Quiet
 from agl.experiment.state import load_algorithm
+from agl.schemas import Rollout
 from agl.stores.memory import MemoryStore
 from agl_testing.prompt_world import duo, easy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import HIDDEN, TASK_MODEL, model_server, order_agent, order_reward
 
 
-def test_two_searches_take_turns_and_measure_again_what_the_other_changed(tmp_path: Path) -> None:
-    world, store = duo(1), MemoryStore("memory://")
-    labels = {name: name.removesuffix("_prompt") for name in world.seeds()}
-    with model_server(world, ScriptedOptimizer()) as server:
-        served = {"base_url": server.base_url, "model": "editor"}
-        trainer = agl.Trainer(
-            name="orders",
-            store=store,
-            algorithm=[
-                agl.APO(tunes=name, label=label, optimizer=served, budget=300) for name, label in labels.items()
-            ],
-            schedule=ScheduleConfig(mode="alternate", every=3),
-            initial_resources=dict(world.seeds()),
-            rewards=(order_reward(world),),
-            hidden=HIDDEN,
-            folder=tmp_path,
-            progress=Quiet(),
-            validation_limit=2,
-        )
-        trainer.fit(order_agent(world), world.train, world.val)
+class Both:
+    """Two searches in one experiment, a prompt each: what they paid for, and how they ended."""
 
-    async def read() -> tuple[Any, Any]:
+    def __init__(self, folder: Path, schedule: ScheduleConfig) -> None:
+        self.world, store = duo(1), MemoryStore("memory://")
+        self.labels = {name: name.removesuffix("_prompt") for name in self.world.seeds()}
+        with model_server(self.world, ScriptedOptimizer()) as server:
+            served = {"base_url": server.base_url, "model": "editor"}
+            trainer = agl.Trainer(
+                name="orders",
+                store=store,
+                algorithm=[agl.APO(tunes=n, label=label, optimizer=served, budget=300) for n, label in self.items()],
+                schedule=schedule,
+                initial_resources=dict(self.world.seeds()),
+                rewards=(order_reward(self.world),),
+                hidden=HIDDEN,
+                folder=folder,
+                progress=Quiet(),
+                validation_limit=2,
+            )
+            trainer.fit(order_agent(self.world), self.world.train, self.world.val)
+        self.rollouts, self.states = asyncio.run(self._read(store))
+        self.best = {n: (folder / f"runs/orders/run-1/{label}/best/{n}.txt").read_text() for n, label in self.items()}
+
+    def items(self) -> list[tuple[str, str]]:
+        """Prompt and label of both."""
+        return list(self.labels.items())
+
+    def paid(self, label: str) -> list[Rollout]:
+        """The rollouts that one asked for."""
+        return [rollout for rollout in self.rollouts if rollout.metadata["algorithm"] == label]
+
+    def others(self, rollout: Rollout, label: str) -> tuple[tuple[str, str], ...]:
+        """The versions of the other one's prompt that a rollout ran with."""
+        return tuple(sorted((n, v) for n, v in rollout.resources.items() if self.labels.get(n) != label))
+
+    async def _read(self, store: MemoryStore) -> tuple[list[Rollout], dict[str, Any]]:
         rollouts = await store.rollouts(RolloutQuery(experiment="orders", limit=100_000))
-        states = [await load_algorithm(store, "orders", 1, label) for label in labels.values()]
-        return rollouts, states
+        return rollouts, {label: await load_algorithm(store, "orders", 1, label) for _, label in self.items()}
 
-    rollouts, states = asyncio.run(read())
-    best = {
-        name: (tmp_path / f"runs/orders/run-1/{label}/best/{name}.txt").read_text() for name, label in labels.items()
-    }
-    assert world.gap_closed(best) > 0.7
-    for label, state in zip(labels.values(), states, strict=True):
-        paid = [rollout for rollout in rollouts if rollout.metadata["algorithm"] == label]
+
+@pytest.mark.parametrize("mode", ["alternate", "concurrent"])
+def test_two_searches_measure_again_what_the_other_changed(tmp_path: Path, mode: Any) -> None:
+    both = Both(tmp_path, ScheduleConfig(mode=mode, every=3 if mode == "alternate" else 1))
+    assert both.world.gap_closed(both.best) > (0.7 if mode == "alternate" else 0.0)
+    seen: dict[str, set[Any]] = {}
+    for _, label in both.items():
+        paid = both.paid(label)
         assert len(paid) <= 300
-        again = [rollout for rollout in paid if "-whole-" in rollout.rollout_id]
-        assert len(again) >= 2 * len(world.val), "the incumbent was measured again after the other one's turn"
-        known = {row[4]["rollout"] for row in state.state["scores"]}
-        environments = {
-            tuple(sorted((n, v) for n, v in rollout.resources.items() if labels.get(n) != label))
-            for rollout in paid
-            if rollout.rollout_id in known
-        }
-        assert 1 == len(environments), "rewards from before and after the other one's changes are not mixed"
+        whole = Counter(both.others(rollout, label) for rollout in paid if "-whole-" in rollout.rollout_id)
+        assert {len(both.world.val)} == set(whole.values()), "once for every change of the other one's"
+        known = {row[4]["rollout"] for row in both.states[label].state["scores"]}
+        assert len({both.others(rollout, label) for rollout in paid if rollout.rollout_id in known}) <= 1
+        steps: dict[Any, set[Any]] = {}
+        for rollout in paid:
+            steps.setdefault(rollout.metadata["step"], set()).add(both.others(rollout, label))
+        assert {1} == {len(versions) for versions in steps.values()}, "what changes during a step counts after it"
+        seen[label] = set(whole)
+    assert max(len(versions) for versions in seen.values()) > 1
 
 
 def test_failures_that_another_algorithm_paid_for_are_looked_at_first(tmp_path: Path) -> None:
@@ -152,7 +172,7 @@ def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) 
         trainer = agl.Trainer(
             name="orders",
             store=store,
-            algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=150),
+            algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=100),
             policies={
                 name: agl.Policy("openai", base_url=server.base_url, model=model, api_key_env="")
                 for name, model in (("clerk", TASK_MODEL), ("writer", "editor"))

@@ -10,7 +10,8 @@ algorithms 1 and 2; the parent's choice and the acceptance on one minibatch are 
     4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`templates.py`)
     5. paired gate: each child on the tasks whose failures it saw, against the parent's paid rewards
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
-    7. race the entrant against the parent on growing slices of the validation set         (`race.py`)
+    7. race the entrant against the parent on growing slices of the validation set         (`race.py`);
+       if it loses, race the best child alone
 
 Deviations from ProTeGi, and why:
 - Candidates are compared on validation tasks and not on those that their critic has seen.
@@ -294,16 +295,25 @@ class APO(PromptSearch):
         """Race the merged changes of all who passed, or all who passed where their changes are in each other's way."""
         if not passed:
             return
-        entrants = list(passed)
         merged = await self._merged(parent, passed, step) if len(passed) > 1 else None
+        child: Candidate | None = None
+        parts: Sequence[Candidate] = ()
         if merged is not None:
             texts, parts = merged
             child = await self.admit(self.proposal(parts, texts, step=step, operator="merge"), parent)
-            if child is not None:
-                entrants = [child]
-                for part in parts:
-                    self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
-        await self.contest(entrants, parent, step=step, purpose="race")
+        if child is None:
+            await self.contest(passed, parent, step=step, purpose="race")
+            return
+        for part in parts:
+            self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
+        if not await self.contest([child], parent, step=step, purpose="race"):
+            await self._race_best_part(parent, parts, step)
+
+    async def _race_best_part(self, parent: Candidate, parts: Sequence[Candidate], step: int) -> None:
+        """Race the part of a beaten merge that did best on its tasks: another part may have spoilt the merge."""
+        best = max(parts, key=lambda part: part.gate or 0.0)
+        if (best.gate or 0.0) > 0:
+            await self.contest([best], parent, step=step, purpose="part")
 
     async def _merged(
         self, parent: Candidate, passed: Sequence[Candidate], step: int

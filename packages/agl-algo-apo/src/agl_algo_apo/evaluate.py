@@ -19,7 +19,7 @@ import msgspec
 from agl.codec import to_json
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError, RunError
-from agl.schemas import Episode, Json, Record, Resource
+from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource
 from agl_algo_apo.budget import Budget
 from agl_algo_apo.candidates import Candidate, resource_of
 
@@ -137,6 +137,9 @@ class Evaluator:
 
     Attributes:
         scores: What was paid for.
+        environment: Versions of the resources that are not tuned here, on which all that is measured now depends:
+            rollouts keep to these, and are others for others. A policy serves its newest weights only, whatever a
+            rollout was asked for with.
         broken: Rollouts of this process that could not be scored, by status.
 
     Args:
@@ -152,6 +155,7 @@ class Evaluator:
         self._seed: dict[str, Resource] = {name: context.current(name).resource for name in context.tunes}
         self._live = {name: context.current(name).version for name in context.tunes}
         self.scores = Scores()
+        self.environment = environment_of(context)
         self.broken: Counter[str] = Counter()
 
     async def register(self, candidate: Candidate, *, parent: Candidate | None = None) -> Candidate:
@@ -216,14 +220,24 @@ class Evaluator:
             [tasks[position] for position in job.tasks],
             step=step,
             mode=job.split,
-            resources=job.candidate.versions,
-            key=f"{purpose}-{job.candidate.id}-{job.repeat}",
+            resources={**self._kept(), **job.candidate.versions},
+            key=f"{self._mark()}{purpose}-{job.candidate.id}-{job.repeat}",
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
             measured = self._read(episode)
             if measured is not None:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
+
+    def _kept(self) -> dict[str, str]:
+        texts = (PromptTemplate, JsonResource)
+        return {n: v for n, v in self.environment.items() if isinstance(self._context.current(n).resource, texts)}
+
+    def _mark(self) -> str:
+        """Makes other rollouts of those that depend on something else, which a step that is repeated may meet."""
+        if not self.environment:
+            return ""
+        return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
     def _read(self, episode: Episode) -> Measured | None:
         status = status_of(episode)

@@ -93,6 +93,11 @@ class Optimizer:
             base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
         )
 
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of an answer at most."""
+        return self._settings.max_tokens
+
     async def check(self) -> None:
         """Refuse an endpoint that does not answer or does not take the key; raises :class:`ConfigError`."""
         try:
@@ -143,7 +148,7 @@ class Optimizer:
         return texts + [None] * (len(questions) - len(texts))
 
     def _reserve(self, text: str) -> Spent:
-        return self._budget.take_call(max_input=_most_tokens(text), max_output=self._settings.max_tokens)
+        return self._budget.take_call(max_input=most_tokens(text), max_output=self._settings.max_tokens)
 
     async def _answer(self, body: Mapping[str, Json], reserved: Spent) -> str:
         key = hashlib.blake2b(to_json(body), digest_size=16).hexdigest()
@@ -234,7 +239,7 @@ def _headers(settings: OptimizerSettings) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def _most_tokens(text: str) -> int:
+def most_tokens(text: str) -> int:
     """No tokenizer makes more tokens than there are bytes; the chat format adds a few."""
     return len(text.encode()) + 64
 

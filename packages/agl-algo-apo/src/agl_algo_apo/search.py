@@ -29,11 +29,11 @@ from agl_algo_apo.evaluate import (
 )
 from agl_algo_apo.finish import Result, measure_again
 from agl_algo_apo.known import version_scores
-from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, settings_of
+from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.progress import STOP_WORDS, Progress, StopReason
 from agl_algo_apo.proposals import Requests, extract
 from agl_algo_apo.race import Verdict, race, slices
-from agl_algo_apo.settings import SearchSettings, SpendingPlan, spending_plan
+from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
 
 MAX_TRIES = 4
@@ -85,6 +85,7 @@ class PromptSearch:
         self.requests = Requests(self.settings.requests, folder=context.folder)
         self.editor = self._open(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open(self.settings.critic)
+        self._check_question()
         for optimizer in self._optimizers:
             await optimizer.check()
 
@@ -96,7 +97,6 @@ class PromptSearch:
         self.random(0, "validation order").shuffle(order)
         self.order: tuple[int, ...] = tuple(order)
         self.rungs = slices(order, self.settings.val_batch_size)
-        self._environment = environment_of(context)
         context.say(self.plan.words)
 
     async def step(self) -> StepReport:
@@ -142,7 +142,7 @@ class PromptSearch:
             "lineage": self.lineage.dump(),
             "scores": self.evaluator.scores.dump(),
             "spent": self.budget.dump(),
-            "environment": self._environment,
+            "environment": self.evaluator.environment,
             "dataset": dataset_digest(self.context),
             "result": None if self.result is None else msgspec.to_builtins(self.result),
         }
@@ -158,7 +158,7 @@ class PromptSearch:
         self.lineage = Lineage.load(state["lineage"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
-        self._environment = dict(state["environment"])
+        self.evaluator.environment = dict(state["environment"])
         self.result = None if state["result"] is None else msgspec.convert(state["result"], Result)
         seed = self.lineage[self.progress.seed].texts
         self.rules = [
@@ -270,6 +270,7 @@ class PromptSearch:
     # --- the parts of a step ------------------------------------------------------------------------------------
 
     async def _start(self, step: int) -> None:
+        self.evaluator.environment = environment_of(self.context)  # others may have had their turn since the setup
         texts = {rules.name: text_of(rules.seed, name=rules.name) for rules in self.rules}
         seed = await self.evaluator.register(Candidate(id=candidate_id(texts), texts=texts, status="pool", step=step))
         self.lineage.put(seed)
@@ -278,12 +279,12 @@ class PromptSearch:
 
     async def _refresh(self, step: int) -> None:
         """Forget all rewards when what they depended on has changed, and measure the incumbent again."""
-        now = environment_of(self.context)
-        if now == self._environment:
+        now, before = environment_of(self.context), self.evaluator.environment
+        if now == before:
             return
-        changed = sorted(name for name in now if now.get(name) != self._environment.get(name))
+        changed = sorted(name for name in now if now.get(name) != before.get(name))
         self.context.say(f"{', '.join(changed)} changed; what was measured before is out of date and is measured again")
-        self._environment = now
+        self.evaluator.environment = now
         self.evaluator.scores.clear()
         for candidate in self.lineage.pool():
             if candidate.id not in (self.progress.best, self.progress.seed):
@@ -317,8 +318,7 @@ class PromptSearch:
     async def _finish(self, step: int) -> None:
         """Measure the two best and the first prompt on fresh rollouts, and keep the winner if it is better."""
         self.budget.release()
-        if self._environment != environment_of(self.context):
-            await self._refresh(step)
+        await self._refresh(step)
         self.result = await measure_again(
             self.evaluator,
             self.lineage,
@@ -423,6 +423,16 @@ class PromptSearch:
             check_seed(rules[-1])
             check_fields(name, resource, [*context.train, *context.val], filled=settings.filled)
         return rules
+
+    def _check_question(self) -> None:
+        texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]
+        check_question(
+            self.plan,
+            self.settings.prices,
+            max_input=max(most_tokens(text) for text in texts),
+            max_output=max(optimizer.max_tokens for optimizer in self._optimizers),
+            algorithm=self._algorithm,
+        )
 
     def _open(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"

@@ -68,6 +68,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
         seed: Rollouts of the first measurement.
         proposal: Rollouts that one proposal takes on average, until it is decided.
         final: Rollouts held back for the final measurement.
+        fewest: Rollouts that the method needs.
         calls: Questions that one proposal takes.
     """
 
@@ -75,6 +76,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
     seed: int
     proposal: float
     final: int
+    fewest: int
     calls: int
 
     @property
@@ -128,4 +130,30 @@ def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int,
             f"{algorithm} has a budget of {limits.calls} calls of the optimiser's model and needs at least "
             f"{calls * FEWEST_PROPOSALS}: {calls} for each of {FEWEST_PROPOSALS} proposals. Raise the budget"
         )
-    return SpendingPlan(limits=limits, seed=val, proposal=proposal, final=final, calls=calls)
+    return SpendingPlan(limits=limits, seed=val, proposal=proposal, final=final, fewest=needed, calls=calls)
+
+
+def check_question(plan: SpendingPlan, prices: Prices, *, max_input: int, max_output: int, algorithm: str) -> None:
+    """Refuse a budget that has no room for one question to the optimiser's model; raises :class:`ConfigError`.
+
+    Args:
+        plan: With the limits, and the rollouts that have to be paid beside the question.
+        prices: For a budget in money.
+        max_input: The most tokens that the shortest question can be.
+        max_output: The most tokens that its answer can be.
+        algorithm: Its name, for the error.
+    """
+    limits, tokens = plan.limits, max_input + max_output
+    sizes = f"up to {max_input} tokens of the request and {max_output} of the answer"
+    if limits.tokens is not None and limits.tokens < tokens:
+        raise ConfigError(
+            f"{algorithm} has a budget of {limits.tokens} tokens, and one question to the optimiser's model takes "
+            f"{sizes}. Raise the budget, or lower optimizer.max_tokens"
+        )
+    cost = plan.fewest * prices.rollout + (max_input * prices.input + max_output * prices.output) / 1e6
+    if limits.money is not None and limits.money < cost:
+        raise ConfigError(
+            f"{algorithm} has a budget of {limits.money:g} in money and needs at least {cost:.6g}, for {plan.fewest} "
+            f"rollouts and one question to the optimiser's model ({sizes}). Raise the budget, give fewer validation "
+            "tasks, or lower optimizer.max_tokens"
+        )
