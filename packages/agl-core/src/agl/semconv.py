@@ -41,6 +41,7 @@ OBSERVATION_CONTENT = "agl.observation.content"
 MESSAGE = "agl.message"
 OBJECT = "agl.object"
 MODEL_VERSION = "agl.model_version"
+SPLIT_ARM = "agl.split.arm"
 
 OP_CHAT = "chat"
 OP_TEXT_COMPLETION = "text_completion"

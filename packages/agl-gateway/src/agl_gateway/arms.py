@@ -70,9 +70,9 @@ def with_versions(upstreams: Sequence[Upstream]) -> list[Upstream]:
     return list(found.values())
 
 
-def policy_of(target: Target) -> str:
+def policy_of(upstream: Upstream) -> str:
     """The policy's name, without the version."""
-    return target.upstream.name.partition("@")[0]
+    return upstream.name.partition("@")[0]
 
 
 class ArmRoutes:
@@ -91,7 +91,7 @@ class ArmRoutes:
             Problem: 503 when no upstream serves the version that the split chose.
         """
         pinned = await self._pins(rollout_id)
-        name = policy_of(target)
+        name = policy_of(target.upstream)
         version = pinned.resources.get(name, "")
         if not version:
             return Routed(target=target, arm=pinned.arm)
@@ -112,20 +112,17 @@ class ArmRoutes:
 
     async def _serving(self, name: str, version: str) -> tuple[Target, str] | None:
         """Who serves a version, and under which model name: who says so, else the backend that an LLM names."""
-        own = [target for target in self._targets if policy_of(target) == name]
+        own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:
                 return target, ""
-        if not own:
-            return None
         resource = await self._resource(name, version)
         if not isinstance(resource, LLM) or not resource.model:
             return None
         wanted = resource.endpoint.rstrip("/")
-        for target in own if not wanted else [*own, *self._targets]:
-            if wanted in ("", target.upstream.base_url.rstrip("/")):
-                return target, resource.model
-        return None
+        found = (target for target in own if wanted in ("", target.upstream.base_url.rstrip("/")))
+        target = next(found, None)
+        return None if target is None else (target, resource.model)
 
     async def _resource(self, name: str, version: str) -> Resource:
         key = (name, version)
@@ -159,5 +156,5 @@ class ArmRoutes:
 def _unserved(name: str, version: str) -> str:
     return (
         f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
-        "publish the version as an LLM whose endpoint is that of an upstream"
+        f"publish the version as an LLM whose endpoint is that of an upstream {name!r}"
     )

@@ -14,9 +14,12 @@ from agl.capture.token import AttemptTokens
 from agl.cli.context import manager_of
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
+from agl.experiment.split import Split, parse_split
 from agl_gateway.service import GatewayService, Settings
 
 _ENV = "AGL_TOKEN"
+_CLIENT_ENV = "AGL_CLIENT_TOKEN"
+_MIN_KEY = 16
 _WAKE_S = 0.2
 _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
@@ -32,6 +35,12 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     metavar="NAME=URL[,model=M][,key_env=VAR][,aliases=A|B][,trained=1][,version=V]",
     help="A model API to relay calls to; repeatable.",
 )
+@click.option(
+    "--split",
+    "split_text",
+    metavar="LABEL=SHARE,LABEL=SHARE",
+    help="Share of rollouts and conversations for each label's versions, the baseline first.",
+)
 @click.option("--token-file", type=click.Path(path_type=Path), help="Where the admin token is written.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.pass_context
@@ -41,20 +50,31 @@ def serve(
     host: str,
     port: int,
     upstreams: tuple[str, ...],
+    split_text: str | None,
     token_file: Path | None,
     timeout_s: float,
 ) -> None:
     """Serve a store and a gateway to other processes."""
     manager = manager_of(ctx)
     parsed = [parse_upstream(text) for text in upstreams]
+    split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
     settings = Settings(host=host, port=port, timeout_s=timeout_s)
     store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
 
     async def run() -> None:
-        service = GatewayService(store=store, upstreams=parsed, tokens=tokens, settings=settings, admin_key=admin_key)
-        await _serve(service, url, source)
+        service = GatewayService(
+            store=store,
+            upstreams=parsed,
+            tokens=tokens,
+            settings=settings,
+            admin_key=admin_key,
+            client_key=client_key_of(),
+            arms=True,
+            split=split,
+        )
+        await _serve(service, url, source, split)
 
     try:
         asyncio.run(run())
@@ -103,18 +123,28 @@ def admin_key_of(token_file: Path | None) -> tuple[str, str]:
             f"the admin token's file {path} cannot be made or read ({error}); choose another with --token-file, "
             f"or set {_ENV}"
         ) from error
-    if len(token) < 16:
-        raise ConfigError(f"the admin token in {path} is shorter than 16 characters; delete the file to get a new one")
+    if len(token) < _MIN_KEY:
+        raise ConfigError(
+            f"the admin token in {path} is shorter than {_MIN_KEY} characters; delete the file to get a new one"
+        )
     return token, str(path)
 
 
-async def _serve(service: GatewayService, store_url: str, token_source: str) -> None:
+def client_key_of() -> str:
+    """The key of clients that take part in conversations; ``""`` without one."""
+    key = os.environ.get(_CLIENT_ENV, "")
+    if key and len(key) < _MIN_KEY:
+        raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
+    return key
+
+
+async def _serve(service: GatewayService, store_url: str, token_source: str, split: Split | None) -> None:
     """Serve until a signal says stop; what is recorded is written before the end."""
     stopping = asyncio.Event()
     _on_signals(stopping)
     try:
         url = await service.start()
-        for line in _banner(service, url, store_url, token_source):
+        for line in [*_banner(service, url, store_url, token_source), *_split_banner(split, url), "stop with Ctrl-C"]:
             click.echo(line)
         while not stopping.is_set():
             await _wait(stopping)
@@ -158,5 +188,14 @@ def _banner(service: GatewayService, url: str, store_url: str, token_source: str
         f"  agents       OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<the attempt's token>",
         f"  policies     {policies}",
         f"  API          {url}/openapi.json, {url}/metrics, {url}/healthz, {url}/v1/traces (OTLP)",
-        "stop with Ctrl-C",
+    ]
+
+
+def _split_banner(split: Split | None, url: str) -> list[str]:
+    if split is None:
+        return []
+    shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
+    return [
+        f"  split        {shares}; the report is {url}/split, or: agl resources split {' '.join(split.shares)}",
+        f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<{_CLIENT_ENV}, or the admin token>",
     ]

@@ -14,6 +14,7 @@ failed because its user went away. So its calls are marked late, and its rewards
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, cast
@@ -21,6 +22,7 @@ from typing import Any, cast
 import msgspec
 
 from agl.contracts import RolloutQuery, Store
+from agl.errors import FencedError
 from agl.experiment.split import CONVERSATION, placement_of
 from agl.schemas import Dialect, Outcome, RetryPolicy, Rollout
 from agl_gateway.problems import Problem
@@ -84,13 +86,19 @@ class Conversations:
         arm = placement.arm if placement is not None else ""
         return Conversation(rollout_id=stored.rollout_id, attempt_id=stored.attempt_id or "", arm=arm)
 
+    def forget(self, conversation: str) -> None:
+        """Read it from the store again at its next call."""
+        self._known.pop(conversation, None)
+
     async def _finish(self, rollout: Rollout) -> Rollout:
         """Finish the rollout, whoever claimed it; what others queued meanwhile is finished with it."""
         claims = await self._store.claim(worker="gateway", limit=_SWEEP, lease_s=_LEASE_S, experiment=EXPERIMENT)
-        attempts = {claim.attempt.attempt_id for claim in claims}
-        if rollout.attempt_id is not None:
-            attempts.add(rollout.attempt_id)
-        await self._store.finish([Outcome(attempt_id=one, status="succeeded") for one in sorted(attempts)])
+        attempts = [claim.attempt.attempt_id for claim in claims]
+        if rollout.status == "running" and rollout.attempt_id is not None:
+            attempts.append(rollout.attempt_id)
+        for attempt_id in attempts:
+            with suppress(FencedError):  # its lease lapsed; it is queued again, and claimed in the next round
+                await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
         return (await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,))))[0]
 
 
@@ -100,10 +108,7 @@ def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -
     Raises:
         Problem: 400 where nothing says it, or the id is too long.
     """
-    given = headers.get(HEADER, "") or _in_metadata(body)
-    if len(given) > _MAX_ID:
-        raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
-    if given:
+    if given := conversation_id(headers, body):
         return given
     opening = _opening(body, dialect)
     if opening is None:
@@ -114,6 +119,14 @@ def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -
             code="conversation_unknown",
         )
     return f"opening-{blake2b(msgspec.json.encode(opening, order='sorted'), digest_size=16).hexdigest()}"
+
+
+def conversation_id(headers: Mapping[str, str], body: bytes) -> str:
+    """The id that the client gives, ``""`` if it gives none; raises a 400 :class:`Problem` if it is too long."""
+    given = headers.get(HEADER, "") or _in_metadata(body)
+    if len(given) > _MAX_ID:
+        raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
+    return given
 
 
 def _in_metadata(body: bytes) -> str:

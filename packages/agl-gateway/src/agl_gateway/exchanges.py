@@ -42,6 +42,7 @@ class Recorded:
     Attributes:
         start_ns: Unix nanoseconds at the request's last byte; ``end_ns`` at the response's last.
         want_ids: Whether token ids were asked for.
+        arm: The label of the split's arm that the rollout is in, ``""`` for none.
     """
 
     context: CallContext
@@ -52,6 +53,7 @@ class Recorded:
     model_version: str = ""
     provider: str = ""
     want_ids: bool = False
+    arm: str = ""
 
     @property
     def size(self) -> int:

@@ -7,6 +7,8 @@ from aiohttp import web
 
 from agl.capture.dialects import dialect_of
 from agl.capture.token import AttemptToken
+from agl.errors import StoreError
+from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
 from agl_gateway.relay import Relay
@@ -23,6 +25,7 @@ class Handler:
 
     Args:
         routes: Further routes, ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
+        conversations: Where calls without an attempt's token are recorded, if a split is served.
     """
 
     def __init__(
@@ -32,7 +35,9 @@ class Handler:
         identities: Identities,
         attempts: RunningAttempts,
         routes: dict[str, Handle] | None = None,
+        conversations: Conversations | None = None,
     ) -> None:
+        self._conversations = conversations
         self._relay = relay
         self._identities = identities
         self._attempts = attempts
@@ -51,6 +56,9 @@ class Handler:
             return await self._other(request)
         except Problem as problem:
             return problem_response(problem, dialect_of(path))
+        except StoreError as error:
+            problem = Problem(503, f"the gateway's store does not answer: {error}", is_retryable=True)
+            return problem_response(problem, dialect_of(path))
 
     async def _model_api(
         self, request: web.BaseRequest, endpoint: str, key: str, expected: tuple[str, str] | None
@@ -60,12 +68,14 @@ class Handler:
         claim = self._identities.verify(key)
         if endpoint == "/models":
             return self._models()
-        _check(claim, expected)
         if request.method != "POST":
             raise Problem(405, f"{request.path} takes POST, not {request.method}")
-        await self._attempts.require(claim)
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # MODEL_ENDPOINTS are the dialects' endpoints
+        if claim.scope != "attempt" and expected is None and self._conversations is not None:
+            return await self._relay.converse(request, self._conversations, dialect=dialect, endpoint=endpoint)
+        _check(claim, expected)
+        await self._attempts.require(claim)
         return await self._relay.relay(
             request,
             dialect=dialect,
@@ -103,7 +113,8 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
     if claim.scope != "attempt":
         raise Problem(
             401,
-            "model calls need an attempt's token, so that they are recorded somewhere; this is an admin token",
+            f"model calls need an attempt's token, so that they are recorded somewhere; this is the {claim.scope} "
+            "token, which calls models at /v1 where a split is served (agl serve --split)",
             code="invalid_api_key",
         )
     if expected is not None and expected != (claim.rollout_id, claim.attempt_id):

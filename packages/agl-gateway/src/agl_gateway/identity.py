@@ -14,6 +14,7 @@ _CACHE_SIZE = 10_000
 
 
 _ADMIN = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="admin")
+_CLIENT = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="client")
 
 
 def key_of(headers: Mapping[str, str]) -> str:
@@ -27,12 +28,13 @@ def key_of(headers: Mapping[str, str]) -> str:
 class Identities:
     """Verifies tokens; remembers the ones that were good, because a signature costs more than a lookup.
 
-    ``admin_key`` is a key of any form that counts as an admin token, ``""`` for none.
+    ``admin_key`` is a key of any form that counts as an admin token, ``client_key`` one that may take part in
+    conversations of a split and nothing else; ``""`` for none.
     """
 
-    def __init__(self, tokens: AttemptTokens, *, admin_key: str = "") -> None:
+    def __init__(self, tokens: AttemptTokens, *, admin_key: str = "", client_key: str = "") -> None:
         self._tokens = tokens
-        self._admin_key = admin_key.encode()
+        self._keys = {_ADMIN: admin_key.encode(), _CLIENT: client_key.encode()}
         self._known: OrderedDict[str, AttemptToken] = OrderedDict()
 
     def verify(self, key: str) -> AttemptToken:
@@ -48,8 +50,9 @@ class Identities:
                 "or the base URL that carries it",
                 code="invalid_api_key",
             )
-        if self._admin_key and hmac.compare_digest(key.encode(), self._admin_key):
-            return _ADMIN
+        for claim, known in self._keys.items():
+            if known and hmac.compare_digest(key.encode(), known):
+                return claim
         try:
             claim = self._tokens.verify(key, now=now)
         except TokenError as error:

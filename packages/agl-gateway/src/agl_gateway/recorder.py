@@ -7,7 +7,8 @@ filling the memory. Parsing yields to the event loop after every exchange, so th
 import asyncio
 import logging
 from collections import Counter, deque
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 
 from agl.contracts import Store
 from agl.errors import CaptureError, NotFoundError, StoreError
@@ -48,6 +49,8 @@ class Recorder:
         self._room.set()
         self._hurry = asyncio.Event()
         self._settling = 0
+        self._put = 0
+        self._done = 0
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self.lost = 0
@@ -79,14 +82,27 @@ class Recorder:
         """Wait until there is room for one more exchange."""
         await self._room.wait()
 
-    def put(self, recorded: Recorded) -> None:
-        """Queue an exchange; never blocks."""
+    def put(self, recorded: Recorded) -> int:
+        """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
+        self._put += 1
         self._pending[recorded.context.attempt_id] += 1
         self._queue.append(recorded)
         self._bytes += recorded.size
         if len(self._queue) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
             self._room.clear()
         self._work.set()
+        return self._put
+
+    async def written(self, number: int, attempt_id: str) -> None:
+        """Return once the exchange of that number, of that attempt, is in the store.
+
+        Raises:
+            CaptureError: The store refused it, or another one of the attempt.
+        """
+        with self._in_a_hurry():
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._done >= number)
+        self._raise_failure(attempt_id)
 
     def stream_opened(self, attempt_id: str) -> None:
         """A streamed answer has begun; :meth:`settle` gives it a moment to end."""
@@ -108,14 +124,23 @@ class Recorder:
         Raises:
             CaptureError: The store refused some of them.
         """
+        with self._in_a_hurry():
+            await self._wait_written(attempt_id)
+        self._raise_failure(attempt_id)
+
+    @contextmanager
+    def _in_a_hurry(self) -> Generator[None]:
+        """Somebody waits: no batch is left to grow."""
         self._settling += 1
         self._hurry.set()
         try:
-            await self._wait_written(attempt_id)
+            yield
         finally:
             self._settling -= 1
             if not self._settling and not self._is_stopping:
                 self._hurry.clear()
+
+    def _raise_failure(self, attempt_id: str) -> None:
         failure = self._failures.pop(attempt_id, "")
         if failure:
             raise CaptureError(
@@ -162,6 +187,7 @@ class Recorder:
         if len(self._queue) < _MAX_QUEUED and self._bytes < _MAX_BYTES:
             self._room.set()
         async with self._changed:
+            self._done += len(batch)
             for recorded in batch:
                 self._count_down(recorded.context.attempt_id)
             self._changed.notify_all()

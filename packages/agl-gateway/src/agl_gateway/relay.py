@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
 from agl.capture.dialects import Exchange, head_of, prepare_body
 from agl.contracts import Upstream
+from agl.errors import CaptureError
 from agl.schemas import Dialect
+from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import read_body
+from agl_gateway.conversations import Conversation, Conversations, conversation_of
 from agl_gateway.exchanges import CallContext, Recorded, RequestIds, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.problems import Problem, problem_body, problem_response
@@ -44,13 +48,42 @@ class _Call:
     first_byte: float = 0.0
     is_streamed: bool = False
     is_recorded: bool = False
+    arm: str = ""
+    model: str = ""
+    conversation: Conversation | None = None
+    number: int = 0
+    is_lost: bool = False
+
+    def headers_of_gateway(self) -> dict[str, str]:
+        """What the client is told beside the backend's headers."""
+        return {} if self.conversation is None else self.conversation.headers()
+
+
+def _call(dialect: Dialect, endpoint: str, body: bytes, context: CallContext) -> _Call:
+    return _Call(
+        dialect=dialect,
+        endpoint=endpoint,
+        body=body,
+        context=context,
+        start_ns=time.time_ns(),
+        started=time.perf_counter(),
+    )
 
 
 class Relay:
     """Relays model calls and hands what it saw to the recorder. Used in one event loop only."""
 
-    def __init__(self, *, router: Router, recorder: Recorder, session: aiohttp.ClientSession, max_body: int) -> None:
+    def __init__(
+        self,
+        *,
+        router: Router,
+        recorder: Recorder,
+        session: aiohttp.ClientSession,
+        max_body: int,
+        arms: ArmRoutes | None = None,
+    ) -> None:
         self.router = router
+        self._arms = arms
         self.gates = {
             name: Gate(model=target.upstream.model, model_version=target.upstream.model_version)
             for name, target in router.targets.items()
@@ -66,28 +99,43 @@ class Relay:
         """Answer one model call of an attempt that was checked before."""
         await self._recorder.admit()
         body = await read_body(request, limit=self._max_body)
-        call = _Call(
-            dialect=dialect,
-            endpoint=endpoint,
-            body=body,
-            context=context_of(rollout_id, attempt_id, request.headers, body, self._request_ids),
-            start_ns=time.time_ns(),
-            started=time.perf_counter(),
-        )
+        context = context_of(rollout_id, attempt_id, request.headers, body, self._request_ids)
+        return await self._answer(request, _call(dialect, endpoint, body, context))
+
+    async def converse(
+        self, request: web.BaseRequest, conversations: Conversations, *, dialect: Dialect, endpoint: str
+    ) -> web.StreamResponse:
+        """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
+        await self._recorder.admit()
+        body = await read_body(request, limit=self._max_body)
+        name = conversation_of(request.headers, body, dialect)
+        found = await conversations.open(name)
+        context = context_of(found.rollout_id, found.attempt_id, request.headers, body, self._request_ids)
+        call = _call(dialect, endpoint, body, context)
+        call.conversation = found
+        reply = await self._answer(request, call)
+        if call.is_lost:
+            conversations.forget(name)
+        return reply
+
+    async def _answer(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
         try:
             return await self._route(request, call)
         except Problem as problem:
-            self._record(call, problem_body(problem, dialect), status=problem.status, error=str(problem))
-            return problem_response(problem, dialect)
+            self._record(call, problem_body(problem, call.dialect), status=problem.status, error=str(problem))
+            reply = problem_response(problem, call.dialect)
+            reply.headers.update(call.headers_of_gateway())
+            return reply
 
     async def _route(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
         head = head_of(call.body)
         if head is None:
             raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
         names = () if call.dialect == "embeddings" else call.context.names
-        target = call.target = self.router.choose(head.model_name, names=names)
+        target = call.target = await self._target(call, self.router.choose(head.model_name, names=names))
         gate = self.gates[target.upstream.name]
-        call.model_version = await gate.enter()
+        version = await gate.enter()
+        call.model_version = call.model_version or version
         try:
             return await self._send(request, call, target)
         except asyncio.CancelledError:
@@ -96,10 +144,18 @@ class Relay:
         finally:
             gate.leave()
 
+    async def _target(self, call: _Call, target: Target) -> Target:
+        """The upstream of the rollout's arm, where a split placed it; ``target`` otherwise."""
+        if self._arms is None:
+            return target
+        routed = await self._arms.route(target, call.context.rollout_id)
+        call.arm, call.model, call.model_version = routed.arm, routed.model, routed.version
+        return routed.target
+
     async def _send(self, request: web.BaseRequest, call: _Call, target: Target) -> web.StreamResponse:
         """Ask the rollout's own server, and the policy's others while those before them do not answer."""
         upstream = target.upstream
-        model = self.gates[upstream.name].model
+        model = call.model or self.gates[upstream.name].model
         body = prepare_body(call.dialect, call.body, want_ids=upstream.is_trained, model=model or None)
         headers = request_headers(request.headers, target, call.dialect)
         *firsts, last = target.urls(call.context.rollout_id, call.endpoint, request.query_string)
@@ -139,13 +195,14 @@ class Relay:
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise problem_of(error, url) from error
         self._record(call, body, status=response.status)
-        return web.Response(body=body, status=response.status, headers=reply_headers(response.headers))
+        await self._keep(call)
+        return web.Response(body=body, status=response.status, headers=self._reply_headers(call, response))
 
     async def _stream(
         self, request: web.BaseRequest, call: _Call, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         call.is_streamed = True
-        reply = web.StreamResponse(status=response.status, headers=reply_headers(response.headers))
+        reply = web.StreamResponse(status=response.status, headers=self._reply_headers(call, response))
         attempt_id = call.context.attempt_id
         chunks: list[bytes] = []
         self._recorder.stream_opened(attempt_id)
@@ -161,9 +218,24 @@ class Relay:
         if error:
             _hang_up(request)
             return reply
+        await self._keep(call)
         with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
             await reply.write_eof()
         return reply
+
+    def _reply_headers(self, call: _Call, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+        headers = reply_headers(response.headers)
+        headers.update(call.headers_of_gateway())
+        return headers
+
+    async def _keep(self, call: _Call) -> None:
+        """Wait until a conversation's call is in the store: no end of an attempt waits for it later."""
+        if call.conversation is None:
+            return
+        try:
+            await self._recorder.written(call.number, call.context.attempt_id)
+        except CaptureError:
+            call.is_lost = True  # the recorder has logged and counted it; the client shall have its answer
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
         """Queue the call for the store; only the first time, for a cancelled stream passes here twice."""
@@ -189,15 +261,16 @@ class Relay:
             error=error,
         )
         upstream = call.target.upstream if call.target else _NO_UPSTREAM
-        self._recorder.put(
+        call.number = self._recorder.put(
             Recorded(
                 context=call.context,
                 exchange=exchange,
                 start_ns=call.start_ns,
                 end_ns=call.start_ns + int(latency_s * 1e9),
-                policy=upstream.name,
+                policy=policy_of(upstream),
                 model_version=call.model_version,
                 want_ids=upstream.is_trained,
+                arm=call.arm,
             )
         )
 

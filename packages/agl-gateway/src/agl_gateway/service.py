@@ -9,6 +9,9 @@ from aiohttp import web
 from agl.capture.token import AttemptTokens
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
+from agl.experiment.split import Split, check_labels
+from agl_gateway.arms import ArmRoutes, with_versions
+from agl_gateway.conversations import Conversations
 from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.handler import Handle, Handler
 from agl_gateway.identity import Identities, RunningAttempts
@@ -16,6 +19,8 @@ from agl_gateway.metrics import SpanRate
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.routing import Router
+from agl_gateway.split_api import RESOURCES, SplitApi
+from agl_gateway.splitter import Splitter
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
 from agl_gateway.traces_api import TracesApi
@@ -44,7 +49,13 @@ class Settings:
 
 
 class GatewayService:
-    """Everything that one gateway runs. Construct and use it in one event loop."""
+    """Everything that one gateway runs. Construct and use it in one event loop.
+
+    Args:
+        admin_key: Counts as an admin token; ``client_key`` as one for conversations only.
+        arms: Whether calls of rollouts that a split placed go to the version of their arm.
+        split: What is queued here, and conversations, are placed by it; implies ``arms``.
+    """
 
     def __init__(
         self,
@@ -54,11 +65,16 @@ class GatewayService:
         tokens: AttemptTokens,
         settings: Settings,
         admin_key: str = "",
+        client_key: str = "",
+        arms: bool = False,
+        split: Split | None = None,
     ) -> None:
         self._settings = settings
         self.store = store
         self.tokens = tokens
-        self.router = Router(upstreams)
+        self.router = Router(with_versions(upstreams))
+        self._splitter = Splitter(store, split) if split is not None else None
+        self._arms = ArmRoutes(store, self.router) if arms or split is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate)
@@ -68,15 +84,33 @@ class GatewayService:
             on_changes=(self.attempts.on_changes, self._queue.on_changes),
             on_gap=self.attempts.forget,
         )
-        self.identities = Identities(tokens, admin_key=admin_key)
+        self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
-        self.relay = Relay(router=self.router, recorder=self.recorder, session=self.session, max_body=settings.max_body)
+        self.relay = Relay(
+            router=self.router,
+            recorder=self.recorder,
+            session=self.session,
+            max_body=settings.max_body,
+            arms=self._arms,
+        )
         self._runner: web.ServerRunner | None = None
         self.url = ""
 
     async def start(self) -> str:
-        """Listen; returns the base URL. Raises :class:`ConfigError` when the port is taken."""
-        handler = Handler(relay=self.relay, identities=self.identities, attempts=self.attempts, routes=self._routes())
+        """Listen; returns the base URL.
+
+        Raises:
+            ConfigError: The port is taken, or the split's labels name nothing that can be served.
+        """
+        await self._check_split()
+        conversations = Conversations(self.store, self._splitter) if self._splitter is not None else None
+        handler = Handler(
+            relay=self.relay,
+            identities=self.identities,
+            attempts=self.attempts,
+            routes={**self._routes(), **self._split_routes(conversations)},
+            conversations=conversations,
+        )
         self.recorder.start()
         cursor = await self.store.cursor()
         await self._queue.load()
@@ -111,6 +145,7 @@ class GatewayService:
             rate=rate,
             settle=self.recorder.settle,
             max_body=self._settings.max_body,
+            splitter=self._splitter,
         )
         traces = TracesApi(store=store, identities=identities, rate=rate)
         status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
@@ -121,6 +156,20 @@ class GatewayService:
             "GET /healthz": status.health,
             "GET /openapi.json": status.openapi,
         }
+
+    def _split_routes(self, conversations: Conversations | None) -> dict[str, Handle]:
+        if self._splitter is None or conversations is None:
+            return {}
+        api = SplitApi(
+            store=self.store, splitter=self._splitter, conversations=conversations, identities=self.identities
+        )
+        return {"GET /split": api.report, f"GET {RESOURCES}*": api.resource}
+
+    async def _check_split(self) -> None:
+        if self._splitter is None or self._arms is None:
+            return
+        await check_labels(self.store, self._splitter.split.shares)
+        await self._arms.check(await self._splitter.pins())
 
     def _server(self, handler: Handler) -> web.Server:
         return web.Server(

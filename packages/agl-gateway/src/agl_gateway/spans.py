@@ -21,7 +21,11 @@ def spans_of(recorded: Recorded) -> list[Span]:
         want_ids=recorded.want_ids,
     )
     context = recorded.context
-    about: dict[str, Json] = {semconv.CALLER: list(context.names), semconv.USER_AGENT: context.client}
+    about: dict[str, Json] = {
+        semconv.CALLER: list(context.names),
+        semconv.USER_AGENT: context.client,
+        semconv.SPLIT_ARM: recorded.arm,
+    }
     return chat_spans(
         calls,
         rollout_id=context.rollout_id,

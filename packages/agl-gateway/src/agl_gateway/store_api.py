@@ -20,6 +20,7 @@ from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, s
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.problems import Problem
+from agl_gateway.splitter import Splitter
 
 MSGPACK = "application/msgpack"
 JSON = "application/json"
@@ -41,6 +42,7 @@ class StoreApi:
     Args:
         settle: Waits until the answered calls of an attempt are in the store; asked before the attempt is decided
             or its spans are read, because the worker that does so cannot ask the gateway itself.
+        splitter: Places what is queued in the arms of a split, if one is served.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class StoreApi:
         rate: SpanRate,
         settle: Callable[[str], Awaitable[None]],
         max_body: int,
+        splitter: Splitter | None = None,
     ) -> None:
         self._store = store
+        self._enqueue = splitter.enqueue if splitter is not None else store.enqueue
         self._settle = settle
         self._identities = identities
         self._rate = rate
@@ -82,7 +86,7 @@ class StoreApi:
         method = METHODS.get(name)
         if method is None:
             raise Problem(404, f"the store has no method {name!r}; it has {', '.join(METHODS)}")
-        if claim.scope != "admin" and name != "append_spans":
+        if claim.scope != "admin" and (name != "append_spans" or claim.scope != "attempt"):
             raise Problem(403, f"an attempt's token may append spans to its own attempt; {name!r} needs an admin token")
         params = self._params(method, codec, await read_body(request, limit=self._max_body))
         if claim.scope != "admin":
@@ -91,7 +95,8 @@ class StoreApi:
         for attempt_id in _settled_first(name, params):
             await self._settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
-        result = await getattr(self._store, name)(*positional, **params)
+        method_of_store = self._enqueue if name == "enqueue" else getattr(self._store, name)
+        result = await method_of_store(*positional, **params)
         self._rate.add(spans)
         return codec.encode(result)
 

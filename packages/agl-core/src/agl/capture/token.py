@@ -19,7 +19,7 @@ from agl.errors import TokenError
 __all__ = ["PREFIX", "AttemptToken", "AttemptTokens", "TokenScope", "load_secret", "redact"]
 
 PREFIX = "agl_"
-TokenScope = Literal["attempt", "admin"]
+TokenScope = Literal["attempt", "admin", "client"]
 
 _MAX_LENGTH = 1024
 _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
@@ -29,9 +29,10 @@ class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a verified token says.
 
     Attributes:
-        rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for ``admin``.
+        rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for the others.
         expires_at: Unix seconds after which it is refused.
-        scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API.
+        scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API;
+            ``client`` may call models in conversations of its own, where a split is served.
     """
 
     rollout_id: str

@@ -1,0 +1,66 @@
+"""``GET /split``: what the arms earned. ``GET /split/resources/NAME``: the version that the caller's arm has."""
+
+import msgspec
+from aiohttp import web
+
+from agl.cli.split_report import split_report
+from agl.contracts import RolloutQuery, Store
+from agl.experiment.split import placement_of
+from agl.schemas import Rollout
+from agl_gateway.conversations import HEADER, Conversation, Conversations, conversation_id
+from agl_gateway.identity import Identities, key_of
+from agl_gateway.problems import Problem
+from agl_gateway.splitter import Splitter
+
+RESOURCES = "/split/resources/"
+
+
+class SplitApi:
+    """Says what the split does."""
+
+    def __init__(
+        self, *, store: Store, splitter: Splitter, conversations: Conversations, identities: Identities
+    ) -> None:
+        self._store = store
+        self._split = splitter.split
+        self._conversations = conversations
+        self._identities = identities
+
+    async def report(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The report of ``agl resources split`` as JSON; it reads every placed rollout, so ask for it now and then."""
+        if self._identities.verify(key_of(request.headers)).scope != "admin":
+            raise Problem(403, "the report of the split needs the admin token")
+        report = await split_report(self._store, list(self._split.shares))
+        answer = {"shares": self._split.shares, **msgspec.structs.asdict(report)}
+        return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
+
+    async def resource(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One resource, as the arm of the caller's rollout or conversation has it."""
+        name = request.path.removeprefix(RESOURCES)
+        rollout, headers = await self._caller(request)
+        version = rollout.resources.get(name)
+        if version is None:
+            raise Problem(
+                404,
+                f"rollout {rollout.rollout_id!r} has no version of {name!r}; it has {rollout.resources or 'none'}: "
+                f"give {name!r} the label {self._split.baseline!r}, and start a new rollout or conversation",
+            )
+        found = await self._store.resource(name, version)
+        return web.Response(body=msgspec.json.encode(found), content_type="application/json", headers=headers)
+
+    async def _caller(self, request: web.BaseRequest) -> tuple[Rollout, dict[str, str]]:
+        claim = self._identities.verify(key_of(request.headers))
+        if claim.scope == "attempt":
+            rollout = await self._rollout(claim.rollout_id)
+            placement = placement_of(rollout)
+            arm = placement.arm if placement is not None else ""
+            caller = Conversation(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id, arm=arm)
+            return rollout, caller.headers()
+        conversation = conversation_id(request.headers, b"")
+        if not conversation:
+            raise Problem(400, f"who asks? send an attempt's token, or the conversation's id in the header {HEADER}")
+        caller = await self._conversations.open(conversation)
+        return await self._rollout(caller.rollout_id), caller.headers()
+
+    async def _rollout(self, rollout_id: str) -> Rollout:
+        return (await self._store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
