@@ -152,5 +152,10 @@ class CpuPlatform(PlatformBase):
         return None
 
 
-if os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME:
+def register() -> None:
+    """Tell VERL of the platform; may be called again."""
     PlatformRegistry.register(platform=NAME)(CpuPlatform)
+
+
+if os.environ.get("VERL_PLATFORM", "").strip().lower() == NAME:
+    register()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from agl import AlgorithmEntry, hookimpl
+from agl import AlgorithmEntry, PolicyEntry, hookimpl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -15,7 +15,18 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
     """VERL's policy-gradient training, configured by VERL's own keys."""
     yield AlgorithmEntry(
         name="verl",
-        factory="agl_algo_verl.inproc:VERL",
+        factory="agl_algo_verl.engines:make",
         summary="policy gradients with VERL's engine, losses and advantages (GRPO, RLOO, REINFORCE++, GSPO)",
         tunes=("weights",),
+    )
+
+
+@hookimpl
+def agl_policies() -> Iterable[PolicyEntry]:
+    """What stands in front of VERL's replicas."""
+    yield PolicyEntry(
+        name="verl",
+        factory="agl_algo_verl.policy:VerlPolicy",
+        summary='one address for the replicas of VERL\'s trainer (engine = "ray"), and for a policy here without them',
+        trains=True,
     )

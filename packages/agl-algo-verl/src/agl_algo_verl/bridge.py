@@ -1,0 +1,83 @@
+"""Between VERL's trainer, which decides when a step begins, and agl, which runs the agents: a Ray actor and its words.
+
+VERL's agent loop manager asks for the rollouts of a step and waits; agl takes the question, runs the agents against
+the addresses in it, and answers with the rows to train.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = "agl_bridge"
+"""The actor's Ray name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """VERL is ready for a step.
+
+    Attributes:
+        step: VERL's count, from 1.
+        addresses: Where the current weights serve, `host:port` each.
+    """
+
+    step: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The rows of a step.
+
+    Attributes:
+        rows: What to train.
+        temperature: At which all of them were drawn.
+        rollouts: What a loss that is a mean over sequences divides by; 0 for a loss that is a mean over tokens.
+    """
+
+    rows: tuple[AnswerRow, ...]
+    temperature: float
+    rollouts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerRow:
+    """One row; `ids` int64 [T]; `mask` int64, `advantages` and `logprobs` float32 [R], the last R of its tokens.
+
+    `group` is the row's place among the step's tasks, `rollout` that of its rollout within the group and `part` its
+    own within the rollout.
+    """
+
+    group: int
+    rollout: int
+    part: int
+    ids: Tensor
+    mask: Tensor
+    advantages: Tensor
+    logprobs: Tensor
+
+
+class Bridge:
+    """One question at a time; run it as a Ray actor."""
+
+    def __init__(self) -> None:
+        self._questions: asyncio.Queue[Question] = asyncio.Queue()
+        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+
+    async def ask(self, question: Question) -> Answer:
+        """VERL's side: wait for the answer."""
+        await self._questions.put(question)
+        return await self._answers.get()
+
+    async def question(self) -> Question:
+        """agl's side: wait for a question."""
+        return await self._questions.get()
+
+    async def answer(self, answer: Answer) -> None:
+        """agl's side: give the rows."""
+        await self._answers.put(answer)

@@ -1,0 +1,25 @@
+"""The algorithm `verl`, by the engine that it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agl.errors import ConfigError
+
+ENGINES = ("inproc", "ray")
+
+
+def make(*, engine: str = "inproc", threads: int = 0, keep: int = 2, **config: Any) -> Any:
+    """Return the algorithm: `inproc` trains in this process, `ray` with VERL's trainer on a Ray cluster.
+
+    Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.
+    """
+    if engine == "inproc":
+        from agl_algo_verl.inproc import VERL
+
+        return VERL(threads=threads, keep=keep, **config)
+    if engine == "ray":
+        from agl_algo_verl.ray_engine import RayVERL
+
+        return RayVERL(threads=threads, keep=keep, **config)
+    raise ConfigError(f"verl got engine = {engine!r}; use one of: {', '.join(ENGINES)}.")

@@ -1,0 +1,152 @@
+"""The policy `verl`: one address for the weights that VERL trains, whoever serves them at the moment.
+
+While VERL's cluster runs, its replicas serve, and the algorithm says where (`attach`). Before and after, as during
+another algorithm's turn or the last validation, the policy named by `home` serves here; it is started when the first
+call comes, so that it takes no memory from VERL. Both give token ids and log-probabilities.
+
+Everything that changes belongs to one event loop in a thread of its own, so that a busy agent delays nobody's answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+from agl import PluginManager
+from agl.errors import ConfigError, PolicyError
+from agl.schemas import LLM, ResourceVersion, Weights
+from agl_algo_verl.relay import Backend, Relay
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    from agl.contracts import Policy
+
+
+class VerlPolicy:
+    """The role `Policy` in front of VERL's replicas.
+
+    Args:
+        name: The policy's name, which is also the model name that requests give.
+        model: Directory or hub name of the weights to start from.
+        home: The policy that serves while no cluster does, and must take weights.
+        host: Interface to listen on.
+        port: Port; 0 for a free one.
+        params: Parameters of `home`, such as `threads`.
+    """
+
+    def __init__(
+        self, *, name: str, model: str, home: str = "torch", host: str = "127.0.0.1", port: int = 0, **params: Any
+    ) -> None:
+        if home == "verl":
+            raise ConfigError(f'policy {name!r}: home = "verl" would serve through itself; use "torch" or "vllm"')
+        self.name = name
+        self._model, self._home_name, self._params = model, home, params
+        self._host, self._port = host, port
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agl-verl-policy", daemon=True)
+        self._relay = Relay(self._backend)
+        self._lock = asyncio.Lock()
+        self._replicas: Backend | None = None
+        self._home: Policy | None = None
+        self._home_llm: LLM | None = None
+        self._live: ResourceVersion | None = None
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Always: VERL's replicas and `torch` give them."""
+        return True
+
+    @property
+    def model_version(self) -> str:
+        """Version of the weights that serve now."""
+        return self._live.version if self._live else ""
+
+    def resource(self) -> Weights:
+        """The weights to start from, by their place."""
+        return Weights(uri=self._model)
+
+    async def start(self) -> LLM:
+        """Listen; raises PolicyError when the port is taken."""
+        if self._thread.is_alive():
+            raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
+        self._thread.start()
+        try:
+            port = await self._there(self._relay.start(self._host, self._port))
+        except OSError as error:
+            raise PolicyError(
+                f"the policy {self.name!r} cannot listen on {self._host}:{self._port} ({error}); "
+                "give another port, or 0"
+            ) from error
+        return LLM(endpoint=f"http://{self._host}:{port}/v1", model=self.name)
+
+    async def stop(self) -> None:
+        """Stop serving; idempotent."""
+        if not self._thread.is_alive():
+            return
+        await self._there(self._relay.stop())
+        await self._there(self._leave_home())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def load(self, version: ResourceVersion) -> None:
+        """Serve these weights; replicas of VERL have them already, for VERL handed them over itself."""
+        if not isinstance(version.resource, Weights):
+            raise ConfigError(
+                f"the policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
+                f"{type(version.resource).__name__}; let an algorithm that trains weights tune it"
+            )
+        await self._there(self._load(version))
+
+    async def attach(self, addresses: Sequence[str], *, model: str) -> None:
+        """Send calls to VERL's replicas from now on, `host:port` each, which know the model as `model`."""
+        await self._there(self._attach(Backend(urls=tuple(f"http://{a}/v1" for a in addresses), model=model)))
+
+    async def detach(self) -> None:
+        """Send calls home from now on; idempotent."""
+        await self._there(self._attach(None))
+
+    def counts(self) -> dict[str, int]:
+        """Calls that replicas answered, and calls that went to another because one could not be reached."""
+        relay = self._relay
+        return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
+
+    async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _load(self, version: ResourceVersion) -> None:
+        async with self._lock:
+            self._live = version
+            if self._home is not None:
+                await self._home.load(version)
+
+    async def _attach(self, replicas: Backend | None) -> None:
+        async with self._lock:
+            self._replicas = replicas
+        if replicas is not None:
+            await self._leave_home()
+
+    async def _leave_home(self) -> None:
+        async with self._lock:
+            home, self._home, self._home_llm = self._home, None, None
+        if home is not None:
+            await home.stop()
+
+    async def _backend(self) -> Backend:
+        async with self._lock:
+            if self._replicas is not None:
+                return self._replicas
+            if self._home_llm is None:
+                self._home_llm = await self._start_home()
+            return Backend(urls=(self._home_llm.endpoint,), model=self._home_llm.model)
+
+    async def _start_home(self) -> LLM:
+        manager = PluginManager.from_environment()
+        home: Policy = manager.build(manager.policy(self._home_name), name=self.name, model=self._model, **self._params)
+        llm = await home.start()
+        if self._live is not None:
+            await home.load(self._live)
+        self._home = home
+        return llm

@@ -1,0 +1,192 @@
+"""A Ray cluster with VERL's trainer on it, seen from the experiment: start, wait for a question, answer, stop.
+
+All calls that start or stop Ray run in one thread of this object's own. Ray's processes are children of that thread
+and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from agl.errors import AglError, ConfigError
+from agl_algo_verl.bridge import NAME, Bridge
+from agl_algo_verl.runtime import check_version
+from agl_algo_verl.typed import verl_part
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from agl_algo_verl.bridge import Answer, Question
+    from agl_algo_verl.ray_keys import RaySettings
+
+LOGICAL_CPUS = 16
+"""CPUs that a cluster on one machine without GPUs claims to have: its actors ask for one each and mostly wait."""
+
+STORE_MB = 256
+"""Shared memory of such a cluster, in MiB."""
+
+
+STARTS = 3
+"""Times that Ray may start: it gives its own processes 30 seconds, too few on a machine that is busy."""
+
+_log = logging.getLogger(__name__)
+
+
+class Cluster:
+    """VERL's trainer on Ray.
+
+    Args:
+        read: The configuration as it was read.
+        environment: Variables of every process.
+    """
+
+    def __init__(self, read: RaySettings, *, environment: Mapping[str, str]) -> None:
+        self._read, self._environment = read, dict(environment)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-ray")
+        self._bridge: Any = None
+        self._runner: Any = None
+        self._run: asyncio.Future[None] | None = None
+
+    async def start(self, config: Callable[[], Any]) -> None:
+        """Start Ray, or attach to it, and let VERL's trainer run on the configuration that `config` makes.
+
+        Raises ConfigError when Ray cannot start or the cluster has too few GPUs.
+        """
+        reference = await self._in_thread(lambda: self._launch(config))
+        self._run = asyncio.wrap_future(reference.future())
+
+    async def question(self) -> Question | None:
+        """Return VERL's next question, or None once its trainer has taken its last step.
+
+        Raises AglError with what ended VERL's trainer.
+        """
+        return await self._unless_over(asyncio.wrap_future(self._bridge.question.remote().future()))
+
+    async def answer(self, answer: Answer) -> None:
+        """Give the rows of a step."""
+        await asyncio.wrap_future(self._bridge.answer.remote(answer).future())
+
+    async def stop(self) -> None:
+        """End VERL's trainer, and Ray where it was started here; idempotent."""
+        run, self._run = self._run, None
+        await self._in_thread(self._shut_down)
+        if run is not None:
+            run.cancel()
+            with contextlib.suppress(BaseException):
+                await run
+
+    def close(self) -> None:
+        """End the thread; after `stop`."""
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _unless_over(self, wanted: asyncio.Future[Any]) -> Any:
+        run = self._run
+        if run is None:
+            raise AglError("VERL's trainer is not running; this is a defect of agl-algo-verl")
+        await asyncio.wait({wanted, run}, return_when=asyncio.FIRST_COMPLETED)
+        if wanted.done():
+            return wanted.result()
+        wanted.cancel()
+        error = run.exception()
+        if error is not None:
+            raise AglError(f"VERL's trainer on Ray ended with an error: {_told(error)}") from error
+        return None
+
+    def _launch(self, config: Callable[[], Any]) -> Any:
+        check_version()
+        ray: Any = verl_part("importlib:import_module")("ray")
+        for name in (
+            "VERL_PLATFORM",
+            "VERL_ENGINE_DEVICE",
+            "VERL_LOGGING_LEVEL",
+        ):  # VERL reads them when it is imported, here as well
+            if name in self._environment:
+                os.environ.setdefault(name, self._environment[name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # VERL warns of every engine that is not installed
+            composed = config()
+            runner = verl_part("verl.trainer.main_ppo:TaskRunnerV1")
+            own = verl_part("verl.trainer.constants_ppo:get_ppo_ray_runtime_env")(composed)
+        own["env_vars"] = {**own.get("env_vars", {}), **self._environment, "TRANSFER_QUEUE_ENABLE": "1"}
+        self._init(ray, own)
+        self._check_resources(ray)
+        self._bridge = ray.remote(Bridge).options(name=NAME, num_cpus=0, max_concurrency=8).remote()
+        self._runner = runner.remote()
+        return self._runner.run.remote(composed)
+
+    def _init(self, ray: Any, runtime_env: dict[str, Any]) -> None:
+        given = dict(self._read.ray_init)
+        mine = given.pop("runtime_env", {})
+        runtime_env |= {**mine, "env_vars": {**runtime_env["env_vars"], **mine.get("env_vars", {})}}
+        defaults: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if not given.get("address"):
+            defaults["include_dashboard"] = False
+            defaults |= _small(self._read.ranks) if self._read.is_cpu else {}
+        arguments = {**defaults, **given, "runtime_env": runtime_env}
+        before = set(psutil.Process().children())
+        for attempt in range(1, STARTS + 1):
+            try:
+                ray.init(**arguments)
+                return
+            except Exception as error:
+                ray.shutdown()
+                _end(set(psutil.Process().children()) - before)  # Ray forgets those of a start that failed
+                if attempt < STARTS and "timed out during startup" in str(error):
+                    _log.warning("Ray's processes did not start in time; starting them again (%d)", attempt)
+                    continue
+                raise ConfigError(
+                    f"Ray cannot start with ray_kwargs.ray_init = {self._read.ray_init}: {_told(error)} "
+                    "Without an address it starts a cluster here; with one, a cluster must listen there: ray status."
+                ) from error
+
+    def _check_resources(self, ray: Any) -> None:
+        found = int(ray.cluster_resources().get("GPU", 0))
+        if found < self._read.ranks:
+            raise ConfigError(
+                f"trainer.nnodes x trainer.n_gpus_per_node is {self._read.ranks}, and the Ray cluster has {found} "
+                "GPUs. Lower them, or start Ray where the GPUs are (ray start --num-gpus)."
+            )
+
+    def _shut_down(self) -> None:
+        ray: Any = verl_part("importlib:import_module")("ray")
+        for actor in (self._runner, self._bridge):
+            if actor is not None:
+                with contextlib.suppress(Exception):  # it may be gone already
+                    ray.kill(actor)
+        self._runner = self._bridge = None
+        ray.shutdown()
+
+
+def _end(processes: set[psutil.Process]) -> None:
+    """Kill processes that this one started."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(list(processes), timeout=10)
+
+
+def _small(ranks: int) -> dict[str, Any]:
+    """A cluster for a laptop: Ray's memory monitor would kill workers for what other programs use."""
+    return {
+        "num_cpus": LOGICAL_CPUS + 4 * ranks,
+        "num_gpus": ranks,
+        "object_store_memory": STORE_MB * 2**20,
+        "_system_config": {"memory_monitor_refresh_ms": 0, "prestart_worker_first_driver": False, "worker_niceness": 0},
+    }
+
+
+def _told(error: BaseException) -> str:
+    """The last line of an error that came from another process, which names its cause."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"

@@ -1,0 +1,132 @@
+"""VERL's whole configuration for a run of agl: VERL's own file, what the person wrote, and what this engine needs."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from agl_algo_verl.typed import verl_part
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from agl_algo_verl.ray_keys import RaySettings
+
+CHECKPOINTS = "global_step_{}"
+"""VERL's name for the directory of a step."""
+
+METRICS = "metrics.jsonl"
+"""Where VERL's file logger writes, in the directory of the checkpoints."""
+
+
+def compose(
+    read: RaySettings, *, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None, threads: int
+) -> Any:
+    """Return VERL's configuration, an OmegaConf `DictConfig`.
+
+    Args:
+        read: What the person wrote.
+        model: Directory of the weights to start from.
+        folder: Where checkpoints go; on several machines, one that all of them see.
+        steps: Steps in all.
+        tasks: Tasks of a step.
+        checkpoint: The directory of a step to continue after.
+        threads: Torch's threads in a process on the CPU.
+    """
+    initialize, compose_file = verl_part("hydra:initialize_config_module"), verl_part("hydra:compose")
+    omega, open_dict = verl_part("omegaconf:OmegaConf"), verl_part("omegaconf:open_dict")
+    with initialize(config_module="verl.trainer.config", version_base=None):
+        config = compose_file("ppo_trainer")
+    needed = _needed(model=model, folder=folder, steps=steps, tasks=tasks, checkpoint=checkpoint)
+    here = _on_cpu(threads) if read.is_cpu else {}
+    with open_dict(config):
+        for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
+            omega.update(config, name, value, force_add=True)
+    return config
+
+
+def _defaults(read: RaySettings) -> dict[str, Any]:
+    """Where this package's defaults differ from VERL's; docs/how-to/verl.md has them."""
+    actor, settings = read.settings.actor, read.settings
+    low, high = actor.clip_ratio_low, actor.clip_ratio_high
+    return {
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        "actor_rollout_ref.rollout.n": settings.actor_rollout_ref.rollout.n,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio if low is None else low,
+        "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio if high is None else high,
+        "actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": (
+            settings.actor_rollout_ref.model.enable_gradient_checkpointing
+        ),
+    }
+
+
+def _on_cpu(threads: int) -> dict[str, Any]:
+    """What has no other value on the CPU, or would be slow."""
+    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    return {
+        "trainer.device": "cpu",
+        "actor_rollout_ref.model.external_lib": "agl_algo_verl.ray_model",
+        "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
+        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision": float32,
+        "actor_rollout_ref.rollout.free_cache_engine": False,
+        "actor_rollout_ref.rollout.engine_kwargs.agl_hf.threads": threads or 1,
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+    }
+
+
+def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None) -> dict[str, Any]:
+    """What makes VERL's trainer agl's: its tasks, rollouts, advantages, checkpoints and metrics."""
+    contents = ["model", "optimizer", "extra", "hf_model"]
+    return {
+        "algorithm.adv_estimator": "agl",
+        "data.train_files": [],
+        "data.val_files": [],
+        "data.shuffle": False,
+        "data.train_batch_size": tasks,
+        "data.dataloader_num_workers": 0,
+        "data.custom_cls.path": "pkg://agl_algo_verl.ray_loops",
+        "data.custom_cls.name": "Places",
+        "reward.num_workers": 0,
+        "actor_rollout_ref.model.path": model,
+        "actor_rollout_ref.actor.strategy": "fsdp2",
+        "actor_rollout_ref.ref.strategy": "fsdp2",
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": tasks,
+        "actor_rollout_ref.actor.checkpoint.save_contents": contents,
+        "actor_rollout_ref.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
+        "actor_rollout_ref.rollout.mode": "async",
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "agl_algo_verl.ray_loops.AgentLoops",
+        "trainer.total_training_steps": steps,
+        "trainer.total_epochs": steps + 1,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": -1,
+        "trainer.val_before_train": False,
+        "trainer.logger": ["file"],
+        "trainer.default_local_dir": str(folder),
+        "trainer.resume_mode": "resume_path" if checkpoint else "disable",
+        "trainer.resume_from_path": str(checkpoint) if checkpoint else None,
+        "transfer_queue.enable": True,
+    }
+
+
+def environment(read: RaySettings, *, folder: Path, threads: int) -> dict[str, str]:
+    """Variables of every process of the cluster."""
+    common = {
+        "VERL_FILE_LOGGER_PATH": str(folder / METRICS),
+        "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARNING"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not read.is_cpu:
+        return common
+    return common | {
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under that name only
+        "VERL_USE_EXTERNAL_MODULES": "agl_algo_verl.ray_process",
+        "OMP_NUM_THREADS": str(threads or 1),
+    }

@@ -1,0 +1,293 @@
+"""The algorithm `verl` with `engine = "ray"`: VERL's own V1 trainer on a Ray cluster, and agl's agents outside it.
+
+VERL's trainer owns the loop; it runs in an actor of the cluster. One step:
+
+    1. VERL asks for rollouts, with the addresses of its replicas, which serve the current weights (`ray_loops.py`)
+    2. agl sends the policy's calls there (`policy.py`), runs the agents, and makes rows with advantages from credit
+    3. VERL recomputes log-probabilities, updates, saves a checkpoint, and hands the new weights to its replicas
+    4. VERL asks for the next step: this one is finished, and its weights are published
+
+Deviations from VERL as it is usually run: advantages come with the rows, all rows of a step share one update (VERL
+would cut after a number of rows, through the middle of a rollout), and a checkpoint is saved in every step, because a
+step that agl counts as done is never repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agl.contracts import StepReport
+from agl.errors import AglError, ConfigError
+from agl.schemas import Weights
+from agl_algo_verl.inproc import draw_tasks, own_weights
+from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
+from agl_algo_verl.ray_keys import check_machine, read_ray_settings
+from agl_algo_verl.runtime import check_version
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agl.contracts import AlgorithmContext
+    from agl.schemas import Json
+    from agl_algo_verl.bridge import Question
+    from agl_algo_verl.ray_cluster import Cluster
+    from agl_algo_verl.rows import Prepared
+
+REPORTED = {
+    "actor/pg_loss": "loss",
+    "actor/grad_norm": "grad_norm",
+    "actor/entropy": "entropy",
+    "actor/lr": "lr",
+    "actor/pg_clipfrac": "pg_clipfrac",
+    "actor/ppo_kl": "ppo_kl",
+    "actor/kl_loss": "kl_loss",
+    "training/rollout_probs_diff_max": "probability_gap",
+    "training/rollout_probs_diff_mean": "probability_gap_mean",
+    "timing_s/old_log_prob": "old_log_prob_s",
+    "timing_s/update_actor": "update_s",
+    "timing_s/save_checkpoint": "save_s",
+    "timing_s/update_weights": "weight_sync_s",
+}
+"""Numbers of VERL's that are logged, and their names here."""
+
+
+class RayVERL:
+    """Trains the weights of one policy with VERL's trainer on Ray.
+
+    Args:
+        threads: Torch's threads in each process on the CPU; 0 for one.
+        keep: Checkpoints that stay on disk.
+        config: VERL's configuration, by its groups.
+    """
+
+    def __init__(self, *, threads: int = 0, keep: int = 2, **config: Any) -> None:
+        if keep < 1 or threads < 0:
+            raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
+        check_version()
+        self.read = read_ray_settings(config)
+        self.settings, self.notes = self.read.settings, self.read.notes
+        self._threads, self._keep = threads, keep
+        self._cluster: Cluster | None = None
+        self._question: Question | None = None
+        self._step = self._base = 0  # `_base` steps were done before VERL's count began
+        self._opened: str = ""
+        self._origin: str = ""
+        self._checkpoint: str = ""
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check the policy, the tasks and the machine; say what others decide. Ray starts with the first step."""
+        import torch
+
+        if len(context.tunes) != 1:
+            raise ConfigError(
+                f"verl trains the weights of one policy, but tunes {list(context.tunes)}. "
+                'Give one name, such as tunes = "main_llm", and one [[algorithm]] per policy.'
+            )
+        if not context.train:
+            raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
+        check_machine(self.read, has_gpu=torch.cuda.is_available())
+        self._context, self._tuned = context, context.tunes[0]
+        own_weights(context.current(self._tuned).resource, name=self._tuned)
+        policy = context.policy(self._tuned)
+        if not isinstance(policy, VerlPolicy):
+            raise ConfigError(
+                f'engine = "ray" serves the policy {self._tuned!r} with VERL\'s replicas, and it is a '
+                f'{type(policy).__name__}. Write [policy.{self._tuned}] use = "verl".'
+            )
+        self._policy = policy
+        self._steps = self.settings.steps(len(context.train))
+        self._tasks = min(self.settings.data.train_batch_size, len(context.train))
+        for note in self.notes:
+            context.say(note)
+
+    async def step(self) -> StepReport:
+        """Answer VERL's question with a step's rows and wait until it has trained them."""
+        context, step = self._context, self._step + 1
+        cluster = await self._open()
+        question = self._question
+        if question is None or question.step != step - self._base:
+            raise AglError(
+                f"VERL asked for its step {question.step if question else 'none'} where agl is at step {step}; "
+                "continue with agl run --resume"
+            )
+        started = time.perf_counter()
+        tasks = draw_tasks(context, step=step, count=self._tasks)
+        collected = await context.collect(tasks, step=step, n=self.settings.actor_rollout_ref.rollout.n)
+        metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
+        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+        prepared = await asyncio.to_thread(self._prepare, collected.groups())
+        await cluster.answer(_answer(prepared, mode=self.settings.actor.loss_agg_mode, step=step))
+
+        started = time.perf_counter()
+        self._question = await cluster.question()  # the one of the next step: this one is done
+        metrics |= prepared.metrics | self._trained(question.step) | {"train_s": time.perf_counter() - started}
+        folder = self._folder / CHECKPOINTS.format(question.step)
+        version = await context.publish(self._tuned, self._published(folder), step=step)
+        await asyncio.to_thread(_prune, self._folder, step=question.step, keep=max(2, self._keep))
+        self._step, self._checkpoint = step, str(folder)
+        is_finished = step >= self._steps
+        return StepReport(
+            step=step,
+            is_finished=is_finished,
+            metrics=metrics,
+            trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),
+            published=(f"{self._tuned}@{version.version}",),
+            stop_reason=f"{self._steps} steps done" if is_finished else "",
+        )
+
+    def state(self) -> Mapping[str, Json]:
+        """The step count, VERL's newest checkpoint, and the version and weights that training started from."""
+        names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin}
+        return {"step": self._step, "base": self._base, **names}
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from VERL's checkpoint when the next step begins."""
+        self._step, self._base = int(state["step"]), int(state["base"])
+        self._opened, self._origin = str(state["opened"]), str(state["origin"])
+        self._checkpoint = str(state["checkpoint"])
+        if self._checkpoint and not Path(self._checkpoint).is_dir():
+            raise ConfigError(
+                f"VERL's checkpoint {self._checkpoint} is not here. Resume where the run's files are, or start the "
+                "run with --fresh."
+            )
+
+    async def close(self) -> None:
+        """Stop the cluster; the policy serves at home again."""
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await self._policy.detach()
+            await cluster.stop()
+
+    @property
+    def _folder(self) -> Path:
+        """Where VERL writes: one directory for every start from weights that were not VERL's own."""
+        return self._context.workdir.absolute() / f"verl-{self._base:06d}"
+
+    async def _open(self) -> Cluster:
+        """The running cluster, started anew when another algorithm has published weights since."""
+        version = self._context.current(self._tuned)
+        is_foreign = version.algorithm != self._context.name and version.version != self._opened
+        if self._cluster is not None and not is_foreign:
+            return self._cluster
+        await self.close()
+        if is_foreign or not self._origin:
+            self._origin = own_weights(version.resource, name=self._tuned).uri
+            self._opened, self._base, self._checkpoint = version.version, self._step, ""
+        self._cluster = await self._start()
+        return self._cluster
+
+    async def _start(self) -> Cluster:
+        from agl_algo_verl.ray_cluster import Cluster
+
+        self._context.say("starts VERL's trainer on Ray")
+        done = self._step - self._base
+        await asyncio.to_thread(_forget_after, self._folder, step=done)
+        cluster = Cluster(self.read, environment=environment(self.read, folder=self._folder, threads=self._threads))
+        self._cluster = cluster
+        await cluster.start(self._config)
+        self._question = await cluster.question()
+        if self._question is None:
+            raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with agl run --resume")
+        model = self._origin if not self.read.is_cpu else "verl"
+        await self._policy.attach(self._question.addresses, model=model)
+        return cluster
+
+    def _config(self) -> Any:
+        return compose(
+            self.read,
+            model=self._origin,
+            folder=self._folder,
+            steps=self._steps - self._base,
+            tasks=self._tasks,
+            checkpoint=Path(self._checkpoint) if self._checkpoint else None,
+            threads=self._threads,
+        )
+
+    def _prepare(self, groups: Any) -> Prepared:
+        from agl_algo_verl.rows import prepare
+
+        return prepare(groups, credit=self._context.credit, settings=self.settings)
+
+    def _published(self, folder: Path) -> Weights:
+        weights = folder / "actor" / "huggingface"
+        if not any(weights.glob("*.safetensors")):
+            raise AglError(
+                f"VERL saved no weights in {weights}. On several machines this directory must be one that all of "
+                "them see: set `workdir` to a shared one."
+            )
+        return Weights(uri=str(weights), format="hf")
+
+    def _trained(self, step: int) -> dict[str, float]:
+        """VERL's numbers of its step."""
+        lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
+        for line in reversed(lines):
+            record = json.loads(line)
+            if record["step"] == step:
+                return {name: float(record["data"][key]) for key, name in REPORTED.items() if key in record["data"]}
+        return {}
+
+
+def _answer(prepared: Prepared, *, mode: str, step: int) -> Any:
+    """The rows of a step for VERL; raises AglError where VERL could not train them."""
+    from agl_algo_verl.bridge import Answer, AnswerRow
+    from agl_algo_verl.rows import per_rollout
+
+    samples = per_rollout(prepared.samples) if mode == "seq-mean-token-mean" else prepared.samples
+    if not samples:
+        left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
+        raise AglError(
+            f"step {step} has no row to train ({left_out}), and VERL's trainer needs one. "
+            "Raise data.max_prompt_length or data.max_response_length."
+        )
+    temperatures = sorted({sample.temperature for sample in samples})
+    if len(temperatures) > 1:
+        raise AglError(
+            f"the rows of step {step} were drawn at the temperatures {temperatures}, and VERL's trainer takes one for "
+            'a step. Let the agent use one temperature, or train with engine = "inproc".'
+        )
+    places: dict[str, int] = {}
+    rollouts: dict[int, int] = {}
+    for name, group in prepared.rollouts:
+        places[name] = rollouts[group] = rollouts.get(group, -1) + 1
+    parts: dict[str, int] = {}
+    rows: list[AnswerRow] = []
+    for sample in samples:
+        part = parts[sample.rollout] = parts.get(sample.rollout, -1) + 1
+        rows.append(
+            AnswerRow(
+                group=sample.group,
+                rollout=places[sample.rollout],
+                part=part,
+                ids=sample.ids,
+                mask=sample.mask.long(),
+                advantages=sample.advantages,
+                logprobs=sample.behaviour,
+            )
+        )
+    counted = 0 if mode == "token-mean" else len(prepared.rollouts)
+    return Answer(rows=tuple(rows), temperature=temperatures[0], rollouts=counted)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])
+
+
+def _forget_after(folder: Path, *, step: int) -> None:
+    """Remove what VERL saved after `step`: agl never heard that those steps were done, and they are repeated."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob(CHECKPOINTS.format("*")):
+        if _number(path) > step:
+            shutil.rmtree(path)
+
+
+def _prune(folder: Path, *, step: int, keep: int) -> None:
+    """Remove the checkpoints of steps before the last `keep`."""
+    for path in folder.glob(CHECKPOINTS.format("*")):
+        if _number(path) <= step - keep:
+            shutil.rmtree(path, ignore_errors=True)

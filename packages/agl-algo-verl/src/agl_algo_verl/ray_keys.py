@@ -1,0 +1,191 @@
+"""VERL's configuration keys with `engine = "ray"`: what agl decides, what is refused, and what VERL gets as it is.
+
+The keys of training in one process keep their meaning. Beyond them every key that VERL has goes to VERL untouched,
+except those below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelt, put
+from agl_algo_verl.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CPU = "agl_hf"
+"""The replica for machines without a GPU."""
+
+ROLLOUTS = (CPU, "vllm", "sglang")
+
+SERVING = "actor_rollout_ref.rollout."
+"""Keys of serving, which VERL does here; the few of them that others decide are in `DECIDED`."""
+
+DECIDED = {
+    name: who
+    for name, who in DECIDED_ELSEWHERE.items()
+    if not name.startswith(SERVING)
+    or name.removeprefix(SERVING) in ("temperature", "top_p", "top_k", "val_kwargs", "multi_turn")
+} | {"actor_rollout_ref.rollout.mode": "this engine, which serves while it collects"}
+"""Keys that guides set, and who decides them with this engine."""
+
+REFUSED = {
+    "critic": "this engine has no critic yet; use engine = \"inproc\" or 'ppo' of agl-algo-torch",
+    "reward": "rewards are the experiment's: [[reward]]",
+    "reward_model": "rewards are the experiment's: [[reward]]",
+    "custom_reward_function": "rewards are the experiment's: [[reward]]",
+    "distillation": "this engine collects for policy gradients only",
+    "data.custom_cls": "tasks are the experiment's `train`",
+    "algorithm.filter_groups": "groups without a difference have no gradient anyway and are counted",
+    "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
+    "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "rows differ in number and length; micro-batches are cut "
+    "by ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "micro-batches are always cut by tokens, as if it were true",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "all rows of a step share one update; make data.train_batch_size "
+    "as small as an update should be",
+    "trainer.v1": "the trainer is VERL's V1 in its mode `sync`",
+    "trainer.use_v1": "the trainer is VERL's V1",
+    "transfer_queue": "VERL's queue is set up by this engine",
+    "skip": "rollouts are agl's and are never skipped",
+}
+"""Keys of VERL that would not do what they say, and what to do instead; a key here covers those below it."""
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "algorithm.use_kl_in_reward": (False,),
+    "actor_rollout_ref.actor.use_dynamic_bsz": (True,),
+    "trainer.use_v1": (True,),
+    "trainer.v1.trainer_mode": ("sync",),
+}
+"""Values of refused keys that say what happens anyway."""
+
+HERE = (
+    "actor_rollout_ref.actor.use_kl_loss",
+    "actor_rollout_ref.actor.kl_loss_coef",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.balance_batch",
+)
+"""Keys that training in one process fixes, and this engine hands to VERL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySettings:
+    """What was read.
+
+    Attributes:
+        settings: The part that agl uses itself.
+        given: Every key for VERL, dotted, as the person wrote it.
+        ray_init: Arguments of `ray.init`.
+        notes: What to tell the person about keys that others decide.
+    """
+
+    settings: Settings
+    given: dict[str, Any]
+    ray_init: dict[str, Any]
+    notes: list[str]
+
+    @property
+    def rollout(self) -> str:
+        """Name of the replica that serves."""
+        return str(self.given["actor_rollout_ref.rollout.name"])
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the cluster trains without GPUs."""
+        return self.rollout == CPU
+
+    @property
+    def ranks(self) -> int:
+        """Training workers, on all nodes together."""
+        return int(self.given.get("trainer.nnodes", 1)) * int(self.given.get("trainer.n_gpus_per_node", 1))
+
+
+def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
+    """Return the settings of VERL's nested keys.
+
+    Raises ConfigError for keys that are unknown or would be ignored, all in one message, and for combinations that
+    cannot train.
+    """
+    ray_kwargs = cast("dict[str, Any]", config.get("ray_kwargs") or {})
+    wrong = [f"ray_kwargs.{name}: only ray_kwargs.ray_init is used" for name in ray_kwargs if name != "ray_init"]
+    given: dict[str, Any] = {}
+    notes: list[str] = []
+    for path, value in leaves({name: group for name, group in config.items() if name != "ray_kwargs"}):
+        name = ".".join(path)
+        problem, note = _judge(name, value)
+        if problem:
+            wrong.append(problem)
+        elif note:
+            notes.append(note)
+        else:
+            given[name] = value
+    if wrong:
+        raise ConfigError('The VERL configuration cannot be used with engine = "ray":\n- ' + "\n- ".join(wrong))
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        if has(Settings, tuple(name.split("."))):
+            put(own, tuple(name.split(".")), value)
+    settings = read_settings(own)[0]
+    _check(settings, given)
+    return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
+
+
+def _judge(name: str, value: Any) -> tuple[str, str]:
+    """What is wrong with a key, and what to say of it otherwise; both `""` for a key that goes to VERL."""
+    if refused := _covering(REFUSED, name):
+        return ("" if value in ALLOWED.get(name, ()) else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
+    if decided := _covering(DECIDED, name):
+        return "", f"{name} is decided by {DECIDED[decided]}"
+    if name in FIXED and name not in HERE:
+        allowed, why = FIXED[name]
+        return ("" if value in allowed else f"{name} = {value!r}: {why}"), f"{name} holds anyway"
+    if is_verl_key(name) or has(Settings, tuple(name.split("."))):
+        return "", ""
+    return misspelt(name, Settings), ""
+
+
+def _covering(table: Mapping[str, str], name: str) -> str:
+    return next((key for key in table if name == key or name.startswith(f"{key}.")), "")
+
+
+def _check(settings: Settings, given: Mapping[str, Any]) -> None:
+    rollout = given.get("actor_rollout_ref.rollout.name")
+    if rollout not in ROLLOUTS:
+        raise ConfigError(
+            f'actor_rollout_ref.rollout.name is {rollout!r}, and engine = "ray" serves with one of '
+            f"{', '.join(ROLLOUTS)}. Use {CPU} without GPUs, vllm or sglang with them."
+        )
+    if settings.algorithm.adv_estimator == "gae":
+        raise ConfigError(f'algorithm.adv_estimator = "gae" needs a critic: {REFUSED["critic"]}.')
+    ignored = settings.actor.entropy_coeff or given.get("actor_rollout_ref.actor.use_kl_loss")
+    if settings.actor.loss_agg_mode != "token-mean" and ignored:
+        raise ConfigError(
+            f"loss_agg_mode = {settings.actor.loss_agg_mode!r} would divide the entropy or KL term by rows, not by "
+            "rollouts. Use token-mean, or set entropy_coeff = 0 and use_kl_loss = false."
+        )
+    nodes, workers = given.get("trainer.nnodes", 1), given.get("trainer.n_gpus_per_node", 1)
+    if not all(isinstance(count, int) and count > 0 for count in (nodes, workers)):
+        raise ConfigError(
+            f"trainer.nnodes = {nodes!r} and trainer.n_gpus_per_node = {workers!r}; give whole numbers from 1."
+        )
+
+
+def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
+    """Raise ConfigError for a serving engine that this machine cannot run; a cluster elsewhere is asked later."""
+    if read.is_cpu or read.ray_init.get("address"):
+        return
+    if not has_gpu:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name = {read.rollout!r} needs GPUs, and this machine has none that torch can "
+            f'use. Use "{CPU}" here, or name a Ray cluster that has: ray_kwargs.ray_init.address = "HOST:6379".'
+        )
+    if find_spec(read.rollout) is None:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name = {read.rollout!r}, and {read.rollout} is not installed here. "
+            f'Run: pip install "verl[{read.rollout}]"'
+        )

@@ -1,0 +1,132 @@
+"""VERL's end of the bridge, in the process of VERL's trainer: tasks are places, rollouts are agl's, rows arrive whole.
+
+Three of VERL's plug-in points, named in its configuration:
+
+    AgentLoops   rollout.agent.agent_loop_manager_class: asks agl for a step's rollouts and puts the rows into VERL's
+                 queue, which the trainer samples next
+    Places       data.custom_cls: as many empty tasks as a step has; agl decides which tasks they are
+    as_given     algorithm.adv_estimator = "agl": advantages come with the rows, as agl's credit made them
+
+VERL counts rows where agl counts rollouts. So before a step is sampled, its `ppo_mini_batch_size` is set to hold all
+its rows, which then share one update, and `rollout.temperature` to that of its rows. A loss that is a mean over
+sequences divides by the rows of that mini-batch; advantages are scaled so that it divides by rollouts. VERL's losses
+are proportional to a positive factor of the advantages, so this is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+import torch
+import transfer_queue as tq
+from torch.utils.data import Dataset
+from verl.trainer.ppo.core_algos import register_adv_est
+
+from agl_algo_verl.bridge import NAME, AnswerRow, Question
+from agl_algo_verl.typed import verl_part
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from agl_algo_verl.bridge import Answer
+
+ESTIMATOR = "agl"
+"""What `algorithm.adv_estimator` says for advantages that come with the rows."""
+
+
+@register_adv_est(ESTIMATOR)
+def as_given(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Return the values of the rows' tokens as advantages and returns, [B, R] each."""
+    advantages_BR = token_level_rewards * response_mask
+    return advantages_BR, advantages_BR
+
+
+class Places(Dataset[dict[str, Any]]):
+    """`data.train_batch_size` tasks without content."""
+
+    def __init__(self, *, config: Any, **_: Any) -> None:
+        self._size = int(config.train_batch_size)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"raw_prompt": "", "index": index, "dummy_tensor": torch.zeros(1, dtype=torch.uint8)}
+
+
+class AgentLoops:
+    """Asks agl for the rollouts of a step.
+
+    Args:
+        config: VERL's whole configuration, which its trainer reads anew in every step.
+        balancer: VERL's actor that knows the addresses of all replicas.
+    """
+
+    def __init__(self, *, config: Any, balancer: Any) -> None:
+        self._config, self._balancer = config, balancer
+        self._bridge = cast("Any", ray).get_actor(NAME)
+
+    @classmethod
+    def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
+        """Called by VERL."""
+        return cls(config=config, balancer=llm_client._load_balancer)  # VERL's client has no public way to its servers
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        """Return once the rows of this step are in VERL's queue."""
+        get: Any = cast("Any", ray).get
+        step = int(cast("Any", prompts["global_steps"]))
+        addresses = get(self._balancer.get_all_servers.remote())
+        answer: Answer = get(self._bridge.ask.remote(Question(step=step, addresses=tuple(addresses))))
+        uids = [str(uid) for uid in cast("Any", prompts["uid"])]
+        counted = self._hold_all(answer)
+        scale = counted / answer.rollouts if answer.rollouts else 1.0  # VERL divides by rows, see the module
+        rows = [_field(row, uids[row.group], step=step, scale=scale) for row in answer.rows]
+        put: Any = cast("Any", tq).kv_batch_put
+        put(
+            keys=[f"{uids[row.group]}_{row.rollout}_{row.part}" for row in answer.rows],
+            partition_id="train",
+            fields=verl_part("verl.utils.tensordict_utils:list_of_dict_to_tensordict")(rows),
+            tags=[_tag(row, step=step) for row in answer.rows],
+        )
+        put(keys=uids, partition_id="train", tags=[{"status": "finished"} for _ in uids])
+
+    def _hold_all(self, answer: Answer) -> int:
+        """Set the step's mini-batch and temperature; returns how many rows the mini-batch has, padding included."""
+        policy, trainer = self._config.actor_rollout_ref, self._config.trainer
+        ranks = trainer.nnodes * trainer.n_gpus_per_node
+        policy.actor.ppo_mini_batch_size = ranks * math.ceil(len(answer.rows) / (ranks * policy.rollout.n))
+        policy.rollout.temperature = answer.temperature
+        return int(policy.actor.ppo_mini_batch_size * policy.rollout.n)
+
+
+def _field(row: AnswerRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
+    prompt = len(row.ids) - len(row.mask)
+    return {
+        "uid": uid,
+        "session_id": row.rollout,
+        "global_steps": step,
+        "num_turns": 1,
+        "prompts": row.ids[:prompt],
+        "responses": row.ids[prompt:],
+        "input_ids": row.ids,
+        "position_ids": torch.arange(len(row.ids)),
+        "response_mask": row.mask,
+        "loss_mask": row.mask,
+        "rollout_log_probs": row.logprobs,
+        "rm_scores": row.advantages * scale,
+    }
+
+
+def _tag(row: AnswerRow, *, step: int) -> dict[str, Any]:
+    return {
+        "status": "success",
+        "prompt_len": len(row.ids) - len(row.mask),
+        "response_len": len(row.mask),
+        "seq_len": len(row.ids),
+        "global_steps": step,
+        "min_global_steps": step - 1,
+        "max_global_steps": step - 1,
+    }

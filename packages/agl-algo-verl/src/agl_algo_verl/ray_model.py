@@ -1,0 +1,47 @@
+"""What VERL imports before it builds a model (`model.external_lib`) when it trains on the CPU.
+
+It registers the replica `agl_hf`, and repairs the second of two lines of VERL 0.9 that no setting reaches (the first
+is in `ray_process`): the engine of a frozen reference keeps its weights in pinned memory, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any
+
+from agl_algo_verl.ray_process import expect
+
+ROLLOUTS: dict[tuple[str, str], str] = {("agl_hf", "async"): "agl_algo_verl.replica.HFRollout"}
+"""The training worker's end of a replica; VERL has a public registry only for the trainer's end."""
+
+PINNED = "CPUOffloadPolicy(pin_memory=True)"
+
+
+def _replica() -> type:
+    from agl_algo_verl.replica import HFReplica
+
+    return HFReplica
+
+
+def register_replica() -> None:
+    """Make `rollout.name = "agl_hf"` known to VERL."""
+    importlib.import_module("verl.workers.rollout.replica").RolloutReplicaRegistry.register("agl_hf", _replica)
+    importlib.import_module("verl.workers.rollout.base")._ROLLOUT_REGISTRY.update(ROLLOUTS)
+
+
+def patch_pinned_memory() -> None:
+    """Offload to ordinary memory."""
+    module: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+    if not isinstance(module.CPUOffloadPolicy, partial):
+        expect(module.FSDPEngine, PINNED)
+        module.CPUOffloadPolicy = partial(_unpinned, module.CPUOffloadPolicy)
+
+
+def _unpinned(policy: Any, *, pin_memory: bool = False) -> Any:
+    del pin_memory
+    return policy(pin_memory=False)
+
+
+register_replica()
+patch_pinned_memory()

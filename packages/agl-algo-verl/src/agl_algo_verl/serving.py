@@ -1,0 +1,59 @@
+"""The server behind the replica `agl_hf`: a Ray actor that serves one copy of the model and takes new weights.
+
+It asks agl's plugin manager for the policy `torch`, so nothing here draws a token, and it imports nothing of VERL:
+a process of its own should start fast.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from safetensors import torch as safetensors
+
+from agl import PluginManager
+from agl.schemas import ResourceVersion, Weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agl.contracts import Policy
+
+MODEL = "verl"
+"""The model name that the server knows."""
+
+
+class HFServer:
+    """OpenAI's protocol over one model, with token ids and log-probabilities.
+
+    Args:
+        model: Directory in Hugging Face's format.
+        threads: Torch's threads.
+    """
+
+    def __init__(self, *, model: str, threads: int) -> None:
+        manager = PluginManager.from_environment()
+        host: str = cast("Any", ray).util.get_node_ip_address()
+        self._policy: Policy = manager.build(
+            manager.policy("torch"), name=MODEL, model=model, host=host, threads=threads
+        )
+
+    async def launch(self) -> str:
+        """Serve; returns `host:port`."""
+        llm = await self._policy.start()
+        return llm.endpoint.removeprefix("http://").removesuffix("/v1")
+
+    async def load(self, state: dict[str, Tensor], step: int) -> None:
+        """Serve `state`; returns once it is live."""
+        with tempfile.TemporaryDirectory(prefix="agl-weights-") as folder:
+            cast("Any", safetensors).save_file(state, Path(folder) / "model.safetensors")
+            version = ResourceVersion(name=MODEL, version=f"global_step_{step}", resource=Weights(uri=folder))
+            await self._policy.load(version)
+
+    async def wake_up(self) -> None:
+        """Nothing: memory is never released here, and no request waits while weights change."""
+
+    async def sleep(self) -> None:
+        """Nothing, as above."""

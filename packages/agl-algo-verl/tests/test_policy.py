@@ -1,0 +1,152 @@
+"""The policy `verl`: calls reach VERL's replicas while there are some, and a policy here otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agl.errors import ConfigError
+from agl.schemas import LLM, ResourceVersion, Weights
+from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.relay import in_order
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+    from pathlib import Path
+
+
+class Replica:
+    """A small server that says who it is and counts conversations."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+        self.address = ""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen[json.dumps(body["messages"][0])] += 1
+        if body.get("stream"):
+            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            for part in ("data: 1\n\n", "data: [DONE]\n\n"):
+                await response.write(part.encode())
+            return response
+        return web.json_response({"model": body["model"], "address": self.address})
+
+
+@asynccontextmanager
+async def replicas(count: int) -> AsyncGenerator[tuple[list[Replica], list[web.AppRunner]]]:
+    """Running replicas with what stops each."""
+    found, runners = [Replica() for _ in range(count)], list[web.AppRunner]()
+    for replica in found:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", replica.answer)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
+        replica.address = f"127.0.0.1:{runners[-1].addresses[0][1]}"
+    try:
+        yield found, runners
+    finally:
+        for runner in runners:
+            await runner.cleanup()
+
+
+@asynccontextmanager
+async def serving(**params: Any) -> AsyncGenerator[tuple[VerlPolicy, LLM]]:
+    policy = VerlPolicy(name="llm", **params)
+    try:
+        yield policy, await policy.start()
+    finally:
+        await policy.stop()
+
+
+async def call(llm: LLM, text: str, **fields: Any) -> Any:
+    body = {"model": "llm", "messages": [{"role": "user", "content": text}], **fields}
+    url = f"{llm.endpoint}/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+        return await (reply.text() if fields.get("stream") else reply.json())
+
+
+def test_a_conversation_stays_on_one_replica_and_all_are_used() -> None:
+    async def body() -> None:
+        async with replicas(2) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([r.address for r in found], model="inside")
+            for number in range(16):
+                answers = [await call(llm, f"task {number}") for _ in range(2)]
+                assert answers[0] == answers[1]
+                assert "inside" == answers[0]["model"]
+            assert all(replica.seen for replica in found)
+            assert {"replica_calls": 32, "replica_failures": 0} == policy.counts()
+
+    asyncio.run(body())
+
+
+def test_streams_are_passed_on() -> None:
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address], model="inside")
+            assert "data: 1\n\ndata: [DONE]\n\n" == await call(llm, "hi", stream=True)
+
+    asyncio.run(body())
+
+
+def test_calls_of_a_dead_replica_go_to_another_and_are_counted() -> None:
+    async def body() -> None:
+        async with replicas(2) as (found, runners), serving(model="m") as (policy, llm):
+            await policy.attach([r.address for r in found], model="inside")
+            await runners[0].cleanup()
+            answers = [await call(llm, f"task {number}") for number in range(12)]
+            assert {found[1].address} == {answer["address"] for answer in answers}
+            assert 12 == sum(found[1].seen.values())
+            assert 0 < policy.counts()["replica_failures"] <= 12
+            await runners[1].cleanup()
+            assert "none of VERL's replicas" in (await call(llm, "task"))["error"]["message"]
+
+    asyncio.run(body())
+
+
+def test_few_conversations_move_when_a_replica_goes() -> None:
+    urls = [f"http://host{i}/v1" for i in range(4)]
+    before = {key: in_order(urls, key)[0] for key in map(str, range(400))}
+    after = {key: in_order(urls[:3], key)[0] for key in before}
+    assert {urls[3]} == {before[key] for key in before if before[key] != after[key]}
+    assert min(Counter(before.values()).values()) > 60
+
+
+def test_without_replicas_a_policy_here_serves_the_newest_weights(model_dir: Path) -> None:
+    pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves at home")
+
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model=str(model_dir), threads=1) as (policy, llm):
+            await policy.load(ResourceVersion(name="llm", version="sft-3", resource=Weights(uri=str(model_dir))))
+            assert "sft-3" == (await call(llm, "hi", max_tokens=1))["model_version"]
+            await policy.attach([found[0].address], model="inside")
+            assert found[0].address == (await call(llm, "hi"))["address"]
+            await policy.load(ResourceVersion(name="llm", version="verl-1", resource=Weights(uri=str(model_dir))))
+            await policy.detach()
+            assert "verl-1" == (await call(llm, "hi", max_tokens=1))["model_version"] == policy.model_version
+
+    asyncio.run(body())
+
+
+def test_what_cannot_be_served_is_refused() -> None:
+    with pytest.raises(ConfigError, match="through itself"):
+        VerlPolicy(name="llm", model="m", home="verl")
+
+    async def body() -> None:
+        async with serving(model="m", home="absent") as (policy, llm):
+            with pytest.raises(ConfigError, match="can load weights"):
+                await policy.load(
+                    ResourceVersion(name="llm", version="1", resource=LLM(endpoint="http://x/v1", model="m"))
+                )
+            assert "absent" in (await call(llm, "hi"))["error"]["message"]
+
+    asyncio.run(body())
