@@ -3,10 +3,8 @@
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +12,27 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.stores.sqlite import SQLiteStore
+from agl_testing.model_server import ModelRequest, Step
 from agl_testing.prompt_world import noisy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import model_server
 
 PROGRAM = """
-import sys
+import os, signal, sys
 from pathlib import Path
 import agl
 from agl_testing.prompt_world import noisy
 from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
 
-folder, base_url, latency, use = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
+folder, base_url, use, last = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 world = noisy(2)
+
+def count(rollout):
+    with open(folder / "started.txt", "a") as file:
+        file.write(rollout.rollout_id + "\\n")
+    if rollout.metadata.get("algorithm") == use and len(open(folder / "started.txt").readlines()) >= last > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
 trainer = agl.Trainer(
     algorithm=agl.Algorithm(
         use,
@@ -38,23 +44,40 @@ trainer = agl.Trainer(
     initial_resources=dict(world.seeds()), rewards=(order_reward(world),),
 )
 is_old = (folder / "runs.db").exists()
-trainer.fit(order_agent(world, latency_s=latency), world.train, world.val, resume=is_old)
+trainer.fit(order_agent(world, latency_s=0.002, fault=count), world.train, world.val, resume=is_old)
 """
 
 
-def start(folder: Path, base_url: str, *, latency_s: float, use: str) -> "subprocess.Popen[str]":
+class Assassin(ScriptedOptimizer):
+    """Kills the process that asks when it asks its ``last`` question, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.victim: subprocess.Popen[str] | None = None
+        self.last = 0
+
+    def respond(self, request: ModelRequest) -> Step:
+        """The answer, to whom it may concern."""
+        self.last -= 1
+        if self.last == 0 and self.victim is not None:
+            self.victim.kill()
+        return super().respond(request)
+
+
+def start(folder: Path, base_url: str, *, use: str, last: int = 0) -> "subprocess.Popen[str]":
+    """The program, which kills itself at the start of its ``last`` rollout; 0 for never."""
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "program.py", str(folder), base_url, str(latency_s), use]
+    command = [sys.executable, "program.py", str(folder), base_url, use, str(last)]
     environment = {**os.environ, "AGL_PLUGINS_STRICT": "1"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
-def finish(process: "subprocess.Popen[str]") -> None:
+def end(process: "subprocess.Popen[str]", *, code: int) -> None:
     out, err = process.communicate(timeout=180)
-    assert 0 == process.returncode, out + err
+    assert code == process.returncode, out + err
 
 
 def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
@@ -75,22 +98,18 @@ def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
 
 @pytest.mark.parametrize("use", ["apo", "random"])
 def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(tmp_path: Path, use: str) -> None:
-    draw = random.Random(5)
-    with model_server(noisy(2), ScriptedOptimizer(delay_s=0.02)) as server:
-        finish(start(tmp_path / "whole", server.base_url, latency_s=0.0, use=use))
-        hits = 0
-        for _ in range(4):
-            process = start(tmp_path / "parts", server.base_url, latency_s=0.02, use=use)
-            time.sleep(draw.uniform(1.2, 2.5))
-            hits += process.poll() is None
-            process.kill()
-            process.communicate()
-            if not hits:
-                break
-        if hits == 4:
-            finish(start(tmp_path / "parts", server.base_url, latency_s=0.0, use=use))
-    assert hits
-    whole, parts = (what_was_left(tmp_path / name, use) for name in ("whole", "parts"))
+    script = Assassin()
+    with model_server(noisy(2), script) as server:
+        end(start(tmp_path / "whole", server.base_url, use=use), code=0)
+        whole = what_was_left(tmp_path / "whole", use)
+        in_the_final_measurement = whole[2] - 8
+        end(start(tmp_path / "parts", server.base_url, use=use, last=20), code=-9)
+        script.victim, script.last = start(tmp_path / "parts", server.base_url, use=use), 5
+        end(script.victim, code=-9)
+        for last in (130, in_the_final_measurement):
+            end(start(tmp_path / "parts", server.base_url, use=use, last=last), code=-9)
+        end(start(tmp_path / "parts", server.base_url, use=use), code=0)
+    parts = what_was_left(tmp_path / "parts", use)
     assert whole[:2] == parts[:2]
     assert whole[2] == parts[2] <= 240
     assert parts[3] <= parts[2] + 4 * 4  # an attempt that was running when the process died runs again
