@@ -1,0 +1,127 @@
+"""One vLLM server over HTTP: what it serves, how probable it finds a text, and the calls that change its weights.
+
+The routes below ``/v1`` are always there; ``/v1/load_lora_adapter`` needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``, the
+others need ``VLLM_SERVER_DEV_MODE``.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from agl.errors import PolicyError
+
+
+class RouteMissingError(PolicyError):
+    """The server runs without the mode that has this route."""
+
+
+class ServerClient:
+    """Calls of one server; opens a connection per call, for there are few. Methods raise :class:`PolicyError`.
+
+    Args:
+        base_url: With its ``/v1``.
+        key: API key, ``""`` for none.
+        timeout_s: Of a call that changes weights or waits for answers in flight.
+    """
+
+    def __init__(self, base_url: str, *, key: str = "", timeout_s: float = 600.0) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._timeout_s = timeout_s
+
+    @property
+    def _root(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+    async def is_healthy(self) -> bool:
+        """Whether the server is up and its engine lives."""
+        timeout = aiohttp.ClientTimeout(total=10)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.get(f"{self._root}/health", headers=self._headers) as answer,
+            ):
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def models(self) -> list[str]:
+        """Names that requests may give, adapters included."""
+        listed = await self._call("GET", f"{self.base_url}/models")
+        return [str(entry["id"]) for entry in listed["data"]]
+
+    async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
+        """Natural log-probability of every token but the first, given those before it; [N - 1].
+
+        Raises:
+            PolicyError: The server gives no token ids or no log-probabilities of the prompt.
+        """
+        body = {
+            "model": model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 1,
+            "prompt_logprobs": 0,
+            "return_token_ids": True,
+        }
+        answer = await self._call("POST", f"{self.base_url}/completions", body)
+        choice = answer["choices"][0]
+        if choice.get("prompt_token_ids") != list(token_ids) or not choice.get("token_ids"):
+            raise PolicyError(
+                f"the server at {self.base_url} returned no token ids although they were asked for; use vLLM 0.10.2 "
+                'or later, or attach to it with use = "openai", which needs none'
+            )
+        scores = choice.get("prompt_logprobs")
+        if not scores or len(scores) != len(token_ids):
+            raise PolicyError(
+                f"the server at {self.base_url} returned no log-probabilities of the prompt, which the check after a "
+                "weight update needs; is it a vLLM server?"
+            )
+        return [float(scores[at][str(token)]["logprob"]) for at, token in enumerate(token_ids) if at]
+
+    async def pause(self) -> None:
+        """Hold new requests once those in flight have ended."""
+        await self._call("POST", f"{self._root}/pause?mode=wait")
+
+    async def resume(self) -> None:
+        """Serve again."""
+        await self._call("POST", f"{self._root}/resume")
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget what old weights computed of prompts."""
+        await self._call("POST", f"{self._root}/reset_prefix_cache")
+
+    async def reload_weights(self, path: str) -> None:
+        """Read full weights from ``path``, a directory that the server sees, into the running engine."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._call("POST", f"{self._root}/collective_rpc", body)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Serve the adapter at ``path`` as the model ``name``, in place of the one before."""
+        body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+        await self._call("POST", f"{self.base_url}/load_lora_adapter", body)
+
+    async def _call(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=10)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as session,
+                session.request(method, url, json=body, headers=self._headers) as answer,
+            ):
+                return await _content(answer, url)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise PolicyError(
+                f"the vLLM server did not answer {url} ({error or type(error).__name__}); is it running, and is "
+                "base_url right?"
+            ) from error
+
+
+async def _content(answer: aiohttp.ClientResponse, url: str) -> Any:
+    if answer.status != 200:
+        text = (await answer.text())[:2000]
+        if answer.status in (404, 405):
+            raise RouteMissingError(f"the vLLM server has no {url} (HTTP {answer.status}: {text})")
+        raise PolicyError(f"the vLLM server answered {url} with HTTP {answer.status}: {text or 'no message'}")
+    return await answer.json() if answer.content_type == "application/json" else await answer.text()

@@ -1,0 +1,55 @@
+"""Runs a program and ends it when the process that asked for it is gone, however that went: ``kill -9`` included.
+
+A script for any Python of the standard library alone: ``python guard.py PROGRAM ARGUMENT...``.
+The asker holds the other end of standard input; its end is the sign to stop. The program gets a session of its own,
+so that its children end with it and a Ctrl-C in the terminal does not reach it.
+
+Limit: a guard that is itself killed with ``kill -9`` leaves its program behind.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from types import FrameType
+
+GRACE_S = 5.0
+"""Seconds between asking the program to stop and killing it with its children."""
+
+
+def main(words: list[str]) -> int:
+    """Run the program; returns its exit code, 128 and the number of the signal that killed it."""
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        _stop(child)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    threading.Thread(target=_watch, args=(child,), daemon=True).start()
+    code = child.wait()
+    _signal_group(child.pid, signal.SIGKILL)
+    return code if code >= 0 else 128 - code
+
+
+def _watch(child: subprocess.Popen[bytes]) -> None:
+    while os.read(0, 4096):
+        continue
+    _stop(child)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    _signal_group(child.pid, signal.SIGTERM)
+    timer = threading.Timer(GRACE_S, _signal_group, (child.pid, signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

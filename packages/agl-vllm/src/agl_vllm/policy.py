@@ -1,0 +1,248 @@
+"""The policy `vllm`: one or several vLLM servers, and the way of new weights into them.
+
+Three routes. `lora`: an adapter is loaded into the running server, under a name of its own. `reload`: full weights are
+read into the running server. `restart`: the server is stopped and started with the new weights. After each of them
+every server is asked for the log-probabilities of a fixed text, which must be those that came with the weights.
+
+Limits: full weights travel through files that the servers can read; a server that was attached to is never restarted.
+"""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from agl.errors import PolicyError
+from agl.schemas import LLM, ResourceVersion, Weights
+from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
+from agl_vllm.client import ServerClient
+from agl_vllm.server import LocalServer, ServerSettings, require_vllm
+from agl_vllm.settings import read_settings
+from agl_vllm.update import load_adapter, rank_of, reload_weights, together
+
+_LOG = logging.getLogger("agl_vllm")
+_ASKED_IDS = (1, 2, 3)
+"""Token ids that every vocabulary has, to find out whether a server gives ids and log-probabilities."""
+
+Route = Literal["lora", "reload", "restart"]
+
+
+class VLLMPolicy:
+    """The roles `Policy` and `ReplicatedPolicy` over vLLM servers.
+
+    Args:
+        name: The policy's name; servers that are started know the model by it.
+        settings: Keyword arguments, the keys of `[policy.NAME]`:
+
+            - `model`: directory or hub name of the initial weights, from which algorithms train too.
+            - `base_url`: attach to this server, or to each of a list, written with `/v1`. Absent: start servers.
+            - `served_model`: the model name there; the first that the server lists if absent.
+            - `api_key_env`: environment variable with the servers' key.
+            - `python`: interpreter that has vLLM; this one if absent.
+            - `args`: further arguments of vLLM's server; `env`: a table of environment variables for it.
+            - `replicas`: how many to start; `devices`: `CUDA_VISIBLE_DEVICES` for each of them.
+            - `dtype`: vLLM's `--dtype`; `lora_rank`: largest rank of adapters, 0 for none.
+            - `sync`: how full weights get in: `reload`, `restart`, or `auto`, which restarts servers that were
+              started and reloads those attached to.
+            - `probe`: whether to compare log-probabilities after each update; `probe_tolerance`: largest mean
+              difference in nats, by default 0.001 with `dtype = "float32"` and 0.05 else.
+            - `start_timeout_s`, `sync_timeout_s`: seconds; `log_dir`: directory of the servers' output.
+
+    Raises:
+        ConfigError: A setting is unknown, would be ignored, or cannot work.
+    """
+
+    def __init__(self, *, name: str, **settings: Any) -> None:
+        self.name = name
+        self._settings = read_settings(name, settings)
+        self._clients = [
+            ServerClient(url, key=self._settings.key, timeout_s=self._settings.sync_timeout_s)
+            for url in self._settings.urls
+        ]
+        self._servers: list[LocalServer] = []
+        self._log_dir: Path | None = None
+        self._base_name = self._served = self._settings.served_model or name
+        self._full = Weights(uri=self._settings.model)
+        self._live = self._full
+        self._version = ""
+
+    @property
+    def has_token_ids(self) -> bool:
+        """Always: `start` refuses a server that gives none."""
+        return True
+
+    @property
+    def model_version(self) -> str:
+        """Version of the weights that serve now; `unverified-...` after an update that failed."""
+        return self._version
+
+    @property
+    def served_model(self) -> str:
+        """The policy's model name, or the adapter's while one is loaded."""
+        return self._served
+
+    @property
+    def replicas(self) -> Sequence[str]:
+        """Base URLs of the servers but the first."""
+        return [client.base_url for client in self._clients[1:]]
+
+    def resource(self) -> Weights:
+        """The initial weights by their place."""
+        return Weights(uri=self._settings.model)
+
+    async def start(self) -> LLM:
+        """Start the servers, or find those that run; checks that they give token ids and log-probabilities.
+
+        Raises:
+            PolicyError: vLLM is absent, a server does not start (with the last lines that it printed), cannot be
+                reached, serves another model, or gives no token ids.
+        """
+        if not self._settings.urls:
+            await self._start_servers()
+        else:
+            await self._find_model()
+        await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
+        return LLM(endpoint=self._clients[0].base_url, model=self._base_name, api_key_env=self._settings.api_key_env)
+
+    async def stop(self) -> None:
+        """End the servers that were started; idempotent."""
+        await together(server.stop() for server in self._servers)
+        is_done = bool(self._servers)
+        self._servers = []
+        if is_done and self._log_dir is not None and not self._settings.log_dir:
+            shutil.rmtree(self._log_dir, ignore_errors=True)
+
+    async def load(self, version: ResourceVersion) -> None:
+        """Bring the weights into every server and check that they serve them.
+
+        Raises:
+            PolicyError: They are no weights, belong to another model, a server refuses them, or serves others
+                afterwards: the message names both log-probabilities.
+        """
+        weights = version.resource
+        if not isinstance(weights, Weights):
+            raise PolicyError(
+                f"policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
+                f"{type(weights).__name__}; let an algorithm that trains weights tune it"
+            )
+        if weights != self._live:
+            await self._sync(weights, version.version)
+        self._version = version.version
+
+    async def _sync(self, weights: Weights, version: str) -> None:
+        probe = probe_of(weights, name=self.name) if self._settings.probe else None
+        self._require_fit(weights, version)
+        self._version = f"unverified-{version}"
+        await self._revive()
+        match self._route(weights):
+            case "lora":
+                self._served = f"{self._base_name}-adapter"
+                await self._each(lambda client: load_adapter(client, weights, name=self._served))
+            case "reload":
+                self._served = self._base_name
+                await self._each(lambda client: reload_weights(client, weights))
+            case "restart":
+                self._served = self._base_name
+                await together(self._restart(server, weights) for server in self._servers)
+        if probe is not None:
+            await self._each(
+                lambda client: check_served(
+                    client,
+                    probe,
+                    name=self.name,
+                    model=self._served,
+                    version=version,
+                    tolerance=self._tolerance(),
+                )
+            )
+        self._live = weights
+        self._full = weights if weights.format == "hf" else self._full
+
+    def _route(self, weights: Weights) -> Route:
+        if weights.format == "lora":
+            return "lora"
+        if self._settings.sync == "auto":
+            return "restart" if self._servers else "reload"
+        return self._settings.sync
+
+    def _tolerance(self) -> float:
+        if self._settings.probe_tolerance is not None:
+            return self._settings.probe_tolerance
+        return FLOAT32_TOLERANCE if self._settings.dtype == "float32" else TOLERANCE
+
+    def _require_fit(self, weights: Weights, version: str) -> None:
+        """Refuse an adapter of another model, or one that a server of ours was not started for."""
+        if weights.format != "lora":
+            return
+        if weights.base_model != self._full.uri:
+            raise PolicyError(
+                f"policy {self.name!r}: the adapter {version!r} belongs to {weights.base_model!r} and the servers have "
+                f"{self._full.uri!r}; train and serve adapters of one model"
+            )
+        rank = rank_of(weights)
+        if self._servers and rank > self._settings.lora_rank:
+            raise PolicyError(
+                f"policy {self.name!r}: the adapter {version!r} has rank {rank} and the servers were started for "
+                f"{self._settings.lora_rank or 'none'}; set lora_rank = {rank}"
+            )
+
+    async def _start_servers(self) -> None:
+        chosen = self._settings
+        await asyncio.to_thread(require_vllm, chosen.python, name=self.name)
+        self._log_dir = Path(chosen.log_dir or tempfile.mkdtemp(prefix="agl-vllm-")).absolute()
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        how = ServerSettings(
+            name=self.name,
+            python=chosen.python,
+            args=tuple(chosen.args),
+            env=chosen.env or {},
+            dtype=chosen.dtype,
+            lora_rank=chosen.lora_rank,
+            start_timeout_s=chosen.start_timeout_s,
+        )
+        self._servers = [
+            LocalServer(
+                how,
+                log=self._log_dir / f"{self.name}-{number}.log",
+                device=chosen.devices[number] if chosen.devices else "",
+                sync_timeout_s=chosen.sync_timeout_s,
+            )
+            for number in range(chosen.replicas)
+        ]
+        self._clients = [server.client for server in self._servers]
+        await together(server.start(model=self._full.uri) for server in self._servers)
+
+    async def _find_model(self) -> None:
+        for client in self._clients:
+            served = await client.models()
+            wanted = self._settings.served_model or (self._base_name if self._base_name in served else served[0])
+            if wanted not in served:
+                raise PolicyError(
+                    f"policy {self.name!r}: the server at {client.base_url} serves {served} and not {wanted!r}; set "
+                    "served_model to one of them"
+                )
+            if client is not self._clients[0] and wanted != self._base_name:
+                raise PolicyError(
+                    f"policy {self.name!r}: its servers know the model by different names, {self._base_name!r} and "
+                    f"{wanted!r}; start them with one --served-model-name"
+                )
+            self._base_name = self._served = wanted
+
+    async def _revive(self) -> None:
+        """Start servers of ours again that have died since, with the full weights that they had."""
+        for server in self._servers:
+            if server.is_running and await server.client.is_healthy():
+                continue
+            _LOG.warning("policy %r: the server at %s has died; starting it again", self.name, server.client.base_url)
+            await server.stop()
+            await server.start(model=self._full.uri)
+
+    async def _restart(self, server: LocalServer, weights: Weights) -> None:
+        await server.stop()
+        await server.start(model=weights.uri)
+
+    async def _each(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
+        await together(act(client) for client in self._clients)

@@ -1,0 +1,186 @@
+"""One vLLM server that runs on this machine as long as the run does, in an environment of its own.
+
+vLLM is never imported: it and the rest need not share an environment, so the server is a program of another Python.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from agl.errors import PolicyError
+from agl_vllm import guard
+from agl_vllm.client import ServerClient
+
+_LOG = logging.getLogger("agl_vllm")
+_POLL_S = 0.5
+_SAY_EVERY_S = 30.0
+_TAIL_LINES = 20
+_STOP_S = guard.GRACE_S + 15.0
+_OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables of this environment that would mislead another interpreter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the servers of one policy are started.
+
+    Attributes:
+        name: The policy's, and the model name that requests give.
+        python: Interpreter that has vLLM.
+        args: Further arguments of vLLM's server.
+        env: Further environment variables.
+        dtype: vLLM's ``--dtype``.
+        lora_rank: Largest rank of an adapter; 0 for no adapters.
+        start_timeout_s: Seconds that a start may take.
+    """
+
+    name: str
+    python: str
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    dtype: str
+    lora_rank: int
+    start_timeout_s: float
+
+    def command(self, *, model: str, port: int) -> list[str]:
+        """The server's command line."""
+        adapters = ["--enable-lora", "--max-lora-rank", str(self.lora_rank), "--max-loras", "1"]
+        return [
+            *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+            *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype),
+            # else the model's generation_config.json would change the distribution behind everybody's back
+            *("--generation-config", "vllm"),
+            *(adapters if self.lora_rank else ()),
+            *self.args,
+        ]
+
+    def environment(self, *, device: str) -> dict[str, str]:
+        """The server's environment: this one, what vLLM's updates need, and no telemetry."""
+        found = environment_for(self.python)
+        found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        if self.lora_rank:
+            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        if device:
+            found["CUDA_VISIBLE_DEVICES"] = device
+        return found | dict(self.env)
+
+
+class LocalServer:
+    """A vLLM server of this run; ``start`` and ``stop`` may follow each other, the address stays.
+
+    Args:
+        settings: How to start it.
+        log: File that takes what it prints.
+        device: ``CUDA_VISIBLE_DEVICES``, ``""`` to leave it.
+        sync_timeout_s: See :class:`ServerClient`.
+    """
+
+    def __init__(self, settings: ServerSettings, *, log: Path, device: str, sync_timeout_s: float) -> None:
+        self._settings = settings
+        self._log = log
+        self._device = device
+        self._port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client = ServerClient(f"http://127.0.0.1:{self._port}/v1", timeout_s=sync_timeout_s)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    async def start(self, *, model: str) -> None:
+        """Serve ``model``; returns once the server is healthy.
+
+        Raises:
+            PolicyError: It ended or took too long; with the last lines that it printed.
+        """
+        command = self._settings.command(model=model, port=self._port)
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", guard.__file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._settings.environment(device=self._device),
+                start_new_session=True,
+            )
+        try:
+            await self._wait_healthy(self._process)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End the server and its children; idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        await asyncio.to_thread(_wait, process)
+
+    async def _wait_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        started = said = time.monotonic()
+        while not await self.client.is_healthy():
+            now = time.monotonic()
+            if process.poll() is not None:
+                raise PolicyError(self._failure(f"ended with exit code {process.returncode} while it started"))
+            if now - started > self._settings.start_timeout_s:
+                raise PolicyError(
+                    self._failure(f"did not serve within {self._settings.start_timeout_s:g} s (start_timeout_s)")
+                )
+            if now - said > _SAY_EVERY_S:
+                said = now
+                _LOG.warning(
+                    "policy %r: vLLM has been starting for %.0f s; it prints to %s",
+                    self._settings.name,
+                    now - started,
+                    self._log,
+                )
+            await asyncio.sleep(_POLL_S)
+
+    def _failure(self, what: str) -> str:
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        tail = "\n".join(lines) or "nothing"
+        return (
+            f"policy {self._settings.name!r}: the vLLM server {what}; look for the reason in its last lines and change "
+            f"model, args or python. All that it printed is in {self._log}; the last of it:\n{tail}"
+        )
+
+
+def require_vllm(python: str, *, name: str) -> None:
+    """Raise :class:`PolicyError` unless the interpreter can import vLLM; imports nothing of it."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    found = subprocess.run([python, "-c", code], check=False, capture_output=True, env=environment_for(python))
+    if found.returncode:
+        raise PolicyError(
+            f"policy {name!r}: vLLM is not installed for {python}; install it there (pip install vllm), or name the "
+            'interpreter of an environment that has it with python = "..."'
+        )
+
+
+def environment_for(python: str) -> dict[str, str]:
+    """This process's environment, without what would mislead another interpreter."""
+    misleading = () if python == sys.executable else _OWN_PYTHON
+    return {key: value for key, value in os.environ.items() if key not in misleading}
+
+
+def _wait(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

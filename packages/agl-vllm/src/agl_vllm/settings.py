@@ -1,0 +1,111 @@
+"""What a ``[policy.NAME] use = "vllm"`` table may say, checked before anything is started."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from agl.errors import ConfigError
+
+Sync = Literal["auto", "reload", "restart"]
+_OWN_ARGS = ("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank", "--generation-config")
+_START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """See :class:`agl_vllm.policy.VLLMPolicy`, whose arguments these are."""
+
+    model: str
+    base_url: str | Sequence[str] = ()
+    served_model: str = ""
+    api_key_env: str = ""
+    python: str = sys.executable
+    args: Sequence[str] = ()
+    env: Mapping[str, str] | None = None
+    replicas: int = 1
+    devices: Sequence[str] = ()
+    dtype: str = "auto"
+    lora_rank: int = 0
+    sync: Sync = "auto"
+    probe: bool = True
+    probe_tolerance: float | None = None
+    start_timeout_s: float = 900.0
+    sync_timeout_s: float = 600.0
+    log_dir: str = ""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers to attach to; empty where they are started."""
+        return (self.base_url,) if isinstance(self.base_url, str) else tuple(self.base_url)
+
+    @property
+    def key(self) -> str:
+        """The servers' API key."""
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+
+
+def read_settings(name: str, values: Mapping[str, Any]) -> Settings:
+    """The settings of policy ``name``; raises :class:`ConfigError` for what is unknown, ignored or impossible."""
+    known = Settings.__dataclass_fields__
+    unknown = sorted(values.keys() - known.keys())
+    if unknown:
+        raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; use some of {', '.join(known)}")
+    if "model" not in values:
+        raise ConfigError(f"policy {name!r}: vllm needs model, the directory or hub name of the weights")
+    settings = Settings(**values)
+    if settings.sync not in get_args(Sync):
+        raise ConfigError(f"policy {name!r}: sync = {settings.sync!r} is none of {', '.join(get_args(Sync))}")
+    if settings.urls:
+        _check_attached(name, settings, values)
+    else:
+        _check_started(name, settings)
+    if settings.api_key_env and not settings.key:
+        raise ConfigError(f"policy {name!r} takes its key from {settings.api_key_env}, which is not set; export it")
+    return settings
+
+
+def _check_attached(name: str, settings: Settings, values: Mapping[str, Any]) -> None:
+    ignored = sorted(values.keys() & set(_START_ONLY))
+    if ignored:
+        raise ConfigError(
+            f"policy {name!r} attaches to servers that run already (base_url), so {ignored} would change nothing; "
+            "remove them, or remove base_url to let agl start the servers"
+        )
+    if settings.sync == "restart":
+        raise ConfigError(
+            f"policy {name!r} attaches to {settings.urls[0]}, which agl cannot restart; "
+            'use sync = "reload", or remove base_url to let agl start the server'
+        )
+    for url in settings.urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"policy {name!r}: base_url {url!r} is no URL; write http://HOST:PORT/v1")
+
+
+def _check_started(name: str, settings: Settings) -> None:
+    if sys.platform == "win32":
+        raise ConfigError(f"policy {name!r}: vLLM does not run on Windows; attach to a server elsewhere with base_url")
+    if settings.served_model or settings.api_key_env:
+        raise ConfigError(
+            f"policy {name!r}: served_model and api_key_env belong to servers that run already; give base_url, or "
+            "remove them"
+        )
+    if settings.replicas < 1 or settings.lora_rank < 0:
+        raise ConfigError(f"policy {name!r}: replicas must be 1 or more and lora_rank 0 or more")
+    if settings.devices and len(settings.devices) != settings.replicas:
+        raise ConfigError(
+            f"policy {name!r} has {settings.replicas} replicas and devices for {len(settings.devices)}; give one entry "
+            'per replica, such as devices = ["0", "1"]'
+        )
+    if shutil.which(settings.python) is None:
+        raise ConfigError(
+            f"policy {name!r}: there is no interpreter {settings.python!r}; give the path of the Python that has vLLM"
+        )
+    taken = [word for word in settings.args if word.split("=")[0] in _OWN_ARGS]
+    if taken:
+        raise ConfigError(f"policy {name!r}: agl sets {taken} itself; remove them from args (dtype has its own key)")
+    if settings.model.startswith((".", "/", "~")) and not Path(settings.model).is_dir():
+        raise ConfigError(f"policy {name!r}: there is no directory {settings.model}; give one, or a hub name")

@@ -1,0 +1,68 @@
+"""Policies over a stand-in for vLLM that runs as a program, as the real one does."""
+
+import json
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl.schemas import ResourceVersion, Weights
+from agl.schemas.probe import WeightsProbe, write_probe
+from agl_vllm.policy import VLLMPolicy
+
+FAKE = Path(__file__).parent / "fake"
+TOKENS = (3, 11, 4, 26, 5)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "vllm: needs vLLM in this environment; skipped elsewhere with the reason")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put the stand-in where servers find vLLM; the function makes servers that start later fail in one way."""
+    monkeypatch.setenv("PYTHONPATH", str(FAKE))
+    return lambda how: monkeypatch.setenv("FAKE", how)
+
+
+@pytest.fixture
+def make_weights(tmp_path: Path) -> Callable[..., Weights]:
+    """`make_weights("v1", shift=...)`: weights of the stand-in, with their probe unless `has_probe` is false."""
+
+    def make(name: str, *, shift: float, base: Weights | None = None, has_probe: bool = True, rank: int = 4) -> Weights:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "weights.json").write_text(json.dumps({"shift": shift}))
+        whole = shift + (json.loads(Path(base.uri, "weights.json").read_text())["shift"] if base else 0.0)
+        if has_probe:
+            logprobs = tuple(-1.0 - whole - (token % 7) / 10 for token in TOKENS[1:])
+            write_probe(folder, WeightsProbe(token_ids=TOKENS, logprobs=logprobs))
+        if base is None:
+            return Weights(uri=str(folder))
+        (folder / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        return Weights(uri=str(folder), base_model=base.uri, format="lora")
+
+    return make
+
+
+@pytest.fixture
+def base(make_weights: Callable[..., Weights], fake: object) -> Weights:
+    """The weights that servers start with."""
+    return make_weights("base", shift=0.0, has_probe=False)
+
+
+def published(weights: Any, version: str = "grpo-1") -> ResourceVersion:
+    return ResourceVersion(name="main_llm", version=version, resource=weights)
+
+
+def started(base: Weights, **settings: Any) -> VLLMPolicy:
+    return VLLMPolicy(name="main_llm", model=base.uri, python=sys.executable, **{"dtype": "float32", **settings})
+
+
+def noted(base_url: str) -> dict[str, Any]:
+    """What the stand-in was asked, and how it was started."""
+    with urllib.request.urlopen(f"{base_url.removesuffix('/v1')}/noted") as answer:
+        return json.load(answer)

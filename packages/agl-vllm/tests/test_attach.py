@@ -1,0 +1,117 @@
+"""The policy over servers that run already, and a run's calls over them."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+
+from agl.capture.token import AttemptTokens
+from agl.contracts import Upstream
+from agl.errors import PolicyError
+from agl.schemas import Rollout, unpack_floats, unpack_ids
+from agl.stores.memory import MemoryStore
+from agl_gateway.embedded import EmbeddedGateway
+from agl_vllm.policy import VLLMPolicy
+
+from .conftest import noted, published, started
+
+SECRET = b"a secret of these tests"
+
+
+def attached(base, urls, **settings):
+    return VLLMPolicy(name="main_llm", model=base.uri, base_url=urls, probe_tolerance=1e-6, **settings)
+
+
+@asynccontextmanager
+async def serving(base, **settings):
+    """Base URLs of running servers."""
+    owner = started(base, **settings)
+    try:
+        llm = await owner.start()
+        yield [llm.endpoint, *owner.replicas]
+    finally:
+        await owner.stop()
+
+
+def test_attaching_finds_the_model_and_reloads_by_default(base, make_weights):
+    async def run():
+        async with serving(base, replicas=2) as urls:
+            policy = attached(base, urls)
+            llm = await policy.start()
+            assert (urls[0], "main_llm", urls[1:]) == (llm.endpoint, llm.model, list(policy.replicas))
+            await policy.load(published(make_weights("new", shift=0.5)))
+            await policy.stop()
+            for url in urls:
+                assert "/collective_rpc" in noted(url)["paths"]
+            assert urls[0].startswith("http://127.0.0.1:")
+
+    asyncio.run(run())
+
+
+def test_a_server_of_another_model_or_none_at_all_is_refused(base):
+    async def run():
+        async with serving(base) as urls:
+            with pytest.raises(PolicyError, match=r"serves \['main_llm'\] and not 'other'"):
+                await attached(base, urls, served_model="other").start()
+        with pytest.raises(PolicyError, match=r"did not answer http://127.0.0.1:9/v1/models .*is it running"):
+            await attached(base, "http://127.0.0.1:9/v1").start()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_server_without_the_modes_that_updates_need_says_which(base, make_weights, kind):
+    weights = make_weights("new", shift=0.5, base=base if kind == "adapter" else None)
+    variable = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if kind == "adapter" else "VLLM_SERVER_DEV_MODE=1"
+
+    async def run():
+        off = {"VLLM_SERVER_DEV_MODE": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ""}
+        async with serving(base, env=off) as urls:
+            policy = attached(base, urls)
+            await policy.start()
+            with pytest.raises(PolicyError, match=variable):
+                await policy.load(published(weights))
+
+    asyncio.run(run())
+
+
+def test_calls_through_the_gateway_carry_ids_logprobs_and_the_adapters_version(base, make_weights):
+    async def run():
+        store, gateway = MemoryStore(), EmbeddedGateway()
+        async with serving(base, replicas=2, lora_rank=4) as urls:
+            policy = attached(base, urls)
+            llm = await policy.start()
+            servers = {"base_url": llm.endpoint, "replicas": tuple(policy.replicas)}
+            upstream = Upstream(name="main_llm", model=llm.model, is_trained=True, **servers)
+            url = await gateway.start(store=store, upstreams=[upstream], secret=SECRET)
+            try:
+                await store.enqueue([Rollout(rollout_id="ro-1", task={})])
+                (claim,) = await store.claim(worker="test")
+                token = AttemptTokens(SECRET).issue("ro-1", claim.attempt.attempt_id, expires_at=time.time() + 600)
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0) as client:
+                    await ask(client)
+                    await gateway.pause("main_llm")
+                    await policy.load(published(make_weights("a", shift=0.5, base=base)))
+                    await gateway.resume("main_llm", model_version=policy.model_version, model=policy.served_model)
+                    await ask(client, stream=True)
+                await gateway.settle(claim.attempt.attempt_id)
+                spans = await store.spans("ro-1")
+            finally:
+                await gateway.stop()
+        return [span.call for span in spans if span.call is not None]
+
+    plain, streamed = asyncio.run(run())
+    for call in (plain, streamed):
+        assert ([1, 2, 3], [7, 8, 9]) == (unpack_ids(call.prompt_ids), unpack_ids(call.response_ids))
+        assert "" == call.ids_missing
+    assert ("", "grpo-1") == (plain.model_version, streamed.model_version)
+    assert [-1.0, -1.1, -1.2] == pytest.approx(unpack_floats(plain.logprobs))
+    assert [-1.5, -1.6, -1.7] == pytest.approx(unpack_floats(streamed.logprobs))
+
+
+async def ask(client, *, stream=False):
+    messages = [{"role": "user", "content": "hi"}]
+    answer = await client.chat.completions.create(model="main_llm", messages=messages, stream=stream)
+    return [chunk async for chunk in answer] if stream else answer

@@ -1,0 +1,238 @@
+"""The policy over servers that it starts: how, with what, and how new weights get in."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from agl.contracts import ReplicatedPolicy
+from agl.errors import ConfigError, PolicyError
+from agl.plugins import PluginManager
+from agl.schemas import LLM, PromptTemplate, Weights
+from agl_vllm.policy import VLLMPolicy
+
+from .conftest import noted, published, started
+
+
+def run(policy, act):
+    async def whole():
+        try:
+            llm = await policy.start()
+            return await act(llm)
+        finally:
+            await policy.stop()
+
+    return asyncio.run(whole())
+
+
+def test_a_started_server_gets_its_command_and_environment(base, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    policy = started(base, args=["--enforce-eager"], env={"EXTRA": "1"}, lora_rank=8, devices=["3"])
+    assert isinstance(policy, ReplicatedPolicy)
+    assert Weights(uri=base.uri) == policy.resource()
+
+    async def act(llm):
+        return llm, noted(llm.endpoint)
+
+    llm, found = run(policy, act)
+    assert LLM(endpoint=llm.endpoint, model="main_llm") == llm
+    assert "main_llm" == policy.served_model
+    assert () == tuple(policy.replicas)
+    said = " ".join(found["argv"])
+    for part in (f"--model {base.uri}", "--served-model-name main_llm", "--dtype float32", "--host 127.0.0.1"):
+        assert part in said
+    assert "--generation-config vllm --enable-lora --max-lora-rank 8 --max-loras 1 --enforce-eager" in said
+    environ = found["environ"]
+    expected = ("1", "3", "1", "1", "True")
+    names = ("EXTRA", "CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS")
+    assert expected == (*(environ[name] for name in names), environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(found["pid"], 0)
+
+
+def test_full_weights_restart_a_started_server_at_the_same_address(base, make_weights):
+    new = make_weights("new", shift=0.5)
+    policy = started(base)
+
+    async def act(llm):
+        before = noted(llm.endpoint)["pid"]
+        await policy.load(published(new))
+        after = noted(llm.endpoint)
+        assert before != after["pid"]
+        assert ["--model", new.uri] == after["argv"][:2]
+        await policy.load(published(new, "the-same-again"))
+        assert after["pid"] == noted(llm.endpoint)["pid"]
+
+    run(policy, act)
+    assert "the-same-again" == policy.model_version
+
+
+def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weights):
+    first = make_weights("a1", shift=0.25, base=base)
+    second = make_weights("a2", shift=0.75, base=base)
+    policy = started(base, lora_rank=4)
+
+    async def act(llm):
+        for version, weights in (("v1", first), ("v2", second)):
+            await policy.load(published(weights, version))
+            assert (version, "main_llm-adapter") == (policy.model_version, policy.served_model)
+        return noted(llm.endpoint)
+
+    found = run(policy, act)
+    update = ["/pause?mode=wait", "/v1/load_lora_adapter", "/reset_prefix_cache", "/resume", "/v1/completions"]
+    assert ["/v1/completions", *update, *update] == found["paths"]
+    body = {"lora_name": "main_llm-adapter", "lora_path": second.uri, "load_inplace": True}
+    assert body == found["bodies"][7]
+    assert "main_llm-adapter" == found["bodies"][-1]["model"]
+
+
+def test_a_reload_changes_the_running_server(base, make_weights):
+    policy = started(base, sync="reload")
+
+    async def act(llm):
+        pid = noted(llm.endpoint)["pid"]
+        await policy.load(published(make_weights("new", shift=0.5)))
+        assert pid == noted(llm.endpoint)["pid"]
+
+    run(policy, act)
+    assert "grpo-1" == policy.model_version
+
+
+def test_a_reload_that_answers_200_and_serves_other_weights_stops_the_run(base, make_weights, fake):
+    fake("reload-ignored")
+    policy = started(base, sync="reload")
+
+    async def act(_llm):
+        with pytest.raises(PolicyError) as refused:
+            await policy.load(published(make_weights("new", shift=0.5)))
+        return str(refused.value)
+
+    message = run(policy, act)
+    assert "said that it had taken the weights 'grpo-1', and does not serve them" in message
+    assert "has log-probability -1.4000 there and -1.9000 by the weights" in message
+    assert "mean difference 0.5000, tolerance 0.001" in message
+    assert "unverified-grpo-1" == policy.model_version
+
+
+def test_the_tolerance_and_the_probe_itself_are_the_users_choice(base, make_weights, fake):
+    fake("reload-ignored")
+    new, bare = make_weights("new", shift=0.5), make_weights("bare", shift=0.5, has_probe=False)
+
+    async def act(policy, weights):
+        await policy.load(published(weights))
+
+    for settings, weights in (({"probe_tolerance": 0.6}, new), ({"probe": False}, bare)):
+        policy = started(base, sync="reload", **settings)
+        run(policy, lambda _, policy=policy, weights=weights: act(policy, weights))
+        assert "grpo-1" == policy.model_version
+    policy = started(base)
+    with pytest.raises(PolicyError, match=r"have no probe.json, so nothing can tell"):
+        run(policy, lambda _: act(policy, bare))
+
+
+def test_every_replica_is_updated_and_a_dead_one_is_started_again(base, make_weights, caplog):
+    policy = started(base, replicas=2, lora_rank=4)
+    adapter = make_weights("a", shift=0.5, base=base)
+
+    async def act(llm):
+        urls = [llm.endpoint, *policy.replicas]
+        assert 2 == len(set(urls))
+        os.kill(noted(urls[1])["pid"], signal.SIGKILL)
+        with caplog.at_level(logging.WARNING):
+            await policy.load(published(adapter))
+        assert "has died; starting it again" in caplog.text
+        return [noted(url)["paths"] for url in urls]
+
+    first, second = run(policy, act)
+    assert "/v1/load_lora_adapter" in first
+    assert "/v1/load_lora_adapter" in second
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "message"), [(0, r"rank 4 .* started for none; set lora_rank = 4"), (2, r"started for 2; set")]
+)
+def test_an_adapter_that_the_server_was_not_started_for_is_refused(base, make_weights, lora_rank, message):
+    policy = started(base, lora_rank=lora_rank)
+    with pytest.raises(PolicyError, match=message):
+        run(policy, lambda _: policy.load(published(make_weights("a", shift=0.5, base=base))))
+
+
+def test_what_is_no_weights_of_this_model_is_refused(base, make_weights):
+    policy = started(base, lora_rank=4)
+    stranger = make_weights("other", shift=0.0)
+
+    async def act(_llm):
+        with pytest.raises(PolicyError, match="is a PromptTemplate"):
+            await policy.load(published(PromptTemplate(template="x")))
+        with pytest.raises(PolicyError, match=r"belongs to '.*other' and the servers have '.*base'"):
+            await policy.load(published(make_weights("a", shift=0.5, base=stranger)))
+
+    run(policy, act)
+
+
+def test_a_server_that_ends_while_it_starts_shows_its_last_lines(base, fake, tmp_path):
+    fake("dies")
+    policy = started(base, log_dir=str(tmp_path / "logs"))
+    with pytest.raises(PolicyError, match=r"ended with exit code 1 (.|\n)*RuntimeError: no GPU was found") as refused:
+        run(policy, None)
+    assert str(tmp_path / "logs" / "main_llm-0.log") in str(refused.value)
+
+
+def test_a_server_that_takes_too_long_is_ended(base, fake):
+    fake("hangs")
+    with pytest.raises(PolicyError, match=r"did not serve within 1 s \(start_timeout_s\)"):
+        run(started(base, start_timeout_s=1), None)
+
+
+def test_a_server_that_gives_no_token_ids_is_refused(base, fake):
+    fake("no-ids")
+    with pytest.raises(PolicyError, match="returned no token ids although they were asked for"):
+        run(started(base), None)
+
+
+def test_an_interpreter_without_vllm_says_how_to_install_it(base, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH")
+    try:
+        import vllm  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        with pytest.raises(PolicyError, match=r"vLLM is not installed for .*; install it there"):
+            run(started(base), None)
+    else:
+        pytest.skip("vLLM is installed here")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs model"),
+        ({"model": "m", "modle": 1}, r"does not know \['modle'\]"),
+        ({"model": "/nowhere/at/all"}, "there is no directory /nowhere/at/all"),
+        ({"model": "m", "python": "/no/python"}, "there is no interpreter '/no/python'"),
+        ({"model": "m", "sync": "copy"}, "sync = 'copy' is none of auto, reload, restart"),
+        ({"model": "m", "args": ["--port", "1"]}, r"agl sets \['--port'\] itself"),
+        ({"model": "m", "replicas": 2, "devices": ["0"]}, "has 2 replicas and devices for 1"),
+        ({"model": "m", "replicas": 0}, "replicas must be 1 or more"),
+        ({"model": "m", "served_model": "x"}, "belong to servers that run already"),
+        ({"model": "m", "base_url": "127.0.0.1:1"}, "is no URL"),
+        ({"model": "m", "base_url": "http://h/v1", "replicas": 2}, r"so \['replicas'\] would change nothing"),
+        ({"model": "m", "base_url": "http://h/v1", "sync": "restart"}, "which agl cannot restart"),
+        ({"model": "m", "base_url": "http://h/v1", "api_key_env": "NO_SUCH_KEY"}, "takes its key from NO_SUCH_KEY"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        VLLMPolicy(name="main_llm", **settings)
+
+
+def test_the_plugin_registers_the_policy_and_imports_nothing_heavy():
+    manager = PluginManager.from_environment()
+    entry = manager.policy("vllm")
+    assert entry.trains
+    policy = manager.build(entry, name="llm", model="Qwen/Qwen2.5-0.5B-Instruct", python=sys.executable)
+    assert policy.has_token_ids
+    source = Path(sys.modules["agl_vllm.plugin"].__file__ or "").read_text()
+    assert "aiohttp" not in source

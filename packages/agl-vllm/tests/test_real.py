@@ -1,0 +1,255 @@
+"""Real vLLM: exact tokens and log-probabilities, adapters in place, a wrong reload caught, a killed replica replaced.
+
+Runs where vLLM is installed for this interpreter; CPU builds will do.
+"""
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import openai
+import pytest
+
+from agl.capture.token import AttemptTokens
+from agl.contracts import Upstream
+from agl.errors import PolicyError
+from agl.schemas import ResourceVersion, Rollout, unpack_floats, unpack_ids
+from agl.stores.memory import MemoryStore
+from agl_gateway.embedded import EmbeddedGateway
+from agl_vllm.policy import VLLMPolicy
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed for this interpreter"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+SECRET = b"a secret of these tests"
+ARGS = ["--enforce-eager", "--max-model-len", "1024", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Compute.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def make_model(folder):
+    """A random Qwen2 of two layers with a byte-level tokenizer, saved."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    alphabet = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bpe = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # 32 dimensions each, which vLLM's attention on CPUs asks for
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def publish(loaded, folder, version):
+    """Change the weights in training and export them, as an algorithm does."""
+    import torch
+
+    from agl_algo_torch.checkpoint import save_served
+    from agl_algo_torch.model import trainable_state
+
+    torch.manual_seed(len(version))
+    with torch.no_grad():
+        for parameter in trainable_state(loaded.model).values():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return ResourceVersion(name="main_llm", version=version, resource=save_served(loaded, folder / version))
+
+
+def opened(weights):
+    """The model that a fresh reader of the files finds."""
+    from agl_algo_torch.model import load_model
+
+    if weights.format == "hf":
+        return load_model(weights.uri, device="cpu").model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_model(weights.base_model, device="cpu").model, weights.uri)
+
+
+def check_exact(call, model):
+    """The recorded log-probabilities are those of a direct forward pass."""
+    import torch
+
+    assert "" == call.ids_missing
+    prompt, response = unpack_ids(call.prompt_ids), unpack_ids(call.response_ids)
+    assert response
+    with torch.no_grad():
+        logprobs = model(torch.tensor([prompt + response])).logits[0].float().log_softmax(-1)
+    expected = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
+    assert expected == pytest.approx(unpack_floats(call.logprobs), abs=1e-5)
+
+
+class Stage:
+    """A gateway over a policy's servers, and one attempt that calls through it."""
+
+    def __init__(self, gateway, store, policy, url):
+        self.gateway, self.store, self.policy, self.url = gateway, store, policy, url
+
+    async def begin(self, rollout_id):
+        await self.store.enqueue([Rollout(rollout_id=rollout_id, task={})])
+        (claim,) = await self.store.claim(worker="test")
+        token = AttemptTokens(SECRET).issue(rollout_id, claim.attempt.attempt_id, expires_at=time.time() + 900)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=300.0)
+
+    async def calls(self, rollout_id):
+        await self.gateway.settle(f"{rollout_id}.1")
+        return [span.call for span in await self.store.spans(rollout_id) if span.call is not None]
+
+    async def load(self, version):
+        """As an experiment does it."""
+        await self.gateway.pause("main_llm")
+        await self.policy.load(version)
+        policy = self.policy
+        await self.gateway.resume("main_llm", model_version=policy.model_version, model=policy.served_model)
+
+
+@asynccontextmanager
+async def stage(model, **settings):
+    policy = VLLMPolicy(name="main_llm", model=str(model), dtype="float32", args=ARGS, env=ENV, **settings)
+    gateway, store = EmbeddedGateway(), MemoryStore()
+    try:
+        llm = await policy.start()
+        servers = {"base_url": llm.endpoint, "replicas": tuple(policy.replicas)}
+        upstream = Upstream(name="main_llm", model=llm.model, is_trained=True, **servers)
+        yield Stage(gateway, store, policy, await gateway.start(store=store, upstreams=[upstream], secret=SECRET))
+    finally:
+        await gateway.stop()
+        await policy.stop()
+
+
+async def ask(client, text="hi", *, stream=False, **settings):
+    messages = [{"role": "user", "content": text}]
+    options = {"model": "main_llm", "messages": messages, "max_tokens": 12, "stream": stream, **settings}
+    answer = await client.chat.completions.create(**options)
+    return [chunk async for chunk in answer] if stream else answer
+
+
+async def ask_every_way(client):
+    """Plain and streamed, with and without tools, and as completions."""
+    for stream in (False, True):
+        await ask(client, stream=stream)
+        await ask(client, stream=stream, tools=[TOOL])
+        answer = await client.completions.create(model="main_llm", prompt="7*8=", max_tokens=8, stream=stream)
+        if stream:
+            assert [chunk async for chunk in answer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_model(folder)
+    return folder
+
+
+def test_calls_are_exact_before_and_after_an_adapter_and_a_wrong_reload_is_caught(model, tmp_path):
+    from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
+
+    base = load_model(str(model), device="cpu")
+    adapted = add_lora(load_model(str(model), device="cpu").model, LoraSettings(rank=4))
+    tuned = LoadedModel(name=str(model), model=adapted, tokenizer=base.tokenizer, device=base.device)
+
+    async def run():
+        async with stage(model, lora_rank=4, sync="reload") as it:
+            client = await it.begin("ro-1")
+            async with client:
+                await ask_every_way(client)
+                for version in ("lora-1", "lora-02"):
+                    weights[version] = publish(tuned, tmp_path, version)
+                    await it.load(weights[version])
+                    await ask_every_way(client)
+            whole = publish(base, tmp_path, "full-1")
+            try:
+                await it.policy.load(whole)
+            except PolicyError as error:
+                return await it.calls("ro-1"), str(error)
+            return await it.calls("ro-1"), ""
+
+    weights = {}
+    calls, refusal = asyncio.run(run())
+    assert 18 == len(calls)
+    check = [(calls[:6], "", load_model(str(model), device="cpu").model)]
+    check += [(calls[a : a + 6], v, opened(weights[v].resource)) for a, v in ((6, "lora-1"), (12, "lora-02"))]
+    for served, version, expected in check:
+        for call in served:
+            assert version == call.model_version
+            check_exact(call, expected)
+    # vLLM 0.32 on CPUs answers the reload with 200 and computes with wrong weights
+    assert "said that it had taken the weights 'full-1', and does not serve them" in refusal
+
+
+def test_full_weights_are_exact_after_a_restart_and_a_killed_replica_is_replaced(model, tmp_path):
+    from agl_algo_torch.model import load_model
+
+    whole = publish(load_model(str(model), device="cpu"), tmp_path, "full-1")
+
+    async def run():
+        async with stage(model, replicas=2) as it:
+            await it.load(whole)
+            pids = [server._process.pid for server in it.policy._servers]
+            clients = [await it.begin(f"ro-{number}") for number in range(4)]
+            for client in clients:
+                await ask(client)
+            victim = program_below(pids[0])
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.gather(*(ask(client, "again", stream=at % 2 == 0) for at, client in enumerate(clients)))
+            for client in clients:
+                await client.close()
+            return [await it.calls(f"ro-{number}") for number in range(4)]
+
+    for calls in asyncio.run(run()):
+        assert 2 == len(calls) == len({call.request_id for call in calls})
+        for call in calls:
+            assert "full-1" == call.model_version
+            check_exact(call, opened(whole.resource))
+
+
+def program_below(pid):
+    """The process that a guard runs."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
