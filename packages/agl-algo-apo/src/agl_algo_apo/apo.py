@@ -34,6 +34,7 @@ from agl_algo_apo.evaluate import Job, Measured
 from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.proposals import merge_texts
+from agl_algo_apo.race import race
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.select_parent import select_parent
 from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
@@ -42,6 +43,9 @@ from agl_algo_apo.templates import task_text
 
 SHOWN = 4
 """Failing runs that one critic is shown at most."""
+
+DOUBT_EVERY = 3
+"""Steps without an improvement after each of which the best candidate is measured once more."""
 
 MAX_IDLE = 4
 """Steps in a row without a proposal that could be tried, which end the search."""
@@ -139,6 +143,7 @@ class APO(PromptSearch):
 
     async def improve(self, step: int) -> None:
         """One step, as the module describes it."""
+        await self._doubt(step)
         if self.settings.delete_every and step % self.settings.delete_every == 0 and len(self.best.parents) > 0:
             await self._try_shorter(step)
             return
@@ -160,6 +165,32 @@ class APO(PromptSearch):
             await self.measure_whole(parent, step)
         if not self.is_perfect and len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
             self.progress.stop("nothing_to_learn")
+
+    async def _doubt(self, step: int) -> None:
+        """Measure the best candidate once more where nothing has beaten it for a while.
+
+        Whoever won many races on one set of tasks was lucky on it, and luck that stays in the rewards would keep
+        better texts out. One that lost to that luck may be the best now.
+        """
+        progress, scores, best = self.progress, self.evaluator.scores, self.best
+        left = self.budget.rollouts_left()
+        is_due = progress.stale % DOUBT_EVERY == 0 and progress.stale > progress.doubted and not progress.is_steady
+        if not is_due or (left is not None and left < 2 * len(self.order)):
+            return
+        progress.doubted = progress.stale
+        await self.measure_whole(best, step)
+        before = scores.rewards(best.id, "val")
+        again = Job(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
+        await self.evaluator.measure([again], step=step, purpose="doubt")
+        progress.is_steady = scores.rewards(best.id, "val") == before
+        known = {c.id: c for c in self.lineage.all() if scores.rewards(c.id, "val").keys() >= before.keys()}
+        others = [candidate for candidate in known.values() if candidate.id != best.id]
+        if others and not progress.is_steady:
+            other = max(others, key=lambda candidate: self.evaluator.mean(candidate.id, "val"))
+            verdicts = await race(self.evaluator, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
+            if verdicts[other.id].has_won:
+                self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
+                progress.best = other.id
 
     def _parent(self, step: int) -> Candidate:
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)

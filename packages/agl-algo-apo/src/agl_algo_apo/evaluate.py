@@ -29,6 +29,9 @@ Status = Literal["ok", "failed", "timeout", "unrewarded", "infrastructure"]
 TRIES = 3
 """Times that a rollout which infrastructure broke is started at most."""
 
+FRESH = 1
+"""Number of the final measurement's rollouts of a task; 0 is the first measurement."""
+
 FEEDBACK_CHARS = 1000
 """Characters of feedback that are remembered with a reward."""
 
@@ -93,21 +96,25 @@ class Scores:
         self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
 
     def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
-        """First-measurement rewards by task, of ``tasks`` or of all that are known; unknown ones are absent."""
-        wanted = None if tasks is None else set(tasks)
-        return {
-            task: measured.reward
-            for (task, repeat), measured in self._known.get((candidate, split), {}).items()
-            if repeat == 0 and (wanted is None or task in wanted)
-        }
+        """Rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
 
-    def repeats(self, candidate: str, split: Split) -> dict[int, list[float]]:
-        """Rewards of fresh repeats by task; the first measurement, which selected the candidate, is left out."""
+        Where a task was measured several times it is the mean, without :data:`FRESH`, which nothing may be chosen by.
+        """
+        wanted = None if tasks is None else set(tasks)
         found: dict[int, list[float]] = {}
         for (task, repeat), measured in self._known.get((candidate, split), {}).items():
-            if repeat > 0:
+            if repeat != FRESH and (wanted is None or task in wanted):
                 found.setdefault(task, []).append(measured.reward)
-        return found
+        return {task: fmean(values) for task, values in found.items()}
+
+    def fresh(self, candidate: str, split: Split) -> dict[int, float]:
+        """Rewards of the final measurement by task."""
+        known = self._known.get((candidate, split), {})
+        return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
+
+    def next_repeat(self, candidate: str, split: Split) -> int:
+        """A number for measuring once more what was measured before."""
+        return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
     def floor(self) -> float:
         """The worst reward that was ever measured; 0 before there is any."""

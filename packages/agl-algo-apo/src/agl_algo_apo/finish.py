@@ -8,10 +8,7 @@ from typing import Literal
 from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
 from agl_algo_apo.candidates import Candidate, Lineage
-from agl_algo_apo.evaluate import Estimate, Evaluator, Job, estimate
-
-REPEAT = 1
-"""Number of the fresh rollouts; 0 is the first measurement."""
+from agl_algo_apo.evaluate import FRESH, Estimate, Evaluator, Job, estimate
 
 How = Literal["fresh rollouts", "first measurement", "selection"]
 """Which rewards a score is made of. Those of the first measurement are the first prompt's where nothing was selected
@@ -71,12 +68,12 @@ async def measure_again(
     is_fresh = True
     if finalists != [seed]:
         try:
-            jobs = [Job(candidate, "val", tasks, REPEAT) for candidate in finalists]
+            jobs = [Job(candidate, "val", tasks, FRESH) for candidate in finalists]
             await evaluator.measure(jobs, step=step, purpose="final")
         except BudgetExhaustedError:
             is_fresh = False
     winner = _winner({candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}, finalists, seed)
-    fresh = {c.id: _fresh(evaluator, c) for c in (winner, seed)}
+    fresh = {c.id: evaluator.scores.fresh(c.id, "val") for c in (winner, seed)}
     is_fresh = is_fresh and (finalists == [seed] or all(fresh.values()))
     uses_fresh = is_fresh and finalists != [seed]
     rewards = fresh if uses_fresh else {c.id: evaluator.scores.rewards(c.id, "val") for c in (winner, seed)}
@@ -98,16 +95,11 @@ def _runner_up(evaluator: Evaluator, lineage: Lineage, best: Candidate, seed: Ca
     return sorted(others, key=lambda c: evaluator.mean(c.id, "val"), reverse=True)[:1]
 
 
-def _fresh(evaluator: Evaluator, candidate: Candidate) -> dict[int, float]:
-    return {task: fmean(values) for task, values in evaluator.scores.repeats(candidate.id, "val").items()}
-
-
 def _all_rewards(evaluator: Evaluator, candidate: Candidate) -> dict[int, float]:
     """Per task the mean of the first and the fresh rewards."""
     first = evaluator.scores.rewards(candidate.id, "val")
-    repeats = evaluator.scores.repeats(candidate.id, "val")
-    tasks = sorted(first.keys() | repeats.keys())
-    return {t: fmean([*([first[t]] if t in first else []), *repeats.get(t, [])]) for t in tasks}
+    fresh = evaluator.scores.fresh(candidate.id, "val")
+    return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
 
 
 def _winner(known: Mapping[str, Mapping[int, float]], finalists: Sequence[Candidate], seed: Candidate) -> Candidate:

@@ -43,6 +43,8 @@ class Progress(msgspec.Struct, kw_only=True):
         stop_reason: Why the search is over, ``None`` while it is not; the final measurement follows it.
         stop_detail: More about it.
         stale: Steps in a row without an improvement.
+        doubted: Value of ``stale`` at which the best candidate was measured once more; 0 since it is the best.
+        is_steady: Whether measuring it once more gave the same rewards, which will not change then.
         barren: Answers in a row without a usable text.
         idle: Steps in a row without a proposal that could be tried.
         shared_steps: Steps of other algorithms whose rollouts were looked at, by name.
@@ -57,6 +59,8 @@ class Progress(msgspec.Struct, kw_only=True):
     stop_reason: StopReason | None = None
     stop_detail: str = ""
     stale: int = 0
+    doubted: int = 0
+    is_steady: bool = False
     barren: int = 0
     idle: int = 0
     used: dict[str, list[int]] = {}

@@ -119,6 +119,7 @@ class PromptSearch:
         self.progress.step = step
         if self.progress.best != before:
             self.progress.shared.clear()
+            self.progress.doubted, self.progress.is_steady = 0, False
         is_paid = self.budget.spent.rollouts > paid
         if is_paid and len(self.evaluator.scores) == scored:
             self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")

@@ -1,0 +1,155 @@
+"""What the steps of a search do one by one: who is shown what, what is paid, what is raced, what is taken out."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import agl
+from agl.errors import AglError
+from agl.experiment.progress import Quiet
+from agl.schemas import PromptTemplate, Rollout
+from agl_testing.prompt_world import easy, line_of, noisy
+from agl_testing.prompt_world_optimizer import ScriptedOptimizer
+
+Optimize = Callable[..., Any]
+
+REPEAT = re.compile(r"-(\d+)-\d{5}-\d{3}$")
+"""The end of a rollout's id: repeat, position, sample."""
+
+
+def paid_for(run: Any, row: Any, mode: str) -> list[Rollout]:
+    """The rollouts of one candidate."""
+    version = row["versions"].get("clerk_prompt")
+    return [rollout for rollout in run.paid if (rollout.mode, rollout.resources["clerk_prompt"]) == (mode, version)]
+
+
+def test_no_reward_is_paid_twice_and_only_what_passes_the_gate_is_raced(optimize: Optimize) -> None:
+    run = optimize(budget=300)
+    places = Counter(
+        (rollout.resources["clerk_prompt"], rollout.mode, str(rollout.task), REPEAT.findall(rollout.rollout_id)[0])
+        for rollout in run.paid
+    )
+    assert {1} == set(places.values())
+    gated = [row for row in run.lineage if row.get("reason", "").startswith("gate:")]
+    early = [row for row in run.lineage if row.get("reason", "").endswith("on 8 validation tasks")]
+    assert gated
+    assert early
+    assert all(not paid_for(run, row, "val") and paid_for(run, row, "train") for row in gated)
+    assert all(8 == len({str(r.task) for r in paid_for(run, row, "val")}) for row in early if row["status"] == "beaten")
+    assert 3 == max(Counter(row["step"] for row in run.lineage if row.get("operator") == "edit").values())
+
+
+def test_critics_are_shown_failures_only_and_each_failure_to_one_of_them(optimize: Optimize) -> None:
+    asked: list[str] = []
+
+    class Listener(ScriptedOptimizer):
+        def respond(self, request: Any) -> Any:
+            if request.last_text.startswith("# Job: critique"):
+                asked.append(request.last_text)
+            return super().respond(request)
+
+    optimize(budget=150, script=Listener(), runners=1)
+    rewards = [float(reward) for text in asked for reward in re.findall(r"## Run \d+: reward ([\d.]+)", text)]
+    assert rewards
+    assert max(rewards) < 1.0
+    first = [set(re.findall(r"train-\d+", text)) for text in asked[:3]]
+    assert sum(map(len, first)) == len(set[str]().union(*first)) > 3
+
+
+def test_line_that_does_not_help_is_taken_out(optimize: Optimize) -> None:
+    world = msgspec.structs.replace(easy(3), noise=0.0)
+    useless = [line_of("weather", "EUR"), line_of("colour", "EUR"), line_of("street", "EUR")]
+    text = world.seeds()["clerk_prompt"].template.replace("{order}", "\n".join([*useless, "{order}"]))
+    run = optimize(world, resources={"clerk_prompt": PromptTemplate(template=text)}, budget=500, delete_every=2)
+    shorter = [row for row in run.lineage if row.get("operator") == "delete"]
+    assert [row for row in shorter if row["status"] == "pool"]
+    assert not all(line in run.best["clerk_prompt"] for line in useless)
+    assert world.gap_closed(run.best) > 0.95
+
+
+def test_best_text_is_on_disk_as_soon_as_it_is_better(optimize: Optimize, tmp_path: Path) -> None:
+    path = tmp_path / "run/runs/orders/run-1/apo/best/clerk_prompt.txt"
+    seen: dict[str, None] = {}
+
+    def fault(_: Rollout) -> None:
+        if path.exists():
+            seen[path.read_text(encoding="utf-8")] = None
+
+    run = optimize(budget=250, fault=fault, publish="end")
+    chosen = [row["texts"]["clerk_prompt"] for row in run.lineage if row["status"] == "pool"]
+    assert len(seen) > 2
+    assert set(seen) <= set(chosen)
+    assert chosen[0] == next(iter(seen))
+
+
+def test_best_text_is_measured_once_more_where_nothing_beats_it_for_long(optimize: Optimize) -> None:
+    world = noisy(4)
+    run = optimize(world, resources=dict(world.solution()), budget=700, patience=8)
+    doubted = Counter(
+        (rollout.resources["clerk_prompt"], REPEAT.findall(rollout.rollout_id)[0])
+        for rollout in run.paid
+        if "-doubt-" in rollout.rollout_id
+    )
+    assert {len(world.val)} == set(doubted.values())
+    assert ("orders-1-initial", "2") in doubted
+    assert all(int(repeat) > 1 for _, repeat in doubted), "the final measurement's rollouts stay its own"
+
+
+def test_rewards_that_do_not_vary_are_measured_once_more_and_not_again(optimize: Optimize) -> None:
+    world = msgspec.structs.replace(easy(1), noise=0.0, nagging=0.0)
+    script = ScriptedOptimizer(skill=0.0, seed=1)
+    run = optimize(world, budget=500, script=script, patience=9)
+    doubted = Counter(r.resources["clerk_prompt"] for r in run.paid if "-doubt-" in r.rollout_id)
+    assert doubted
+    assert {len(world.val)} == set(doubted.values())
+
+
+def test_tasks_without_a_failure_leave_nothing_to_learn(optimize: Optimize) -> None:
+    world = msgspec.structs.replace(easy(1), noise=0.0)
+    train = [{"order": f"o{n}", "fields": {"clerk": ["note"]}, "expected": {"note": "plain"}} for n in range(8)]
+    run = optimize(world, train=train, budget=300)
+    assert run.stop_reason.startswith("nothing_to_learn:")
+    assert 32 + 8 == len(run.paid)
+
+
+@pytest.mark.parametrize("use", ["random", "gepa"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget": 50}, "needs at least"),
+        ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
+        ({"train": easy(1).val}, "validation tasks are training tasks too"),
+    ],
+)
+def test_every_search_refuses_what_cannot_work(
+    optimize: Optimize, use: str, change: dict[str, Any], message: str
+) -> None:
+    if use == "gepa":
+        pytest.importorskip("gepa", reason="needs gepa")
+    started: list[str] = []
+    with pytest.raises(AglError, match=message):
+        optimize(use=use, fault=lambda rollout: started.append(rollout.rollout_id), **{"budget": 300, **change})
+    assert [] == started
+
+
+@pytest.mark.parametrize(
+    ("tunes", "val", "message"),
+    [((), ["v"], "tunes nothing"), (("prompt",), [], "there are no validation tasks")],
+)
+def test_search_without_a_prompt_or_without_validation_tasks_is_refused(
+    tmp_path: Path, tunes: tuple[str, ...], val: list[str], message: str
+) -> None:
+    trainer = agl.Trainer(
+        algorithm=agl.Algorithm("apo", tunes=tunes, optimizer={"base_url": "http://x/v1", "model": "x"}),
+        initial_resources={"prompt": PromptTemplate(template="Go.")},
+        store="memory://",
+        folder=tmp_path,
+        progress=Quiet(),
+    )
+    with pytest.raises(AglError, match=message):
+        trainer.fit(lambda task: 1.0, ["t"], val)
