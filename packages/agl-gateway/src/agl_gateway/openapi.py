@@ -6,9 +6,11 @@ import msgspec
 
 import agl
 from agl_gateway.contract import METHODS, Fault, Method
+from agl_gateway.conversations import HEADER
 
 _ATTEMPT: list[dict[str, list[str]]] = [{"attempt": []}]
 _ADMIN: list[dict[str, list[str]]] = [{"admin": []}]
+_CLIENT: list[dict[str, list[str]]] = [{"client": []}]
 _MODEL_PATHS = {
     "/v1/chat/completions": "OpenAI chat completions, relayed and recorded.",
     "/v1/completions": "OpenAI completions, relayed and recorded.",
@@ -76,6 +78,18 @@ def _other_paths() -> dict[str, Any]:
                 **answer,
             }
         },
+        "/split": {"get": {"summary": "What the arms of the served split earned.", "security": _ADMIN, **answer}},
+        "/split/resources/{name}": {
+            "get": {
+                "summary": "The version of a resource in the caller's arm, where a split is served.",
+                "parameters": [
+                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
+                    {"name": HEADER, "in": "header", "schema": {"type": "string"}},
+                ],
+                "security": _ATTEMPT + _CLIENT + _ADMIN,
+                **answer,
+            }
+        },
         "/metrics": {"get": {"summary": "Prometheus metrics.", "security": [], **answer}},
         "/healthz": {"get": {"summary": "Whether the gateway and its store answer.", "security": [], **answer}},
     }
@@ -84,5 +98,6 @@ def _other_paths() -> dict[str, Any]:
 def _security() -> dict[str, Any]:
     return {
         "admin": {"type": "http", "scheme": "bearer", "description": "The token that `agl serve` wrote to a file."},
+        "client": {"type": "http", "scheme": "bearer", "description": "AGL_CLIENT_TOKEN, where a split is served."},
         "attempt": {"type": "http", "scheme": "bearer", "description": "One attempt's token, also as x-api-key."},
     }
