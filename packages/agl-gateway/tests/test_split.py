@@ -15,8 +15,10 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from click.testing import CliRunner
 
 from agl.capture.token import AttemptTokens
+from agl.cli.main import cli
 from agl.contracts import RolloutQuery, Upstream
 from agl.errors import ConfigError, StoreError, TokenError
 from agl.experiment import labels
@@ -335,6 +337,30 @@ async def test_split_that_cannot_be_served_is_refused_at_the_start(tmp_path, ver
     with pytest.raises(ConfigError, match=message):
         async with serve(tmp_path, HALVES, given):
             pass
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ("production=0.9,candidate=0.2", "the shares add up to 1.1"),
+        ("production=0.9", "one arm"),
+        (HALVES, "'candidate' names no version"),
+    ],
+)
+def test_bad_split_ends_the_command_with_its_reason(tmp_path, monkeypatch, split, message):
+    monkeypatch.setenv("AGL_TOKEN", ADMIN)
+    monkeypatch.setenv("AGL_SECRET", SECRET.decode())
+    asyncio.run(publish(tmp_path, *prompts("v1")))
+    url = f"sqlite:///{tmp_path}/served.db"
+    done = CliRunner().invoke(cli, ["serve", "--store", url, "--port", "0", "--split", split])
+    assert (1, True) == (done.exit_code, message in done.output), done.output
+
+
+def test_short_client_token_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGL_TOKEN", ADMIN)
+    monkeypatch.setenv("AGL_CLIENT_TOKEN", "short")
+    done = CliRunner().invoke(cli, ["serve", "--store", f"sqlite:///{tmp_path}/s.db", "--port", "0", "--split", HALVES])
+    assert (1, True) == (done.exit_code, "AGL_CLIENT_TOKEN has 5 characters" in done.output), done.output
 
 
 async def test_label_that_moves_to_a_version_without_an_upstream_fails_its_own_arm_only(tmp_path, servers):
