@@ -31,7 +31,7 @@ def run(policy, act):
 
 def test_a_started_server_gets_its_command_and_environment(base, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    policy = started(base, args=["--enforce-eager"], env={"EXTRA": "1"}, lora_rank=8, devices=["3"])
+    policy = started(base, args=["--enforce-eager"], env={"EXTRA": "1"}, lora_rank=3, devices=["3"])
     assert isinstance(policy, ReplicatedPolicy)
     assert Weights(uri=base.uri) == policy.resource()
 
@@ -153,12 +153,12 @@ def test_every_replica_is_updated_and_a_dead_one_is_started_again(base, make_wei
 
 
 @pytest.mark.parametrize(
-    ("lora_rank", "message"), [(0, r"rank 4 .* started for none; set lora_rank = 4"), (2, r"started for 2; set")]
+    ("lora_rank", "message"), [(0, r"rank 9 .* started for none; set lora_rank = 9"), (2, r"started for 8; set")]
 )
 def test_an_adapter_that_the_server_was_not_started_for_is_refused(base, make_weights, lora_rank, message):
     policy = started(base, lora_rank=lora_rank)
     with pytest.raises(PolicyError, match=message):
-        run(policy, lambda _: policy.load(published(make_weights("a", shift=0.5, base=base))))
+        run(policy, lambda _: policy.load(published(make_weights("a", shift=0.5, base=base, rank=9))))
 
 
 def test_what_is_no_weights_of_this_model_is_refused(base, make_weights):

@@ -183,10 +183,10 @@ class VLLMPolicy:
                 f"{self._full.uri!r}; train and serve adapters of one model"
             )
         rank = rank_of(weights)
-        if self._servers and rank > self._settings.lora_rank:
+        if self._servers and rank > self._settings.max_lora_rank:
             raise PolicyError(
                 f"policy {self.name!r}: the adapter {version!r} has rank {rank} and the servers were started for "
-                f"{self._settings.lora_rank or 'none'}; set lora_rank = {rank}"
+                f"{self._settings.max_lora_rank or 'none'}; set lora_rank = {rank}"
             )
 
     async def _start_servers(self) -> None:
@@ -200,7 +200,7 @@ class VLLMPolicy:
             args=tuple(chosen.args),
             env=chosen.env or {},
             dtype=chosen.dtype,
-            lora_rank=chosen.lora_rank,
+            lora_rank=chosen.max_lora_rank,
             start_timeout_s=chosen.start_timeout_s,
         )
         self._servers = [

@@ -15,6 +15,10 @@ _OWN_ARGS = ("--model", "--served-model-name", "--host", "--port", "--dtype", "-
 _START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
 
 
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM's ``--max-lora-rank`` takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """See :class:`agl_vllm.policy.VLLMPolicy`, whose arguments these are."""
@@ -41,6 +45,11 @@ class Settings:
     def urls(self) -> tuple[str, ...]:
         """The servers to attach to; empty where they are started."""
         return (self.base_url,) if isinstance(self.base_url, str) else tuple(self.base_url)
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The smallest rank that vLLM can be told and that is not below ``lora_rank``; 0 for no adapters."""
+        return next((rank for rank in _RANKS if rank >= self.lora_rank), 0) if self.lora_rank else 0
 
     @property
     def key(self) -> str:
@@ -93,8 +102,8 @@ def _check_started(name: str, settings: Settings) -> None:
             f"policy {name!r}: served_model and api_key_env belong to servers that run already; give base_url, or "
             "remove them"
         )
-    if settings.replicas < 1 or settings.lora_rank < 0:
-        raise ConfigError(f"policy {name!r}: replicas must be 1 or more and lora_rank 0 or more")
+    if settings.replicas < 1 or not 0 <= settings.lora_rank <= _RANKS[-1]:
+        raise ConfigError(f"policy {name!r}: replicas must be 1 or more, and lora_rank from 0 to {_RANKS[-1]}")
     if settings.devices and len(settings.devices) != settings.replicas:
         raise ConfigError(
             f"policy {name!r} has {settings.replicas} replicas and devices for {len(settings.devices)}; give one entry "
