@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agl.errors import ConfigError
+from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.relay import in_order
@@ -47,6 +47,7 @@ async def replicas(count: int) -> AsyncGenerator[tuple[list[Replica], list[web.A
     found, runners = [Replica() for _ in range(count)], list[web.AppRunner]()
     for replica in found:
         app = web.Application()
+        app.router.add_get("/v1/models", models)
         app.router.add_post("/v1/chat/completions", replica.answer)
         runners.append(web.AppRunner(app))
         await runners[-1].setup()
@@ -68,6 +69,10 @@ async def serving(**params: Any) -> AsyncGenerator[tuple[VerlPolicy, LLM]]:
         await policy.stop()
 
 
+async def models(_: web.Request) -> web.Response:
+    return web.json_response({"data": [{"id": "inside"}]})
+
+
 async def call(llm: LLM, text: str, **fields: Any) -> Any:
     body = {"model": "llm", "messages": [{"role": "user", "content": text}], **fields}
     url = f"{llm.endpoint}/chat/completions"
@@ -78,7 +83,7 @@ async def call(llm: LLM, text: str, **fields: Any) -> Any:
 def test_a_conversation_stays_on_one_replica_and_all_are_used() -> None:
     async def body() -> None:
         async with replicas(2) as (found, _), serving(model="m") as (policy, llm):
-            await policy.attach([r.address for r in found], model="inside")
+            await policy.attach([r.address for r in found])
             for number in range(16):
                 answers = [await call(llm, f"task {number}") for _ in range(2)]
                 assert answers[0] == answers[1]
@@ -92,7 +97,7 @@ def test_a_conversation_stays_on_one_replica_and_all_are_used() -> None:
 def test_streams_are_passed_on() -> None:
     async def body() -> None:
         async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
-            await policy.attach([found[0].address], model="inside")
+            await policy.attach([found[0].address])
             assert "data: 1\n\ndata: [DONE]\n\n" == await call(llm, "hi", stream=True)
 
     asyncio.run(body())
@@ -101,7 +106,7 @@ def test_streams_are_passed_on() -> None:
 def test_calls_of_a_dead_replica_go_to_another_and_are_counted() -> None:
     async def body() -> None:
         async with replicas(2) as (found, runners), serving(model="m") as (policy, llm):
-            await policy.attach([r.address for r in found], model="inside")
+            await policy.attach([r.address for r in found])
             await runners[0].cleanup()
             answers = [await call(llm, f"task {number}") for number in range(12)]
             assert {found[1].address} == {answer["address"] for answer in answers}
@@ -128,7 +133,7 @@ def test_without_replicas_a_policy_here_serves_the_newest_weights(model_dir: Pat
         async with replicas(1) as (found, _), serving(model=str(model_dir), threads=1) as (policy, llm):
             await policy.load(ResourceVersion(name="llm", version="sft-3", resource=Weights(uri=str(model_dir))))
             assert "sft-3" == (await call(llm, "hi", max_tokens=1))["model_version"]
-            await policy.attach([found[0].address], model="inside")
+            await policy.attach([found[0].address])
             assert found[0].address == (await call(llm, "hi"))["address"]
             await policy.load(ResourceVersion(name="llm", version="verl-1", resource=Weights(uri=str(model_dir))))
             await policy.detach()
@@ -147,6 +152,8 @@ def test_what_cannot_be_served_is_refused() -> None:
                 await policy.load(
                     ResourceVersion(name="llm", version="1", resource=LLM(endpoint="http://x/v1", model="m"))
                 )
+            with pytest.raises(PolicyError, match="does not say which model"):
+                await policy.attach(["127.0.0.1:1"])
             assert "absent" in (await call(llm, "hi"))["error"]["message"]
 
     asyncio.run(body())

@@ -100,9 +100,14 @@ class VerlPolicy:
             )
         await self._there(self._load(version))
 
-    async def attach(self, addresses: Sequence[str], *, model: str) -> None:
-        """Send calls to VERL's replicas from now on, `host:port` each, which know the model as `model`."""
-        await self._there(self._attach(Backend(urls=tuple(f"http://{a}/v1" for a in addresses), model=model)))
+    async def attach(self, addresses: Sequence[str]) -> None:
+        """Send calls to VERL's replicas from now on, `host:port` each.
+
+        Raises PolicyError when the first of them does not say which model it serves.
+        """
+        urls = tuple(f"http://{address}/v1" for address in addresses)
+        model = await self._there(self._relay.model_of(urls[0]))
+        await self._there(self._attach(Backend(urls=urls, model=model)))
 
     async def detach(self) -> None:
         """Send calls home from now on; idempotent."""

@@ -100,6 +100,7 @@ def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Pat
         "actor_rollout_ref.actor.checkpoint.save_contents": contents,
         "actor_rollout_ref.actor.checkpoint.load_contents": ["model", "optimizer", "extra"],
         "actor_rollout_ref.rollout.mode": "async",
+        "actor_rollout_ref.rollout.skip_tokenizer_init": False,  # agents send text
         "actor_rollout_ref.rollout.calculate_log_probs": True,
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "agl_algo_verl.ray_loops.AgentLoops",
         "trainer.total_training_steps": steps,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.bridge import Question
+    from agl_algo_verl.bridge import Answer, Question
     from agl_algo_verl.ray_cluster import Cluster
     from agl_algo_verl.rows import Prepared
 
@@ -122,14 +122,14 @@ class RayVERL:
         metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
         prepared = await asyncio.to_thread(self._prepare, collected.groups())
-        await cluster.answer(_answer(prepared, mode=self.settings.actor.loss_agg_mode, step=step))
+        await cluster.answer(rows_for_verl(prepared, mode=self.settings.actor.loss_agg_mode, step=step))
 
         started = time.perf_counter()
         self._question = await cluster.question()  # the one of the next step: this one is done
         metrics |= prepared.metrics | self._trained(question.step) | {"train_s": time.perf_counter() - started}
         folder = self._folder / CHECKPOINTS.format(question.step)
         version = await context.publish(self._tuned, self._published(folder), step=step)
-        await asyncio.to_thread(_prune, self._folder, step=question.step, keep=max(2, self._keep))
+        await asyncio.to_thread(prune, self._folder, step=question.step, keep=max(2, self._keep))
         self._step, self._checkpoint = step, str(folder)
         is_finished = step >= self._steps
         return StepReport(
@@ -187,15 +187,14 @@ class RayVERL:
 
         self._context.say("starts VERL's trainer on Ray")
         done = self._step - self._base
-        await asyncio.to_thread(_forget_after, self._folder, step=done)
+        await asyncio.to_thread(forget_after, self._folder, step=done)
         cluster = Cluster(self.read, environment=environment(self.read, folder=self._folder, threads=self._threads))
         self._cluster = cluster
         await cluster.start(self._config)
         self._question = await cluster.question()
         if self._question is None:
             raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with agl run --resume")
-        model = self._origin if not self.read.is_cpu else "verl"
-        await self._policy.attach(self._question.addresses, model=model)
+        await self._policy.attach(self._question.addresses)
         return cluster
 
     def _config(self) -> Any:
@@ -233,8 +232,11 @@ class RayVERL:
         return {}
 
 
-def _answer(prepared: Prepared, *, mode: str, step: int) -> Any:
-    """The rows of a step for VERL; raises AglError where VERL could not train them."""
+def rows_for_verl(prepared: Prepared, *, mode: str, step: int) -> Answer:
+    """Return the rows of a step as VERL's end of the bridge takes them; `mode` is the loss's `loss_agg_mode`.
+
+    Raises AglError where VERL could not train them.
+    """
     from agl_algo_verl.bridge import Answer, AnswerRow
     from agl_algo_verl.rows import per_rollout
 
@@ -278,7 +280,7 @@ def _number(path: Path) -> int:
     return int(path.name.rpartition("_")[2])
 
 
-def _forget_after(folder: Path, *, step: int) -> None:
+def forget_after(folder: Path, *, step: int) -> None:
     """Remove what VERL saved after `step`: agl never heard that those steps were done, and they are repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(CHECKPOINTS.format("*")):
@@ -286,7 +288,7 @@ def _forget_after(folder: Path, *, step: int) -> None:
             shutil.rmtree(path)
 
 
-def _prune(folder: Path, *, step: int, keep: int) -> None:
+def prune(folder: Path, *, step: int, keep: int) -> None:
     """Remove the checkpoints of steps before the last `keep`."""
     for path in folder.glob(CHECKPOINTS.format("*")):
         if _number(path) <= step - keep:

@@ -30,7 +30,11 @@ DECIDED = {
     for name, who in DECIDED_ELSEWHERE.items()
     if not name.startswith(SERVING)
     or name.removeprefix(SERVING) in ("temperature", "top_p", "top_k", "val_kwargs", "multi_turn")
-} | {"actor_rollout_ref.rollout.mode": "this engine, which serves while it collects"}
+} | {
+    "actor_rollout_ref.rollout.mode": "this engine, which serves while it collects",
+    "actor_rollout_ref.rollout.skip_tokenizer_init": "this engine, whose agents send text",
+    "actor_rollout_ref.rollout.calculate_log_probs": "this engine, which always records them",
+}
 """Keys that guides set, and who decides them with this engine."""
 
 REFUSED = {

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import aiohttp
 from aiohttp import web
 
+from agl.errors import PolicyError
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
@@ -66,6 +68,18 @@ class Relay:
         if self._session is not None:
             await self._session.close()
         self._runner = self._session = None
+
+    async def model_of(self, url: str) -> str:
+        """Return the name under which a server knows its model; raises PolicyError when it does not say."""
+        session = cast("aiohttp.ClientSession", self._session)
+        try:
+            async with session.get(f"{url}/models") as reply:
+                return str((await reply.json())["data"][0]["id"])
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise PolicyError(
+                f"VERL's replica at {url} does not say which model it serves ({type(error).__name__}: {error}). "
+                "Can this machine reach that address?"
+            ) from error
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:

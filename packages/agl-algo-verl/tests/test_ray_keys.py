@@ -1,0 +1,118 @@
+"""VERL's keys with engine = "ray": what goes to VERL, what is refused, and what the whole configuration is."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl.errors import ConfigError
+from agl_algo_verl.engines import make
+from agl_algo_verl.keys import leaves, verl_keys
+from agl_algo_verl.ray_config import compose
+from agl_algo_verl.ray_engine import RayVERL
+from agl_algo_verl.ray_keys import ALLOWED, DECIDED, HERE, REFUSED, check_machine, read_ray_settings
+
+from .world import config as small
+
+
+def config(**keys: Any) -> dict[str, Any]:
+    return small(**{"rollout.name": "agl_hf"} | keys)
+
+
+def composed(**keys: Any) -> dict[str, Any]:
+    """VERL's whole configuration by dotted names."""
+    from omegaconf import OmegaConf
+
+    options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
+    found: Any = OmegaConf.to_container(compose(read_ray_settings(config(**keys)), **options), resolve=True)
+    return {".".join(path): value for path, value in leaves(found)}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rollout.name": "hf"}, "one of agl_hf, vllm, sglang"),
+        ({"actor.ppo_mini_batch_size": 1}, "all rows of a step share one update"),
+        ({"actor.optim.lrr": 1.0}, "did you mean actor_rollout_ref.actor.optim.lr"),
+        ({"algorithm.use_kl_in_reward": True}, "use actor.use_kl_loss"),
+        ({"trainer.v1.trainer_mode": "separate_async"}, "mode `sync`"),
+        ({"actor.use_kl_loss": True, "actor.loss_agg_mode": "seq-mean-token-sum"}, "by rows, not by rollouts"),
+        ({"trainer.n_gpus_per_node": 0}, "whole numbers from 1"),
+    ],
+)
+def test_keys_that_would_not_do_what_they_say_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_ray_settings(config(**keys))
+
+
+def test_every_wrong_key_is_in_one_message() -> None:
+    wrong = config() | {"critic": {"optim": {"lr": 1.0}}, "reward": {"num_workers": 2}, "ray_kwargs": {"a": 1}}
+    with pytest.raises(ConfigError, match=r"(?s)ray_kwargs\.a.*critic\.optim\.lr.*reward\.num_workers"):
+        read_ray_settings(wrong)
+
+
+def test_keys_that_others_decide_are_told() -> None:
+    read = read_ray_settings(config(**{"trainer.logger": ["console"], "actor.use_dynamic_bsz": True}))
+    assert ["actor_rollout_ref.actor.use_dynamic_bsz holds anyway", "trainer.logger is decided by"] == sorted(
+        note.split(" the experiment")[0] for note in read.notes
+    )
+
+
+def test_the_tables_name_keys_that_verl_has() -> None:
+    known = verl_keys()
+    absent = {name for name in (*REFUSED, *DECIDED, *ALLOWED, *HERE) if name not in known}
+    assert absent <= {"reward_model", "custom_reward_function"}, absent
+
+
+def test_verl_gets_what_was_written_and_what_this_engine_needs() -> None:
+    found = composed(
+        **{"actor.clip_ratio_high": 0.28, "rollout.max_num_seqs": 7, "actor.use_kl_loss": True, "trainer.nnodes": 2}
+    )
+    expected = {
+        "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.rollout.max_num_seqs": 7,
+        "actor_rollout_ref.rollout.n": 4,
+        "trainer.nnodes": 2,
+        "trainer.total_training_steps": 3,
+        "trainer.device": "cpu",
+        "algorithm.adv_estimator": "agl",
+        "data.train_batch_size": 2,
+    }
+    assert expected == {name: found[name] for name in expected}
+
+
+def test_only_the_cpu_gets_what_the_cpu_needs() -> None:
+    found = composed(**{"rollout.name": "vllm"})
+    assert "cuda" == found["trainer.device"]
+    assert found["actor_rollout_ref.model.external_lib"] is None
+    assert found["actor_rollout_ref.rollout.free_cache_engine"]
+
+
+def test_a_machine_without_what_serves_is_told_what_to_do() -> None:
+    gpu = read_ray_settings(config(**{"rollout.name": "vllm"}))
+    with pytest.raises(ConfigError, match=r"needs GPUs.*ray_init\.address"):
+        check_machine(gpu, has_gpu=False)
+    with pytest.raises(ConfigError, match="vllm is not installed here"):
+        check_machine(gpu, has_gpu=True)
+    check_machine(read_ray_settings(config()), has_gpu=False)
+    elsewhere = config(**{"rollout.name": "vllm"}) | {"ray_kwargs": {"ray_init": {"address": "head:6379"}}}
+    check_machine(read_ray_settings(elsewhere), has_gpu=False)
+
+
+def test_the_engine_is_chosen_by_name() -> None:
+    assert isinstance(make(engine="ray", **config()), RayVERL)
+    with pytest.raises(ConfigError, match="inproc, ray"):
+        make(engine="spark")
+
+
+def test_every_configuration_on_the_page_is_accepted() -> None:
+    page = (Path(__file__).parents[3] / "docs/how-to/cluster.md").read_text(encoding="utf-8")
+    blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
+    engines = [make(**block["algorithm"][0]["params"]) for block in blocks]
+    assert ["VERL", "RayVERL", "RayVERL"] == [type(engine).__name__ for engine in engines]
