@@ -97,7 +97,7 @@ def publish(loaded, folder, version):
     torch.manual_seed(len(version))
     with torch.no_grad():
         for parameter in trainable_state(loaded.model).values():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.add_(torch.randn_like(parameter) * 0.02)
     return ResourceVersion(name="main_llm", version=version, resource=save_served(loaded, folder / version))
 
 
