@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from agl.schemas import CallCredit
 from agl_algo_verl.advantages import advantages
+from agl_algo_verl.opening import actor_config
 from agl_algo_verl.settings import Algorithm, read_settings
-from agl_algo_verl.worker import actor_config
 
 from .world import config
 

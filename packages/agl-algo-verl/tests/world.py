@@ -93,7 +93,7 @@ def config(**keys: Any) -> dict[str, Any]:
     }
     for name, value in keys.items():
         path = name.split(".")
-        path = path if path[0] in nested else ["actor_rollout_ref", *path]
+        path = path if path[0] in {*nested, "critic"} else ["actor_rollout_ref", *path]
         level = nested
         for part in path[:-1]:
             level = level.setdefault(part, {})

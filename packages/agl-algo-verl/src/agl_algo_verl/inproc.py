@@ -2,50 +2,49 @@
 
 One step:
 
-    1. collect: run every task `rollout.n` times with the live weights
-    2. advantages (`advantages.py`): credit per call, through VERL's estimators over rollouts
-    3. old log-probabilities: VERL's engine recomputes those of every row; the largest difference to what the server
-       recorded is `logprob_gap`
-    4. update: `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times over (`worker.py`)
+    1. take a batch of groups: every task run `rollout.n` times, for this step or ahead of it (`supply.py`)
+    2. old log-probabilities: VERL's engine recomputes those of every row; the largest difference to what the server
+       recorded is `logprob_gap`; the reference's log-probabilities and the critic's values where they are needed
+    3. advantages: credit per call through VERL's estimators over rollouts (`advantages.py`), less a KL penalty, or
+       through VERL's GAE (`shaping.py`)
+    4. update: `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times over (`learning.py`)
     5. save a checkpoint, publish the weights, which the policy then serves
 
 Deviations from VERL's own trainer, and why:
 - Agents run outside of it and speak to the policy of the experiment, so VERL has no rollout worker here.
 - A row is a branch of the call forest. Statistics, mini-batches and the mean over sequences count rollouts, never
   rows; the rows of a rollout share an update, and no row is dropped or doubled to fill one.
-- No reference model, no critic; settings that need one are refused.
+- The reference is the policy that training was opened from; with adapters it is the same weights without them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
-from collections import defaultdict
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_verl.learning import Learner
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.settings import read_settings
+from agl_algo_verl.supply import Supply, task_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.rows import Prepared, Sample
-    from agl_algo_verl.worker import Worker
+    from agl_algo_verl.rows import Prepared
 
 
 class VERL:
     """Trains the weights of one policy on groups of rollouts that share a task.
 
     Args:
-        algorithm: VERL's `algorithm` keys; `data`, `actor_rollout_ref` and `trainer` are VERL's as well.
-        engine: `inproc`, the only one of this version.
+        algorithm: VERL's `algorithm` keys; `data`, `actor_rollout_ref`, `critic` and `trainer` are VERL's as well.
+        engine: `inproc`, the only one of this class.
         threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
         keep: Saved states and exported weights that stay on disk.
         others: Further groups of VERL's configuration, which are refused by name.
@@ -60,6 +59,7 @@ class VERL:
         algorithm: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
         actor_rollout_ref: dict[str, Any] | None = None,
+        critic: dict[str, Any] | None = None,
         trainer: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -68,12 +68,16 @@ class VERL:
         if keep < 1 or threads < 0:
             raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
         check_version()
-        groups = {"algorithm": algorithm, "data": data, "actor_rollout_ref": actor_rollout_ref, "trainer": trainer}
+        groups = {
+            "algorithm": algorithm,
+            "data": data,
+            "actor_rollout_ref": actor_rollout_ref,
+            "critic": critic,
+            "trainer": trainer,
+        }
         given = {name: group for name, group in groups.items() if group is not None}
         self.settings, self.notes = read_settings({**given, **others})
         self._threads, self._keep = threads, keep
-        self._worker: Worker | None = None
-        self._opened = ""  # the version that `_worker` was opened from
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -86,29 +90,30 @@ class VERL:
         if not context.train:
             raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
         self._context, self._tuned = context, context.tunes[0]
-        _weights(context.current(self._tuned).resource, name=self._tuned)
+        own_weights(context.current(self._tuned).resource, name=self._tuned)
         self._steps = self.settings.steps(len(context.train))
+        self._learner = Learner(
+            self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
+        )
+        self._supply = Supply(context, self.settings, steps=self._steps)
         for note in self.notes:
             context.say(note)
 
     async def step(self) -> StepReport:
-        """Collect one batch of groups, update, save and publish."""
+        """Take one batch of groups, update, save and publish."""
         context, step = self._context, self._step + 1
-        worker = await self._open()
+        await self._open()
         started = time.perf_counter()
-        tasks = draw_tasks(context, step=step, count=self.settings.data.train_batch_size)
-        collected = await context.collect(tasks, step=step, n=self.settings.actor_rollout_ref.rollout.n)
-        collect_s = time.perf_counter() - started
-        prepared = await asyncio.to_thread(self._prepare, collected.groups())
-        metrics = prepared.metrics | {"collect_s": collect_s}
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
+        supplied = await self._supply.take(step)
+        metrics = supplied.metrics | {"collect_s": time.perf_counter() - started}
+        prepared = await asyncio.to_thread(self._prepare, supplied.groups)
+        metrics |= prepared.metrics
 
         started = time.perf_counter()
-        metrics |= await self._train(worker, prepared)
+        metrics |= await self._learner.train(prepared, step=step, progress=context.progress)
         metrics["update_s"] = time.perf_counter() - started
 
-        await asyncio.to_thread(worker.save, context.workdir, step=step, keep=self._keep)
-        resource = await asyncio.to_thread(worker.export, context.workdir, step=step, keep=self._keep)
+        resource = await self._learner.publishable(step=step)
         version = await context.publish(self._tuned, resource, step=step)
         self._step = step
         is_finished = step >= self._steps
@@ -122,76 +127,32 @@ class VERL:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, the newest checkpoint and the version that training started from."""
-        path = self._context.workdir.absolute() / "state" / f"{self._step:06d}"
-        return {"step": self._step, "checkpoint": str(path) if path.is_dir() else "", "opened": self._opened}
+        """The step count, what training continues from, and the groups that are under way."""
+        return {"step": self._step, "supply": self._supply.state(), **self._learner.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments, schedule and random state included."""
-        self._step, self._opened = int(state["step"]), str(state["opened"])
-        if state["checkpoint"]:
-            self._worker = await asyncio.to_thread(self._resume, str(state["checkpoint"]))
+        self._step = int(state["step"])
+        self._supply.restore(state["supply"])
+        await self._learner.restore(state, step=self._step)
 
     async def close(self) -> None:
-        """Drop the model."""
-        self._worker = None
+        """Drop the models, and stop waiting for rollouts."""
+        if hasattr(self, "_learner"):
+            await self._supply.close()
+            self._learner.close()
 
     def _prepare(self, groups: Any) -> Prepared:
         from agl_algo_verl.rows import prepare
 
         return prepare(groups, credit=self._context.credit, settings=self.settings)
 
-    async def _open(self) -> Worker:
-        """The worker, opened again when another algorithm has published weights since."""
+    async def _open(self) -> None:
+        """Open the policy, again when another algorithm has published weights since."""
         version = self._context.current(self._tuned)
-        is_foreign = version.algorithm != self._context.name and version.version != self._opened
-        if self._worker is None or is_foreign:
-            origin = _weights(version.resource, name=self._tuned)
-            self._worker = None  # free the old model before the new one is loaded
-            self._worker = await asyncio.to_thread(self._load, origin)
-            self._opened = version.version
-        return self._worker
-
-    def _load(self, origin: Weights) -> Worker:
-        from agl_algo_verl.worker import Worker
-
-        return Worker(origin=origin, settings=self.settings, steps=self._steps, threads=self._threads)
-
-    def _resume(self, checkpoint: str) -> Worker:
-        from pathlib import Path
-
-        from agl_algo_verl.worker import Worker
-
-        return Worker.resume(Path(checkpoint), settings=self.settings, steps=self._steps, threads=self._threads)
-
-    async def _train(self, worker: Worker, prepared: Prepared) -> dict[str, float]:
-        """All updates of a step; a number that several updates report is averaged."""
-        from agl_algo_verl.rows import updates
-
-        old = await asyncio.to_thread(worker.logprobs, prepared.samples)
-        samples = [replace(sample, old=values) for sample, values in zip(prepared.samples, old, strict=True)]
-        actor, tasks = self.settings.actor, self.settings.data.train_batch_size
-        parts = updates(samples, prepared.rollouts, tasks=actor.ppo_mini_batch_size or tasks)
-        reports: list[dict[str, float]] = []
-        total = actor.ppo_epochs * len(parts)
-        for index in range(total):
-            rows, count = parts[index % len(parts)]
-            is_last = index + 1 == total
-            reports.append(await asyncio.to_thread(worker.update, rows, rollouts=count, is_last=is_last))
-            self._context.progress(index + 1, total, "update")
-        values: defaultdict[str, list[float]] = defaultdict(list)
-        for report in reports:
-            for name, value in report.items():
-                values[name].append(value)
-        return {name: sum(found) / len(found) for name, found in values.items()} | gaps(samples)
-
-
-def gaps(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return how far the engine's log-probabilities are from the recorded ones, over trained tokens."""
-    from agl_algo_verl.typed import numbers
-
-    found = [abs(x) for s in samples if s.old is not None for x in numbers((s.old - s.behaviour)[s.mask])]
-    return {"logprob_gap": max(found, default=0.0), "logprob_gap_mean": sum(found) / max(1, len(found))}
+        is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
+        if not self._learner.opened or is_foreign:
+            await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
@@ -199,18 +160,12 @@ def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json
 
     No task comes twice before every other came once; `count` is cut to the number of tasks.
     """
-    tasks: Sequence[Json] = context.train
-    size = min(count, len(tasks))
-    chosen: list[Json] = []
-    for position in range((step - 1) * size, step * size):
-        epoch, index = divmod(position, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
-        chosen.append(tasks[order[index]])
-    return chosen
+    size = min(count, len(context.train))
+    return [task_at(context, position) for position in range((step - 1) * size, step * size)]
 
 
-def _weights(resource: Any, *, name: str) -> Weights:
+def own_weights(resource: Any, *, name: str) -> Weights:
+    """Return a policy's weights; raises ConfigError for what cannot be trained from here."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "

@@ -44,7 +44,8 @@ DECIDED_ELSEWHERE: dict[str, str] = {
     "actor_rollout_ref.rollout.engine_kwargs": _ENDPOINT,
     "actor_rollout_ref.rollout.multi_turn": "the agent, which has as many turns as it takes",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": "actor_rollout_ref.actor's micro-batches",
-    "actor_rollout_ref.ref": "use_kl_loss, without which there is no reference",
+    "actor_rollout_ref.ref": "actor_rollout_ref.actor, whose engine and micro-batches the reference shares",
+    "critic.model.path": "the policy that is tuned, whose network the critic starts from",
     "trainer.logger": _LOGGERS,
     "trainer.project_name": _LOGGERS,
     "trainer.experiment_name": "the experiment's `name`",
@@ -58,21 +59,35 @@ DECIDED_ELSEWHERE: dict[str, str] = {
 """Keys that guides set, and who decides them in an experiment; a key here covers those below it."""
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "algorithm.use_kl_in_reward": ((False,), "the reward stays as it was recorded; penalise in a reward emitter"),
-    "algorithm.gamma": ((1.0,), 'discounting is the credit\'s: credit = "turn" with gamma'),
-    "algorithm.lam": ((1.0,), "there is no critic; for PPO use the algorithm 'ppo' of agl-algo-torch"),
-    "actor_rollout_ref.actor.use_kl_loss": (
-        (False,),
-        "this engine holds no reference; use 'grpo' of agl-algo-torch with kl_coef",
+    "actor_rollout_ref.model.lora_adapter_path": (
+        (None,),
+        "training starts from whole weights; merge the adapter into its base model first",
     ),
-    "actor_rollout_ref.actor.kl_loss_coef": ((0.0,), "this engine holds no reference"),
     "actor_rollout_ref.actor.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
     "actor_rollout_ref.actor.grad_clip": ((), "VERL's engine reads actor_rollout_ref.actor.optim.clip_grad instead"),
+    "algorithm.rollout_correction.rollout_rs": (
+        (None,),
+        'nothing is rejected by its probability; truncate the weights with rollout_is = "token"',
+    ),
+    "algorithm.rollout_correction.bypass_mode": (
+        (False,),
+        'old log-probabilities are always the engine\'s; correct the recorded ones with rollout_is = "token"',
+    ),
+    "algorithm.filter_groups.enable": (
+        (False,),
+        "groups without a difference have no gradient and are counted in `groups_silent`; none is replaced",
+    ),
     "data.truncation": (("error",), "rows that are too long are left out and counted, never cut"),
     "data.filter_overlong_prompts": ((True,), "prompts that are too long are always left out and counted"),
     "trainer.nnodes": ((1,), "the engine 'inproc' is one process"),
     "trainer.n_gpus_per_node": ((1,), "the engine 'inproc' is one process with one device"),
-    "trainer.critic_warmup": ((0,), "there is no critic; for PPO use the algorithm 'ppo' of agl-algo-torch"),
+    "critic.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),
+    "critic.enable": ((None,), 'algorithm.adv_estimator = "gae" has a critic, and the others have none'),
+    "critic.use_dynamic_bsz": (
+        (),
+        "give critic.ppo_micro_batch_size_per_gpu for micro-batches of rows, or nothing to cut them by tokens",
+    ),
+    "critic.grad_clip": ((), "VERL's engine reads critic.optim.clip_grad instead"),
     "trainer.balance_batch": ((True, False), "one device has nothing to balance"),
 }
 """Keys with the values that say what happens anyway, and what to do for another."""
@@ -87,11 +102,11 @@ def check_keys(config: Mapping[str, Any], shape: type[msgspec.Struct]) -> tuple[
     used: dict[str, Any] = {}
     notes: list[str] = []
     wrong: list[str] = []
-    for path, value in _leaves(config):
+    for path, value in leaves(config):
         name = ".".join(path)
         covering = next((key for key in DECIDED_ELSEWHERE if name == key or name.startswith(f"{key}.")), "")
-        if _has(shape, path):
-            _put(used, path, value)
+        if has(shape, path):
+            put(used, path, value)
         elif name in FIXED:
             allowed, why = FIXED[name]
             wrong += [] if value in allowed else [f"{name} = {value!r}: {why}"]
@@ -116,10 +131,26 @@ def verl_keys() -> frozenset[str]:
     return frozenset(".".join(path) for path in _every(content, ()) if not path[-1].startswith("_"))
 
 
-def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
+def is_verl_key(name: str) -> bool:
+    """Whether VERL has this key, or takes any key at this place."""
     known = verl_keys()
-    if name in known or any(name.startswith(f"{key}.") for key in _open_keys(known)):
+    return name in known or any(name.startswith(f"{key}.") for key in _open_keys(known))
+
+
+def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
+    if name.split(".")[0] in ("reward", "reward_model", "custom_reward_function"):
+        return (
+            f"{name}: rewards are the experiment's [[reward]] and what agents emit; a penalty for overlong answers, as "
+            "DAPO has it, is such a reward too"
+        )
+    if is_verl_key(name):
         return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
+    return misspelt(name, shape)
+
+
+def misspelt(name: str, shape: type[msgspec.Struct]) -> str:
+    """What to say of a key that does not exist."""
+    known = verl_keys()
     near = get_close_matches(name, sorted(known | set(_paths(shape))), n=1, cutoff=0.75)
     return f"{name}: VERL has no such key; " + (f"did you mean {near[0]}?" if near else "remove it")
 
@@ -129,11 +160,12 @@ def _open_keys(known: frozenset[str]) -> Iterator[str]:
     return (key for key in known if key.endswith(("_kwargs", "override_config", "engine_kwargs.vllm")))
 
 
-def _leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the path and value of every key of a nested configuration; dots in a name nest as well."""
     for name, value in config.items():
         path = (*before, *str(name).split("."))
         if isinstance(value, dict) and value:
-            yield from _leaves(cast("dict[str, Any]", value), path)
+            yield from leaves(cast("dict[str, Any]", value), path)
         else:
             yield path, value
 
@@ -149,12 +181,13 @@ def _fields(shape: type[msgspec.Struct]) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(shape)}
 
 
-def _has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
+def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
+    """Whether a struct has the key at `path`."""
     kind = _fields(shape).get(path[0])
     if kind is None:
         return False
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return len(path) > 1 and _has(kind, path[1:])
+        return len(path) > 1 and has(kind, path[1:])
     return len(path) == 1
 
 
@@ -165,7 +198,8 @@ def _paths(shape: type[msgspec.Struct], before: str = "") -> Iterator[str]:
             yield from _paths(kind, f"{before}{name}.")
 
 
-def _put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+def put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    """Set the key at `path` of a nested configuration."""
     for name in path[:-1]:
         target = target.setdefault(name, {})
     target[path[-1]] = value

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from agl_algo_verl.advantages import advantages
-from agl_algo_verl.typed import from_bytes, ragged, verl_part
+from agl_algo_verl.typed import from_bytes, integers, ragged, verl_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agl.contracts import Credit
-    from agl.schemas import Episode, Row
+    from agl.schemas import CallCredit, Episode, Row
     from agl_algo_verl.settings import Settings
 
 
@@ -35,8 +35,10 @@ class Sample:
     """One row ready to train; tensors are on the CPU.
 
     `ids` int64, [T]; `mask` bool, `advantages` and `behaviour` (log-probabilities) float32, all [R].
-    `rollout` is the id whose rows share an update, `group` its task. `old` [R], where it was computed, are the
-    engine's own log-probabilities before the step's first update.
+    `rollout` is the id whose rows share an update, `group` its task. `calls` are the span ids of its calls with where
+    their tokens start and stop in the response. Where they were computed, all [R]: `old` and `reference` are the
+    engine's and the reference's log-probabilities before the step's first update, `values` the critic's, `returns`
+    what those learn.
     """
 
     rollout: str
@@ -46,7 +48,11 @@ class Sample:
     advantages: Tensor
     behaviour: Tensor
     temperature: float
+    calls: tuple[tuple[str, int, int], ...] = ()
     old: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
 
     @property
     def prompt(self) -> int:
@@ -61,18 +67,25 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """The rows of a step in the order of its episodes, and what to log; `rollouts` are the ids of all of them."""
+    """The rows of a step in the order of its episodes, and what to log.
+
+    `rollouts` are the ids and tasks of all episodes, `credits` what each one's calls were given.
+    """
 
     samples: list[Sample]
     rollouts: list[tuple[str, int]]
     metrics: dict[str, float]
+    credits: tuple[tuple[CallCredit, ...], ...] = ()
 
 
 def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Settings) -> Prepared:
     """Return the samples of groups of episodes that share a task."""
     places = [index for index, group in enumerate(groups) for _ in group]
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
-    by_span = advantages(credits, groups=places, settings=settings.algorithm)
+    if settings.has_critic:  # whose values turn returns into advantages
+        by_span = [{call.span_id: call.value for call in calls} for calls in credits]
+    else:
+        by_span = advantages(credits, groups=places, settings=settings.algorithm)
     samples: list[Sample] = []
     left_out: Counter[str] = Counter()
     episodes = [episode for group in groups for episode in group]
@@ -86,7 +99,9 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Se
                 left_out[found] += 1
     rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
-    return Prepared(samples=samples, rollouts=rollouts, metrics=metrics)
+    metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, samples)}
+    kept = tuple(tuple(calls) for calls in credits)
+    return Prepared(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
 
 
 def read_row(
@@ -100,14 +115,12 @@ def read_row(
     """Return a row's sample, or why it cannot be trained; `""` where it holds no call that credit counted."""
     ids_T = from_bytes(row.ids, "<i4").long()
     mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
-    advantages_T = torch.zeros(len(ids_T))
     found: set[float] = set()
-    for part in row.segments:
-        if part.span_id in advantages:
-            mask_T[part.start : part.stop] = True
-            advantages_T[part.start : part.stop] = advantages[part.span_id]
-            given = temperatures.get(part.span_id)
-            found.add(1.0 if given is None else given)
+    counted = [part for part in row.segments if part.span_id in advantages]
+    for part in counted:
+        mask_T[part.start : part.stop] = True
+        given = temperatures.get(part.span_id)
+        found.add(1.0 if given is None else given)
     mask_T[:1] = False  # nothing predicts the first token of a row
     trained = mask_T.nonzero()
     if not len(trained):
@@ -119,15 +132,25 @@ def read_row(
         return "response_too_long"
     if len(found) > 1:
         return "mixed_temperatures"
+    calls = tuple((part.span_id, max(0, part.start - first), part.stop - first) for part in counted)
     return Sample(
         rollout=row.rollout_id,
         group=group,
         ids=ids_T[:stop],
         mask=mask_T[first:stop],
-        advantages=advantages_T[first:stop],
+        advantages=spread(advantages, calls=calls, length=stop - first),
         behaviour=from_bytes(row.logprobs, "<f4")[first:stop],
         temperature=found.pop() or 1.0,
+        calls=calls,
     )
+
+
+def spread(values: Mapping[str, float], *, calls: Sequence[tuple[str, int, int]], length: int) -> Tensor:
+    """Return values by span id at every token of their calls, 0 elsewhere; [R]."""
+    found_R = torch.zeros(length)
+    for span_id, start, stop in calls:
+        found_R[start:stop] = values[span_id]
+    return found_R
 
 
 def updates(
@@ -163,6 +186,23 @@ def fill_up(samples: Sequence[Sample], *, multiple: int) -> list[Sample]:
     return [*samples, *(replace(samples[-1], mask=torch.zeros_like(samples[-1].mask)) for _ in range(missing))]
 
 
+def micro_batched(
+    samples: Sequence[Sample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
+) -> TensorDict:
+    """Return a batch on a device that VERL cuts into micro-batches of `rows` rows, or of at most `tokens` tokens.
+
+    VERL refuses a budget below the longest row, so that a row beyond it comes alone.
+    """
+    sizes: dict[str, Any] = {
+        "use_dynamic_bsz": rows is None,
+        "max_token_len_per_gpu": max(tokens, *(len(s.ids) for s in samples)),
+    }
+    if rows is not None:
+        samples = fill_up(samples, multiple=rows)
+        sizes["micro_batch_size_per_gpu"] = rows
+    return cast("Any", batch(samples, **sizes, **options)).to(device)
+
+
 def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
     """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
     tensors: dict[str, Tensor] = {
@@ -176,10 +216,23 @@ def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
         "old_log_probs": ragged([s.behaviour if s.old is None else s.old for s in samples]),
         "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
     }
+    for name, found in {
+        "ref_log_prob": [s.reference for s in samples if s.reference is not None],
+        "values": [s.values for s in samples if s.values is not None],
+        "returns": [s.returns for s in samples if s.returns is not None],
+    }.items():
+        if len(found) == len(samples):
+            tensors[name] = ragged(found)
     if "is_threshold" in options:
         threshold = options.pop("is_threshold")
         tensors["rollout_is_weights"] = ragged([_importance(s, threshold) for s in samples])
     return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
+
+
+def responses(found: Any, samples: Sequence[Sample]) -> list[Tensor]:
+    """Return what a model said before each token of the responses, [R] per sample on the CPU, of jagged [T] rows."""
+    values, offsets = found.values().float().cpu(), integers(found.offsets())
+    return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]
 
 
 def _importance(sample: Sample, threshold: float) -> Tensor:
@@ -190,13 +243,16 @@ def _importance(sample: Sample, threshold: float) -> Tensor:
 
 def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
-    loud = {s.rollout for s in samples if bool((s.advantages[s.mask] != 0).any())}
-    silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
     return {
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         "groups": float(len(groups)),
-        "groups_silent": float(silent),
         "rollouts": float(sum(len(group) for group in groups)),
         "rows": float(len(samples)),
     }
+
+
+def _silent(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> float:
+    """Groups whose advantages are all zero."""
+    loud = {s.rollout for s in samples if bool((s.advantages[s.mask] != 0).any())}
+    return float(sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group)))

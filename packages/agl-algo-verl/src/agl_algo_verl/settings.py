@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from agl.errors import ConfigError
+from agl_algo_verl.combinations import check_settings
 from agl_algo_verl.keys import check_keys
+from agl_algo_verl.names import check_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Estimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+Loss = Literal["vanilla", "gspo"]
+KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KlLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -32,11 +37,25 @@ class RolloutCorrection(Keys, frozen=True, kw_only=True):
     rollout_is_threshold: float = 2.0
 
 
+class KlControl(Keys, frozen=True, kw_only=True):
+    """The weight of the KL penalty in the reward; `adaptive` moves it towards `target_kl` nats per token."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: float = 0.001
+    horizon: int = 10000
+    target_kl: float = 0.1
+
+
 class Algorithm(Keys, frozen=True, kw_only=True):
-    """Differs: `adv_estimator` is `grpo`; VERL's `gae` needs a critic."""
+    """Differs: `adv_estimator` is `grpo`, which needs no critic."""
 
     adv_estimator: Estimator = "grpo"
     norm_adv_by_std_in_grpo: bool = True
+    gamma: float = 1.0
+    lam: float = 1.0
+    use_kl_in_reward: bool = False
+    kl_penalty: KlEstimate = "kl"
+    kl_ctrl: KlControl = KlControl()
     rollout_correction: RolloutCorrection = RolloutCorrection()
 
 
@@ -62,6 +81,12 @@ class Optim(Keys, frozen=True, kw_only=True):
     num_cycles: float = 0.5
 
 
+class CriticOptim(Optim, frozen=True, kw_only=True):
+    """AdamW of the critic."""
+
+    lr: float = 1e-5
+
+
 class MixedPrecision(Keys, frozen=True, kw_only=True):
     """Differs: `fp32` on the CPU, where bfloat16 is slow; VERL's `bf16` on a GPU. `None` for that choice."""
 
@@ -82,7 +107,7 @@ class FsdpConfig(Keys, frozen=True, kw_only=True):
 class PolicyLoss(Keys, frozen=True, kw_only=True):
     """Which of VERL's policy losses."""
 
-    loss_mode: Literal["vanilla", "gspo"] = "vanilla"
+    loss_mode: Loss = "vanilla"
 
 
 class Actor(Keys, frozen=True, kw_only=True):
@@ -100,16 +125,23 @@ class Actor(Keys, frozen=True, kw_only=True):
     loss_agg_mode: AggMode = "token-mean"
     loss_scale_factor: int | None = None
     entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.001
+    kl_loss_type: KlLoss = "low_var_kl"
     policy_loss: PolicyLoss = PolicyLoss()
     optim: Optim = Optim()
     fsdp_config: FsdpConfig = FsdpConfig()
 
 
 class Model(Keys, frozen=True, kw_only=True):
-    """Differs: both are off by default; `use_remove_padding` needs flash-attn, which the CPU has not."""
+    """Differs: the switches are off by default; `use_remove_padding` needs flash-attn, which the CPU has not."""
 
     use_remove_padding: bool = False
     enable_gradient_checkpointing: bool = False
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | None = None
 
 
 class Rollout(Keys, frozen=True, kw_only=True):
@@ -126,8 +158,57 @@ class ActorRolloutRef(Keys, frozen=True, kw_only=True):
     rollout: Rollout = Rollout()
 
 
+class CriticModel(Keys, frozen=True, kw_only=True):
+    """Differs: off by default."""
+
+    enable_gradient_checkpointing: bool = False
+
+
+class Critic(Keys, frozen=True, kw_only=True):
+    """The value model of `adv_estimator = "gae"`; where `None`, mini-batches and epochs are the actor's."""
+
+    optim: CriticOptim = CriticOptim()
+    model: CriticModel = CriticModel()
+    fsdp: FsdpConfig = FsdpConfig()
+    ppo_mini_batch_size: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_max_token_len_per_gpu: int = 32768
+    ppo_epochs: int | None = None
+    cliprange_value: float = 0.5
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum"] = "token-mean"
+
+
+class ColocateAsync(Keys, frozen=True, kw_only=True):
+    """Batches of groups that are asked for ahead of the step that trains them."""
+
+    num_warmup_batches: int = 1
+
+
+class Sampler(Keys, frozen=True, kw_only=True):
+    """How many versions of the policy a group may span, and what becomes of one that would span more."""
+
+    max_off_policy_threshold: int = 8
+    max_off_policy_strategy: Literal["drop", "wait"] = "drop"
+
+
+class V1(Keys, frozen=True, kw_only=True):
+    """Whether rollouts go on while the models learn."""
+
+    trainer_mode: Literal["sync", "colocate_async"] = "sync"
+    colocate_async: ColocateAsync = ColocateAsync()
+    sampler: Sampler = Sampler()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether they do."""
+        return self.trainer_mode != "sync"
+
+
 class Trainer(Keys, frozen=True, kw_only=True):
-    """`total_training_steps`, where given, wins over `total_epochs`."""
+    """`total_training_steps` wins over `total_epochs`; before step `critic_warmup` the critic alone learns."""
+
+    critic_warmup: int = 0
+    v1: V1 = V1()
 
     total_epochs: int = 30
     total_training_steps: int | None = None
@@ -139,12 +220,28 @@ class Settings(Keys, frozen=True, kw_only=True):
     algorithm: Algorithm = Algorithm()
     data: Data = Data()
     actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    critic: Critic = Critic()
     trainer: Trainer = Trainer()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether advantages come from a critic's values."""
+        return self.algorithm.adv_estimator == "gae"
 
     @property
     def actor(self) -> Actor:
         """The actor's part."""
         return self.actor_rollout_ref.actor
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a frozen copy of the policy at the start is needed."""
+        return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def is_lora(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        return self.actor_rollout_ref.model.lora_rank > 0
 
     @property
     def is_dynamic(self) -> bool:
@@ -163,75 +260,10 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
     Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
     """
     used, notes = check_keys(config, Settings)
+    check_names(used)
     try:
         settings = msgspec.convert(used, Settings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The VERL configuration has a wrong value: {error}. See docs/how-to/verl.md.") from error
-    _check_numbers(settings)
-    _check_combinations(settings)
+    check_settings(settings, used)
     return settings, notes
-
-
-def _check_numbers(settings: Settings) -> None:
-    actor, trainer = settings.actor, settings.trainer
-    counts = {
-        "data.train_batch_size": settings.data.train_batch_size,
-        "data.max_prompt_length": settings.data.max_prompt_length,
-        "data.max_response_length": settings.data.max_response_length,
-        "actor_rollout_ref.rollout.n": settings.actor_rollout_ref.rollout.n,
-        "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
-        "trainer.total_epochs": trainer.total_epochs,
-        "trainer.total_training_steps": trainer.total_training_steps,
-    }
-    low = {name: value for name, value in counts.items() if value is not None and value < 1}
-    if low:
-        raise ConfigError(f"The VERL configuration has {low}; each must be at least 1.")
-
-
-def _check_combinations(settings: Settings) -> None:
-    actor, algorithm, batch = settings.actor, settings.algorithm, settings.data.train_batch_size
-    mini, rollouts = actor.ppo_mini_batch_size, settings.actor_rollout_ref.rollout.n
-    if rollouts == 1 and algorithm.adv_estimator != "reinforce_plus_plus":
-        raise ConfigError(
-            f"algorithm.adv_estimator = {algorithm.adv_estimator!r} compares the rollouts of a task, but "
-            "actor_rollout_ref.rollout.n is 1. Give at least 2, or use reinforce_plus_plus, which compares over the "
-            "batch."
-        )
-    if mini is not None and (mini > batch or batch % mini):
-        raise ConfigError(
-            f"data.train_batch_size = {batch} is no multiple of actor_rollout_ref.actor.ppo_mini_batch_size = {mini}; "
-            "both count tasks. Make one divide the other, or remove ppo_mini_batch_size for one update per step."
-        )
-    if actor.use_dynamic_bsz is False and not actor.ppo_micro_batch_size_per_gpu:
-        raise ConfigError(
-            "actor_rollout_ref.actor.use_dynamic_bsz = false needs ppo_micro_batch_size_per_gpu, the rows of a "
-            "micro-batch. Give it, or remove use_dynamic_bsz to cut by ppo_max_token_len_per_gpu."
-        )
-    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu:
-        raise ConfigError(
-            "actor_rollout_ref.actor.use_dynamic_bsz = true cuts micro-batches by tokens, so VERL would ignore "
-            "ppo_micro_batch_size_per_gpu. Remove one of them."
-        )
-    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
-        raise ConfigError(
-            f"VERL ignores loss_scale_factor with loss_agg_mode = {actor.loss_agg_mode!r}. Remove it, or use "
-            "seq-mean-token-sum-norm."
-        )
-    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
-        raise ConfigError(
-            "loss_agg_mode = 'seq-mean-token-sum-norm' without loss_scale_factor divides by the longest row of a "
-            "micro-batch, which differs between micro-batches. Give loss_scale_factor, such as the response length."
-        )
-    if actor.entropy_coeff and actor.loss_agg_mode == "seq-mean-token-mean":
-        raise ConfigError(
-            "entropy_coeff with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
-            "Use token-mean, or set entropy_coeff = 0."
-        )
-    if algorithm.adv_estimator != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        raise ConfigError(
-            f"norm_adv_by_std_in_grpo is ignored with adv_estimator = {algorithm.adv_estimator!r}. Remove it, or use "
-            "grpo."
-        )

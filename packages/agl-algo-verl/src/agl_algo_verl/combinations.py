@@ -1,0 +1,200 @@
+"""Which settings go together: what VERL would ignore, and what would count rows instead of rollouts, is refused.
+
+Every check raises ConfigError with what was found and what to write instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from agl_algo_verl.settings import Settings
+
+
+def check_settings(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings that cannot train together; `given` are the keys that a person wrote, nested."""
+    _check_numbers(settings)
+    _check_batches(settings)
+    _check_loss(settings)
+    _check_estimator(settings)
+    _check_critic(settings, given)
+    _check_kl(settings, given)
+    _check_adapters(settings, given)
+    _check_staleness(settings, given)
+
+
+def is_given(given: Mapping[str, Any], name: str) -> bool:
+    """Whether a dotted key, or one below it, was written."""
+    level: Any = given
+    for part in name.split("."):
+        if not isinstance(level, dict) or part not in level:
+            return False
+        level = cast("dict[str, Any]", level)[part]
+    return True
+
+
+def _check_numbers(settings: Settings) -> None:
+    actor, trainer = settings.actor, settings.trainer
+    counts = {
+        "data.train_batch_size": settings.data.train_batch_size,
+        "data.max_prompt_length": settings.data.max_prompt_length,
+        "data.max_response_length": settings.data.max_response_length,
+        "actor_rollout_ref.rollout.n": settings.actor_rollout_ref.rollout.n,
+        "actor_rollout_ref.actor.ppo_epochs": actor.ppo_epochs,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": actor.ppo_mini_batch_size,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": actor.ppo_micro_batch_size_per_gpu,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+        "critic.ppo_epochs": settings.critic.ppo_epochs,
+        "critic.ppo_mini_batch_size": settings.critic.ppo_mini_batch_size,
+        "critic.ppo_micro_batch_size_per_gpu": settings.critic.ppo_micro_batch_size_per_gpu,
+        "critic.ppo_max_token_len_per_gpu": settings.critic.ppo_max_token_len_per_gpu,
+        "trainer.total_epochs": trainer.total_epochs,
+        "trainer.total_training_steps": trainer.total_training_steps,
+    }
+    low = {name: value for name, value in counts.items() if value is not None and value < 1}
+    if low:
+        raise ConfigError(f"The VERL configuration has {low}; each must be at least 1.")
+
+
+def _check_batches(settings: Settings) -> None:
+    actor, batch = settings.actor, settings.data.train_batch_size
+    for name, mini in (
+        ("actor_rollout_ref.actor", actor.ppo_mini_batch_size),
+        ("critic", settings.critic.ppo_mini_batch_size),
+    ):
+        if mini is not None and (mini > batch or batch % mini):
+            raise ConfigError(
+                f"data.train_batch_size = {batch} is no multiple of {name}.ppo_mini_batch_size = {mini}; "
+                "both count tasks. Make one divide the other, or remove ppo_mini_batch_size for one update per step."
+            )
+    if actor.use_dynamic_bsz is False and not actor.ppo_micro_batch_size_per_gpu:
+        raise ConfigError(
+            "actor_rollout_ref.actor.use_dynamic_bsz = false needs ppo_micro_batch_size_per_gpu, the rows of a "
+            "micro-batch. Give it, or remove use_dynamic_bsz to cut by ppo_max_token_len_per_gpu."
+        )
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu:
+        raise ConfigError(
+            "actor_rollout_ref.actor.use_dynamic_bsz = true cuts micro-batches by tokens, so VERL would ignore "
+            "ppo_micro_batch_size_per_gpu. Remove one of them."
+        )
+
+
+def _check_loss(settings: Settings) -> None:
+    actor = settings.actor
+    if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
+        raise ConfigError(
+            f"VERL ignores loss_scale_factor with loss_agg_mode = {actor.loss_agg_mode!r}. Remove it, or use "
+            "seq-mean-token-sum-norm."
+        )
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
+        raise ConfigError(
+            "loss_agg_mode = 'seq-mean-token-sum-norm' without loss_scale_factor divides by the longest row of a "
+            "micro-batch, which differs between micro-batches. Give loss_scale_factor, such as the response length."
+        )
+    if actor.entropy_coeff and actor.loss_agg_mode == "seq-mean-token-mean":
+        raise ConfigError(
+            "entropy_coeff with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
+            "Use token-mean, or set entropy_coeff = 0."
+        )
+
+
+def _check_estimator(settings: Settings) -> None:
+    algorithm, rollouts = settings.algorithm, settings.actor_rollout_ref.rollout.n
+    if rollouts == 1 and algorithm.adv_estimator not in ("gae", "reinforce_plus_plus"):
+        raise ConfigError(
+            f"algorithm.adv_estimator = {algorithm.adv_estimator!r} compares the rollouts of a task, but "
+            "actor_rollout_ref.rollout.n is 1. Give at least 2, or use reinforce_plus_plus, which compares over the "
+            "batch, or gae, whose critic stands in for the comparison."
+        )
+    if algorithm.adv_estimator != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
+        raise ConfigError(
+            f"norm_adv_by_std_in_grpo is ignored with adv_estimator = {algorithm.adv_estimator!r}. Remove it, or use "
+            "grpo."
+        )
+
+
+def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
+    algorithm = settings.algorithm
+    if not settings.has_critic:
+        unused = ["critic"] if is_given(given, "critic") else []
+        unused += ["trainer.critic_warmup"] if settings.trainer.critic_warmup else []
+        unused += [f"algorithm.{name}" for name in ("gamma", "lam") if getattr(algorithm, name) != 1.0]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} would be ignored: algorithm.adv_estimator = {algorithm.adv_estimator!r} has no "
+                'critic. Use "gae", or remove them; discounting without a critic is the credit\'s: credit = "turn" '
+                "with gamma."
+            )
+        return
+    if not (0.0 <= algorithm.gamma <= 1.0 and 0.0 <= algorithm.lam <= 1.0) or settings.critic.cliprange_value <= 0:
+        raise ConfigError(
+            f"The VERL configuration has algorithm.gamma = {algorithm.gamma}, algorithm.lam = {algorithm.lam} and "
+            f"critic.cliprange_value = {settings.critic.cliprange_value}; the first two are between 0 and 1, the last "
+            "is above 0."
+        )
+
+
+def _check_kl(settings: Settings, given: Mapping[str, Any]) -> None:
+    actor, algorithm = settings.actor, settings.algorithm
+    own = "actor_rollout_ref.actor"
+    if actor.use_kl_loss and actor.loss_agg_mode == "seq-mean-token-mean":
+        raise ConfigError(
+            "use_kl_loss with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
+            "Use token-mean, or algorithm.use_kl_in_reward = true."
+        )
+    if algorithm.use_kl_in_reward and algorithm.adv_estimator == "reinforce_plus_plus":
+        raise ConfigError(
+            "use_kl_in_reward with adv_estimator = 'reinforce_plus_plus' would need a return per token, and here the "
+            "statistics of that estimator are over rollouts. Use actor_rollout_ref.actor.use_kl_loss = true, or "
+            "reinforce_plus_plus_baseline."
+        )
+    unused: list[str] = []
+    if not actor.use_kl_loss:
+        unused += [f"{own}.kl_loss_coef"] if is_given(given, f"{own}.kl_loss_coef") and actor.kl_loss_coef else []
+        unused += [f"{own}.kl_loss_type"] if is_given(given, f"{own}.kl_loss_type") else []
+    if not algorithm.use_kl_in_reward:
+        is_weighted = is_given(given, "algorithm.kl_ctrl") and algorithm.kl_ctrl.kl_coef
+        unused += ["algorithm.kl_ctrl"] if is_weighted else []
+        unused += ["algorithm.kl_penalty"] if is_given(given, "algorithm.kl_penalty") else []
+    if unused:
+        raise ConfigError(
+            f"VERL would ignore {', '.join(unused)}, for no KL penalty is asked for. Remove them, or set "
+            "actor_rollout_ref.actor.use_kl_loss = true or algorithm.use_kl_in_reward = true."
+        )
+
+
+def _check_adapters(settings: Settings, given: Mapping[str, Any]) -> None:
+    model = settings.actor_rollout_ref.model
+    if model.lora_rank < 0:
+        raise ConfigError(f"actor_rollout_ref.model.lora_rank is {model.lora_rank}; give 0 for none, or a rank.")
+    names = [f"actor_rollout_ref.model.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules")]
+    unused = [name for name in names if is_given(given, name)]
+    if unused and not model.lora_rank:
+        raise ConfigError(
+            f"VERL would ignore {', '.join(unused)} without actor_rollout_ref.model.lora_rank. Give a rank such as 16, "
+            "or remove them."
+        )
+
+
+def _check_staleness(settings: Settings, given: Mapping[str, Any]) -> None:
+    v1 = settings.trainer.v1
+    if not v1.is_async:
+        names = [f"trainer.v1.{name}" for name in ("colocate_async", "sampler")]
+        unused = [name for name in names if is_given(given, name)]
+        if unused:
+            raise ConfigError(
+                f'VERL would ignore {", ".join(unused)} with trainer.v1.trainer_mode = "sync", whose groups are never '
+                'old. Remove them, or set trainer_mode = "colocate_async".'
+            )
+        return
+    ahead, threshold = v1.colocate_async.num_warmup_batches, v1.sampler.max_off_policy_threshold
+    if not 1 <= ahead < threshold:
+        raise ConfigError(
+            f"trainer.v1.colocate_async.num_warmup_batches = {ahead} and sampler.max_off_policy_threshold = "
+            f"{threshold}: a group that is asked for so many steps ahead spans one version more. Give at least 1 batch "
+            "and a threshold above it."
+        )

@@ -1,0 +1,139 @@
+"""VERL's critic in this process: the policy's network with a value per token, trained by VERL's `value_loss`.
+
+VERL opens a value model with flash-attention and nothing else. Here its engine is asked for a token classifier with one
+label, which is the same network, by VERL's own loader of language models, with the attention that the policy has.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+from agl_algo_verl.files import prune, step_directory, write_directory
+from agl_algo_verl.numbers import reported
+from agl_algo_verl.opening import engine_config, model_config, start
+from agl_algo_verl.rows import micro_batched, responses
+from agl_algo_verl.typed import verl_part
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+    from agl_algo_verl.rows import Sample
+    from agl_algo_verl.settings import Critic as CriticSettings
+    from agl_algo_verl.settings import Settings
+
+
+class Critic:
+    """A value model in training.
+
+    Args:
+        path: The policy's weights, whose network the critic starts from, with a value head of its own.
+        settings: VERL's configuration.
+        steps: Steps in all, which a schedule of the learning rate is stretched over.
+        device: Where the policy is trained.
+
+    Raises:
+        ConfigError: The model's family has no token classifier.
+    """
+
+    def __init__(self, path: str, *, settings: Settings, steps: int, device: torch.device) -> None:
+        self._settings, self._device = settings.critic, device
+        self._worker = _open(path, settings, steps=steps, device=device)
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """Return the value before each token of the responses, [R] per sample on the CPU."""
+        if not samples:
+            return []
+        return responses(self._worker.infer_batch(self._batch(samples, compute_loss=False))["values"], samples)
+
+    def update(self, samples: Sequence[Sample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+        """Do one optimizer update towards the samples' `returns`; `is_last` of its step moves the schedule."""
+        batch = self._batch(samples, global_batch_size=rollouts, update_lr_scheduler=is_last)
+        found = reported(self._worker.train_batch(batch)["metrics"])
+        return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
+
+    def save(self, workdir: Path, *, step: int, keep: int) -> None:
+        """Write a checkpoint beside the policy's and remove old ones; the one before the last stays."""
+
+        def fill(directory: Path) -> None:
+            self._worker.save_checkpoint(str(directory), global_step=step)
+
+        write_directory(step_directory(workdir / "critic", step), fill)
+        prune(workdir / "critic", step=step, keep=max(2, keep))
+
+    def load(self, workdir: Path, *, step: int) -> None:
+        """Continue from the checkpoint of a step; raises ConfigError where there is none."""
+        source = step_directory(workdir / "critic", step)
+        if not source.is_dir():
+            raise ConfigError(
+                f"There is no checkpoint of the critic in {source}. "
+                "Resume where the run's files are, or start the run under a new name."
+            )
+        self._worker.load_checkpoint(str(source), del_local_after_load=False)
+
+    def _batch(self, samples: Sequence[Sample], **options: Any) -> Any:
+        critic = self._settings
+        rows, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
+        return micro_batched(samples, rows=rows, tokens=tokens, device=self._device, **options)
+
+
+def critic_config(critic: CriticSettings) -> Any:
+    """Return VERL's own configuration of the value loss."""
+    return verl_part("verl.workers.config:FSDPCriticConfig")(
+        strategy="fsdp2",
+        use_dynamic_bsz=True,
+        cliprange_value=critic.cliprange_value,
+        loss_agg_mode=critic.loss_agg_mode,
+    )
+
+
+def _open(path: str, settings: Settings, *, steps: int, device: torch.device) -> Any:
+    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+    critic, remove_padding = settings.critic, settings.actor_rollout_ref.model.use_remove_padding
+    loaded = model_config(
+        path,
+        use_remove_padding=remove_padding,
+        enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+    )
+    config = loaded.hf_config
+    if type(config) not in cast("Any", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING):
+        raise ConfigError(
+            f"The model {path!r} is a {config.model_type}, of which transformers has no token classifier, and VERL's "
+            'critic is one. Use algorithm.adv_estimator = "grpo", which needs no critic, or another model.'
+        )
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    config.architectures = [config.architectures[0].replace("ForCausalLM", "ForTokenClassification")]
+    engine = engine_config(
+        critic.fsdp,
+        device=device,
+        tokens=critic.ppo_max_token_len_per_gpu,
+        rows=critic.ppo_micro_batch_size_per_gpu,
+    )
+    # Values are a view of the head's output; FSDP2 warns of in-place changes to it, and VERL makes none.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP\w+ForTokenClassification\) returned a view")
+    with _quietly():
+        worker = start("value_model", loaded, engine=engine, optim=critic.optim, steps=steps)
+    loss = verl_part("verl.workers.utils.losses:value_loss")
+    worker.set_loss_fn(partial(loss, config=critic_config(critic)))
+    return worker
+
+
+@contextmanager
+def _quietly() -> Generator[None]:
+    """Keep transformers from reporting inside the block that the value head is new, as every critic's is."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

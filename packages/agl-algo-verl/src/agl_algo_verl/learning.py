@@ -1,0 +1,165 @@
+"""The models of a run in training, over its steps: opened when needed, evaluated, updated, saved, taken up again.
+
+It knows the policy (`worker.py`), its reference and the critic (`critic.py`), and in which order VERL's trainer uses
+them; it computes nothing itself. What blocks runs in a thread, so that rollouts go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agl_algo_verl.control import KlController
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from agl.schemas import Json, Weights
+    from agl_algo_verl.critic import Critic
+    from agl_algo_verl.rows import Prepared, Sample
+    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.worker import Worker
+
+    Part = tuple[list[Sample], int]
+
+
+class Learner:
+    """The policy in training, with its reference and critic where the settings ask for them.
+
+    Args:
+        settings: VERL's configuration.
+        workdir: Where checkpoints and weights to serve are written.
+        steps: Steps in all, which schedules are stretched over.
+        threads: Torch's threads while training; 0 leaves torch's choice.
+        keep: Saved states and exported weights that stay on disk.
+    """
+
+    def __init__(self, settings: Settings, *, workdir: Path, steps: int, threads: int, keep: int) -> None:
+        self._settings, self._workdir, self._steps = settings, workdir.absolute(), steps
+        self._threads, self._keep = threads, keep
+        self._worker: Worker | None = None
+        self._critic: Critic | None = None
+        self._kl = KlController(settings.algorithm)
+        self._opened = ""  # the version that the policy was opened from
+
+    @property
+    def opened(self) -> str:
+        """The version that training started from; `""` before it did."""
+        return self._opened if self._worker is not None else ""
+
+    async def open(self, origin: Weights, *, version: str) -> None:
+        """Open a version of the policy, in place of what was open; a critic stays."""
+        self._worker = None  # free the old model before the new one is loaded
+        self._worker = await asyncio.to_thread(self._load, origin)
+        self._opened = version
+
+    async def train(
+        self, prepared: Prepared, *, step: int, progress: Callable[[int, int, str], None]
+    ) -> dict[str, float]:
+        """All updates of a step; a number that several updates report is averaged."""
+        samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
+        jobs: list[tuple[Callable[..., dict[str, float]], Part, bool]] = []
+        actor, critic = self._settings.actor, self._settings.critic
+        if self._critic is not None:
+            mini, epochs = critic.ppo_mini_batch_size or actor.ppo_mini_batch_size, critic.ppo_epochs
+            jobs += self._jobs(self._critic.update, samples, prepared, tasks=mini, epochs=epochs or actor.ppo_epochs)
+        if self._critic is None or self._settings.trainer.critic_warmup <= step:
+            mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
+            jobs += self._jobs(self._policy.update, samples, prepared, tasks=mini, epochs=epochs)
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for done, (update, (rows, count), is_last) in enumerate(jobs, start=1):
+            for name, value in (await asyncio.to_thread(update, rows, rollouts=count, is_last=is_last)).items():
+                values[name].append(value)
+            progress(done, len(jobs), "update")
+        return metrics | {name: sum(found) / len(found) for name, found in values.items()}
+
+    async def publishable(self, *, step: int) -> Weights:
+        """Save a checkpoint of everything, then write the weights to serve."""
+        await asyncio.to_thread(self._policy.save, self._workdir, step=step, keep=self._keep)
+        if self._critic is not None:
+            await asyncio.to_thread(self._critic.save, self._workdir, step=step, keep=self._keep)
+        return await asyncio.to_thread(self._policy.export, self._workdir, step=step, keep=self._keep)
+
+    def state(self, *, step: int) -> dict[str, Json]:
+        """The newest checkpoint, the version that training started from and the weight of a KL penalty."""
+        path = self._workdir / "state" / f"{step:06d}"
+        return {
+            "checkpoint": str(path) if path.is_dir() else "",
+            "opened": self._opened,
+            "kl_coef": self._kl.value,
+        }
+
+    async def restore(self, state: Mapping[str, Json], *, step: int) -> None:
+        """Continue from `state`: weights, moments, schedules, random state and critic."""
+        self._opened, self._kl.value = str(state["opened"]), float(state["kl_coef"])
+        if state["checkpoint"]:
+            await asyncio.to_thread(self._resume, Path(str(state["checkpoint"])), step)
+
+    def close(self) -> None:
+        """Drop the models."""
+        self._worker = self._critic = None
+
+    @property
+    def _policy(self) -> Worker:
+        if self._worker is None:
+            raise AssertionError("the policy is opened before it is trained")
+        return self._worker
+
+    def _load(self, origin: Weights) -> Worker:
+        from agl_algo_verl.worker import Worker
+
+        worker = Worker(origin=origin, settings=self._settings, steps=self._steps, threads=self._threads)
+        if self._settings.has_critic and self._critic is None:
+            self._critic = self._make_critic(worker)
+        return worker
+
+    def _resume(self, checkpoint: Path, step: int) -> None:
+        from agl_algo_verl.worker import Worker
+
+        self._worker = Worker.resume(checkpoint, settings=self._settings, steps=self._steps, threads=self._threads)
+        if self._settings.has_critic:
+            self._critic = self._make_critic(self._worker)
+            self._critic.load(self._workdir, step=step)
+
+    def _make_critic(self, worker: Worker) -> Critic:
+        from agl_algo_verl.critic import Critic
+
+        return Critic(worker.origin.uri, settings=self._settings, steps=self._steps, device=worker.device)
+
+    def _jobs(
+        self, update: Any, samples: Sequence[Sample], prepared: Prepared, *, tasks: int | None, epochs: int
+    ) -> list[tuple[Any, Part, bool]]:
+        """The updates of one model: every part `epochs` times over, the last of which moves the schedule."""
+        from agl_algo_verl.rows import updates
+
+        parts = updates(samples, prepared.rollouts, tasks=tasks or self._settings.data.train_batch_size)
+        total = epochs * len(parts)
+        return [(update, parts[index % len(parts)], index + 1 == total) for index in range(total)]
+
+    def _evaluate(self, prepared: Prepared) -> tuple[list[Sample], dict[str, float]]:
+        """The rows with what the models say of them, and advantages that follow from it."""
+        from agl_algo_verl import shaping
+
+        worker, algorithm = self._policy, self._settings.algorithm
+        old = worker.logprobs(prepared.samples)
+        samples = [replace(sample, old=values) for sample, values in zip(prepared.samples, old, strict=True)]
+        metrics = shaping.gaps(samples)
+        if self._settings.has_reference:
+            found = worker.reference_logprobs(samples)
+            samples = [replace(sample, reference=values) for sample, values in zip(samples, found, strict=True)]
+        penalty = None
+        if algorithm.use_kl_in_reward:
+            penalty = shaping.penalise(samples, settings=algorithm, beta=self._kl.value)
+            metrics |= {"reward_kl": penalty.kl, "reward_kl_coef": self._kl.value}
+            self._kl.update(kl=penalty.kl, rollouts=len(prepared.rollouts))
+        if self._critic is not None:
+            found = self._critic.values(samples)
+            samples = [replace(sample, values=values) for sample, values in zip(samples, found, strict=True)]
+            samples = shaping.with_values(prepared, samples, penalty=penalty, settings=algorithm)
+            metrics |= shaping.explained(samples)
+        elif penalty is not None:
+            samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=algorithm)
+        return samples, metrics

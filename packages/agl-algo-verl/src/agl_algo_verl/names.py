@@ -1,0 +1,79 @@
+"""What VERL calls by name and this package does not do, and what to use instead.
+
+Every advantage estimator and policy loss that VERL 0.9.1 registers is either accepted by `settings.py` or here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from agl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CLIPPED = "use vanilla, with clip_ratio_low and clip_ratio_high for DAPO's bounds, or gspo"
+
+ESTIMATORS = {
+    "grpo_vectorized": "it gives the numbers of grpo; use grpo",
+    "rloo_vectorized": "it gives the numbers of rloo; use rloo",
+    "grpo_passk": "it rewards only the best of a group; use grpo",
+    "gdpo": "it normalises several rewards apart; weigh them in the experiment's `reward_weights` and use grpo",
+    "opo": "it weighs rollouts by their length, which an agent's calls have not in common; use rloo",
+    "remax": "it needs a greedy rollout beside every sampled one; use rloo",
+    "gpg": "it rescales by the rollouts that differ; use grpo with norm_adv_by_std_in_grpo = false",
+    "optimal_token_baseline": "it needs the norms of gradients per token; use gae",
+    "tir_optimal_token_baseline": "it needs the norms of gradients per token; use gae",
+}
+"""Advantage estimators of VERL that are refused."""
+
+LOSSES = {
+    "bypass_mode": "old log-probabilities are always the engine's; use vanilla with rollout_correction.rollout_is",
+    "cispo": _CLIPPED,
+    "clip_cov": _CLIPPED,
+    "dppo_kl": _CLIPPED,
+    "dppo_tv": _CLIPPED,
+    "dro": _CLIPPED,
+    "geo_mean": _CLIPPED,
+    "gpg": _CLIPPED,
+    "kl_cov": _CLIPPED,
+    "sapo": _CLIPPED,
+}
+"""Policy losses of VERL that are refused."""
+
+REFUSED: dict[str, dict[str, str]] = {
+    "algorithm.adv_estimator": ESTIMATORS,
+    "actor_rollout_ref.actor.policy_loss.loss_mode": LOSSES,
+    "actor_rollout_ref.actor.loss_agg_mode": {
+        "token-sum": "its gradient grows with the batch; use seq-mean-token-sum",
+    },
+    "algorithm.kl_penalty": {"full": "VERL has not written it; use k1 or k3"},
+    "actor_rollout_ref.actor.kl_loss_type": {"full": "VERL has not written it; use low_var_kl"},
+    "algorithm.rollout_correction.rollout_is": {
+        "sequence": "it would multiply over an agent's rows, not its rollouts; use token",
+    },
+    "trainer.v1.trainer_mode": {
+        "separate_async": "it needs devices of its own for serving; use colocate_async",
+    },
+}
+"""Values of keys that VERL takes and this package does not."""
+
+
+def check_names(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError naming every refused value among nested keys, with what to use instead."""
+    wrong: list[str] = []
+    for name, values in REFUSED.items():
+        value = _value(given, name)
+        if isinstance(value, str) and value in values:
+            wrong.append(f"{name} = {value!r}: {values[value]}")
+    if wrong:
+        raise ConfigError("The VERL configuration asks for what is not done here:\n- " + "\n- ".join(wrong))
+
+
+def _value(given: Mapping[str, Any], name: str) -> Any:
+    level: Any = given
+    for part in name.split("."):
+        if not isinstance(level, dict):
+            return None
+        level = cast("dict[str, Any]", level).get(part)
+    return level
