@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,27 @@ def test_a_server_that_ends_while_it_starts_shows_its_last_lines(base, fake, tmp
     assert str(tmp_path / "logs" / "main_llm-0.log") in str(refused.value)
 
 
+def test_what_servers_print_is_removed_after_a_run_that_ended_well_and_kept_after_another(base, fake, tmp_path):
+    def logs():
+        return list(tmp_path.glob("agl-vllm-*/main_llm-0.log"))
+
+    fake("")
+    tempfile.tempdir = str(tmp_path)
+    try:
+
+        async def act(_llm):
+            assert 1 == len(logs())
+
+        run(started(base), act)
+        assert [] == logs()
+        fake("dies")
+        with pytest.raises(PolicyError) as refused:
+            run(started(base), act)
+        assert str(logs()[0]) in str(refused.value)
+    finally:
+        tempfile.tempdir = None
+
+
 def test_a_server_that_takes_too_long_is_ended(base, fake):
     fake("hangs")
     with pytest.raises(PolicyError, match=r"did not serve within 1 s \(start_timeout_s\)"):
@@ -212,7 +234,8 @@ def test_an_interpreter_without_vllm_says_how_to_install_it(base, monkeypatch):
         ({"model": "m", "modle": 1}, r"does not know \['modle'\]"),
         ({"model": "/nowhere/at/all"}, "there is no directory /nowhere/at/all"),
         ({"model": "m", "python": "/no/python"}, "there is no interpreter '/no/python'"),
-        ({"model": "m", "sync": "copy"}, "sync = 'copy' is none of auto, reload, restart"),
+        ({"model": "m", "sync": "copy"}, r"wrong kind: Invalid enum value 'copy' - at `\$.sync`"),
+        ({"model": "m", "replicas": "2"}, r"Expected `int`, got `str` - at `\$.replicas`"),
         ({"model": "m", "args": ["--port", "1"]}, r"agl sets \['--port'\] itself"),
         ({"model": "m", "replicas": 2, "devices": ["0"]}, "has 2 replicas and devices for 1"),
         ({"model": "m", "replicas": 0}, "replicas must be 1 or more"),

@@ -64,9 +64,10 @@ class VLLMPolicy:
         ]
         self._servers: list[LocalServer] = []
         self._log_dir: Path | None = None
+        self._is_well = False
         self._base_name = self._served = self._settings.served_model or name
         self._full = Weights(uri=self._settings.model)
-        self._live = self._full
+        self._live: Weights | None = self._full  # what the servers have; unknown while and after an update failed
         self._version = ""
 
     @property
@@ -105,14 +106,14 @@ class VLLMPolicy:
         else:
             await self._find_model()
         await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
+        self._is_well = True
         return LLM(endpoint=self._clients[0].base_url, model=self._base_name, api_key_env=self._settings.api_key_env)
 
     async def stop(self) -> None:
-        """End the servers that were started; idempotent."""
+        """End the servers that were started; idempotent. What they printed stays where something went wrong."""
         await together(server.stop() for server in self._servers)
-        is_done = bool(self._servers)
         self._servers = []
-        if is_done and self._log_dir is not None and not self._settings.log_dir:
+        if self._is_well and self._log_dir is not None and not self._settings.log_dir:
             shutil.rmtree(self._log_dir, ignore_errors=True)
 
     async def load(self, version: ResourceVersion) -> None:
@@ -135,13 +136,14 @@ class VLLMPolicy:
     async def _sync(self, weights: Weights, version: str) -> None:
         probe = probe_of(weights, name=self.name) if self._settings.probe else None
         self._require_fit(weights, version)
-        self._version = f"unverified-{version}"
-        await self._revive()
+        self._version, self._live, self._is_well = f"unverified-{version}", None, False
         match self._route(weights):
             case "lora":
+                await self._revive()
                 self._served = f"{self._base_name}-adapter"
                 await self._each(lambda client: load_adapter(client, weights, name=self._served))
             case "reload":
+                await self._revive()
                 self._served = self._base_name
                 await self._each(lambda client: reload_weights(client, weights))
             case "restart":
@@ -158,7 +160,7 @@ class VLLMPolicy:
                     tolerance=self._tolerance(),
                 )
             )
-        self._live = weights
+        self._live, self._is_well = weights, True
         self._full = weights if weights.format == "hf" else self._full
 
     def _route(self, weights: Weights) -> Route:
@@ -197,8 +199,8 @@ class VLLMPolicy:
         how = ServerSettings(
             name=self.name,
             python=chosen.python,
-            args=tuple(chosen.args),
-            env=chosen.env or {},
+            args=chosen.args,
+            env=chosen.env,
             dtype=chosen.dtype,
             lora_rank=chosen.max_lora_rank,
             start_timeout_s=chosen.start_timeout_s,

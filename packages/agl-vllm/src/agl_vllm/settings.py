@@ -3,12 +3,14 @@
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import msgspec
 
 from agl.errors import ConfigError
+from agl.schemas import Record
 
 Sync = Literal["auto", "reload", "restart"]
 _OWN_ARGS = ("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank", "--generation-config")
@@ -19,19 +21,18 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's ``--max-lora-rank`` takes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Record, frozen=True, kw_only=True):
     """See :class:`agl_vllm.policy.VLLMPolicy`, whose arguments these are."""
 
     model: str
-    base_url: str | Sequence[str] = ()
+    base_url: str | tuple[str, ...] = ()
     served_model: str = ""
     api_key_env: str = ""
     python: str = sys.executable
-    args: Sequence[str] = ()
-    env: Mapping[str, str] | None = None
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
     replicas: int = 1
-    devices: Sequence[str] = ()
+    devices: tuple[str, ...] = ()
     dtype: str = "auto"
     lora_rank: int = 0
     sync: Sync = "auto"
@@ -44,7 +45,7 @@ class Settings:
     @property
     def urls(self) -> tuple[str, ...]:
         """The servers to attach to; empty where they are started."""
-        return (self.base_url,) if isinstance(self.base_url, str) else tuple(self.base_url)
+        return (self.base_url,) if isinstance(self.base_url, str) else self.base_url
 
     @property
     def max_lora_rank(self) -> int:
@@ -59,15 +60,16 @@ class Settings:
 
 def read_settings(name: str, values: Mapping[str, Any]) -> Settings:
     """The settings of policy ``name``; raises :class:`ConfigError` for what is unknown, ignored or impossible."""
-    known = Settings.__dataclass_fields__
-    unknown = sorted(values.keys() - known.keys())
+    known = Settings.__struct_fields__
+    unknown = sorted(values.keys() - set(known))
     if unknown:
         raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; use some of {', '.join(known)}")
     if "model" not in values:
         raise ConfigError(f"policy {name!r}: vllm needs model, the directory or hub name of the weights")
-    settings = Settings(**values)
-    if settings.sync not in get_args(Sync):
-        raise ConfigError(f"policy {name!r}: sync = {settings.sync!r} is none of {', '.join(get_args(Sync))}")
+    try:
+        settings = msgspec.convert(dict(values), Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"policy {name!r}: a setting of vllm is of the wrong kind: {error}; correct it") from error
     if settings.urls:
         _check_attached(name, settings, values)
     else:
