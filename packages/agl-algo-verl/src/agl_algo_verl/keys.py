@@ -162,7 +162,6 @@ def _open_keys(known: frozenset[str]) -> Iterator[str]:
 
 def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the path and value of every key of a nested configuration; dots in a name nest as well."""
-    """Yield the path and value of every key of a nested configuration; dots in a name nest as well."""
     for name, value in config.items():
         path = (*before, *str(name).split("."))
         if isinstance(value, dict) and value:
@@ -184,7 +183,6 @@ def _fields(shape: type[msgspec.Struct]) -> dict[str, Any]:
 
 def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
     """Whether a struct has the key at `path`."""
-    """Whether a struct has the key at `path`."""
     kind = _fields(shape).get(path[0])
     if kind is None:
         return False
@@ -201,7 +199,6 @@ def _paths(shape: type[msgspec.Struct], before: str = "") -> Iterator[str]:
 
 
 def put(target: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    """Set the key at `path` of a nested configuration."""
     """Set the key at `path` of a nested configuration."""
     for name in path[:-1]:
         target = target.setdefault(name, {})
