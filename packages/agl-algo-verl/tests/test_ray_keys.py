@@ -116,3 +116,21 @@ def test_every_configuration_on_the_page_is_accepted() -> None:
     blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
     engines = [make(**block["algorithm"][0]["params"]) for block in blocks]
     assert ["VERL", "RayVERL", "RayVERL"] == [type(engine).__name__ for engine in engines]
+
+
+def test_the_example_differs_from_the_one_in_one_process_where_the_page_says() -> None:
+    calc = Path(__file__).parents[3] / "examples/calc"
+    here, there = (tomllib.loads((calc / name).read_text()) for name in ("verl-inproc.toml", "verl-ray-cpu.toml"))
+    assert "verl" == there["policy"]["calc-lm"].pop("use") != here["policy"]["calc-lm"].pop("use")
+    params = there["algorithm"][1]["params"]
+    assert "agl_hf" == params["actor_rollout_ref"]["rollout"].pop("name")
+    assert "ray" == params.pop("engine")
+    assert [here[part] for part in ("policy", "algorithm", "reward")] == [
+        there[part] for part in ("policy", "algorithm", "reward")
+    ]
+
+
+def test_a_missing_ray_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_algo_verl.ray_keys.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"needs the Python modules \['ray', 'transfer_queue'\].*pip install"):
+        check_machine(read_ray_settings(config()), has_gpu=False)

@@ -75,16 +75,13 @@ class Cluster:
         await asyncio.wrap_future(self._bridge.answer.remote(answer).future())
 
     async def stop(self) -> None:
-        """End VERL's trainer, and Ray where it was started here; idempotent."""
+        """End VERL's trainer, and Ray where it was started here; call it once, whatever `start` did."""
         run, self._run = self._run, None
         await self._in_thread(self._shut_down)
         if run is not None:
             run.cancel()
             with contextlib.suppress(BaseException):
                 await run
-
-    def close(self) -> None:
-        """End the thread; after `stop`."""
         self._thread.shutdown(wait=False)
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:

@@ -180,7 +180,13 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
 
 
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
-    """Raise ConfigError for a serving engine that this machine cannot run; a cluster elsewhere is asked later."""
+    """Raise ConfigError for what is missing on this machine; a cluster elsewhere is asked later."""
+    absent = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
+    if absent:
+        raise ConfigError(
+            f'engine = "ray" needs the Python modules {absent}, which are not installed. '
+            'Run: pip install "ray[default]" TransferQueue'
+        )
     if read.is_cpu or read.ray_init.get("address"):
         return
     if not has_gpu:
