@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Put the stand-in where servers find vLLM; the function makes servers that start later fail in one way."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     return lambda how: monkeypatch.setenv("FAKE", how)
 

@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -187,21 +186,15 @@ def test_what_servers_print_is_removed_after_a_run_that_ended_well_and_kept_afte
     def logs():
         return list(tmp_path.glob("agl-vllm-*/main_llm-0.log"))
 
-    fake("")
-    tempfile.tempdir = str(tmp_path)
-    try:
+    async def act(_llm):
+        assert 1 == len(logs())
 
-        async def act(_llm):
-            assert 1 == len(logs())
-
+    run(started(base), act)
+    assert [] == logs()
+    fake("dies")
+    with pytest.raises(PolicyError) as refused:
         run(started(base), act)
-        assert [] == logs()
-        fake("dies")
-        with pytest.raises(PolicyError) as refused:
-            run(started(base), act)
-        assert str(logs()[0]) in str(refused.value)
-    finally:
-        tempfile.tempdir = None
+    assert str(logs()[0]) in str(refused.value)
 
 
 def test_a_server_that_takes_too_long_is_ended(base, fake):
