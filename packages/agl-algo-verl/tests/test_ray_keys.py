@@ -41,6 +41,7 @@ def composed(**keys: Any) -> dict[str, Any]:
         ({"algorithm.use_kl_in_reward": True}, "use actor.use_kl_loss"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "mode `sync`"),
         ({"actor.use_kl_loss": True, "actor.loss_agg_mode": "seq-mean-token-sum"}, "by rows, not by rollouts"),
+        ({"model.lora_rank": 8}, "for adapters"),
         ({"trainer.n_gpus_per_node": 0}, "whole numbers from 1"),
     ],
 )

@@ -38,7 +38,7 @@ DECIDED = {
 """Keys that guides set, and who decides them with this engine."""
 
 REFUSED = {
-    "critic": "this engine has no critic yet; use engine = \"inproc\" or 'ppo' of agl-algo-torch",
+    "critic": "this engine has no critic; use engine = \"inproc\" or 'ppo' of agl-algo-torch",
     "reward": "rewards are the experiment's: [[reward]]",
     "reward_model": "rewards are the experiment's: [[reward]]",
     "custom_reward_function": "rewards are the experiment's: [[reward]]",
@@ -46,6 +46,9 @@ REFUSED = {
     "data.custom_cls": "tasks are the experiment's `train`",
     "algorithm.filter_groups": "groups without a difference have no gradient anyway and are counted",
     "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
+    "actor_rollout_ref.model.lora": 'this engine trains whole weights; use engine = "inproc" for adapters',
+    "actor_rollout_ref.model.lora_rank": 'this engine trains whole weights; use engine = "inproc" for adapters',
+    "actor_rollout_ref.model.lora_adapter_path": "training starts from whole weights; merge the adapter first",
     "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "rows differ in number and length; micro-batches are cut "
     "by ppo_max_token_len_per_gpu",
@@ -62,6 +65,8 @@ REFUSED = {
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "algorithm.use_kl_in_reward": (False,),
     "actor_rollout_ref.actor.use_dynamic_bsz": (True,),
+    "actor_rollout_ref.model.lora_rank": (0,),
+    "actor_rollout_ref.model.lora_adapter_path": (None,),
     "trainer.use_v1": (True,),
     "trainer.v1.trainer_mode": ("sync",),
 }
