@@ -55,6 +55,7 @@ PLUGINS = {
     "agl-rewards": ["openai>=3,<4"],
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
+    "agl-vllm": ["openai>=3,<4"],
 }
 """Packages that need no agent framework and no torch, with what their tests need besides."""
 
@@ -65,6 +66,7 @@ EXAMPLES = {
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
     "rooms": ["agl-algo-apo", "openai>=3,<4"],
+    "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
 }
 """What the tests of each example need besides the light packages: ours by name, and others."""
 
