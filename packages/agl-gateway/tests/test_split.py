@@ -380,11 +380,12 @@ async def test_label_that_moves_to_a_version_without_an_upstream_fails_its_own_a
 async def test_conversation_whose_record_was_removed_is_opened_again(tmp_path, servers):
     await publish(tmp_path, *WEIGHTS)
     async with serve(tmp_path, HALVES, two(servers)) as gateway:
-        text, headers = await gateway.ask(CLIENT, conversation="c")
+        name = next(f"c{i}" for i in range(20) if parse_split(HALVES).arm_of(f"c{i}") == "candidate")
+        text, headers = await gateway.ask(CLIENT, conversation=name)
         rollout_id = headers["x-agl-rollout-id"]
         await gateway.store.delete([rollout_id])
-        assert text == (await gateway.ask(CLIENT, conversation="c"))[0]
-        assert text == (await gateway.ask(CLIENT, conversation="c"))[0]
+        await labels.move(gateway.store, "main_llm", "candidate", "w1")
+        assert ["new", "new", "old"] == [text, *[(await gateway.ask(CLIENT, conversation=name))[0] for _ in range(2)]]
         assert 1 == len([span for span in await gateway.store.spans(rollout_id) if span.call])
 
 

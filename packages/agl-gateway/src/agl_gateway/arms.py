@@ -1,7 +1,7 @@
 """Which backend serves an arm of a split: by the version that a call's rollout is pinned to.
 
-The pins are in the store, so that every gateway routes alike and a restart changes nothing; they never change, so that
-they are read once for each rollout. Where calls may go, and with which key, is said on the command line alone: a
+The pins are in the store, so that every gateway routes alike and a restart changes nothing; what is remembered of them
+is read again when the rollout changes. Where calls may go, and with which key, is said on the command line alone: a
 resource in the store names a version or a model, and never an address of its own.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agl.contracts import RolloutQuery, Store, Upstream
+from agl.contracts import Change, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, NotFoundError
 from agl.experiment.split import Pins, differing, placement_of
 from agl.schemas import LLM, Resource, Weights
@@ -101,6 +101,18 @@ class ArmRoutes:
         if name in pinned.chosen:
             raise Problem(503, _unserved(name, version), code="version_not_served")
         return Routed(target=target, arm=pinned.arm)
+
+    def on_changes(self, changes: Sequence[Change]) -> None:
+        """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
+        for change in changes:
+            self._pinned.pop(change.key, None)
+
+    def forget(self, rollout_id: str = "") -> None:
+        """Read that rollout again at its next call, without an id every one."""
+        if rollout_id:
+            self._pinned.pop(rollout_id, None)
+        else:
+            self._pinned.clear()
 
     async def check(self, pins: Pins) -> None:
         """Raise :class:`ConfigError` for a model's version in the arms that no upstream serves."""

@@ -13,7 +13,7 @@ failed because its user went away. So its calls are marked late, and its rewards
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.contracts import RolloutQuery, Store
-from agl.errors import FencedError
+from agl.contracts import Change, RolloutQuery, Store
+from agl.errors import FencedError, NotFoundError
 from agl.experiment.split import CONVERSATION, placement_of
 from agl.schemas import Dialect, Outcome, RetryPolicy, Rollout
 from agl_gateway.problems import Problem
@@ -63,32 +63,50 @@ class Conversations:
 
     async def open(self, conversation: str) -> Conversation:
         """The rollout of a conversation, with the arm and the versions that it got at its first call."""
-        known = self._known.get(conversation)
+        rollout_id = f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
+        known = self._known.get(rollout_id)
         if known is None:
-            known = self._known[conversation] = await self._open(conversation)
+            known = self._known[rollout_id] = await self._open(rollout_id, conversation)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return known
 
-    async def _open(self, conversation: str) -> Conversation:
+    def on_changes(self, changes: Sequence[Change]) -> None:
+        """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
+        for change in changes:
+            self._known.pop(change.key, None)
+
+    def forget(self, rollout_id: str = "") -> None:
+        """Read that rollout again at its next call, without an id every one."""
+        if rollout_id:
+            self._known.pop(rollout_id, None)
+        else:
+            self._known.clear()
+
+    async def _open(self, rollout_id: str, conversation: str) -> Conversation:
+        try:
+            stored = await self._read(rollout_id)
+        except NotFoundError:
+            stored = await self._queue(rollout_id, conversation)
+        while not stored.is_finished:
+            stored = await self._finish(stored)
+        placement = placement_of(stored)
+        arm = placement.arm if placement is not None else ""
+        return Conversation(rollout_id=rollout_id, attempt_id=stored.attempt_id or "", arm=arm)
+
+    async def _queue(self, rollout_id: str, conversation: str) -> Rollout:
         rollout = Rollout(
-            rollout_id=f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}",
+            rollout_id=rollout_id,
             task={CONVERSATION: conversation},
             experiment=EXPERIMENT,
             mode="test",
             retry=RetryPolicy(max_attempts=_ATTEMPTS),
             metadata={CONVERSATION: conversation},
         )
-        (stored,) = await self._splitter.enqueue([rollout])
-        while not stored.is_finished:
-            stored = await self._finish(stored)
-        placement = placement_of(stored)
-        arm = placement.arm if placement is not None else ""
-        return Conversation(rollout_id=stored.rollout_id, attempt_id=stored.attempt_id or "", arm=arm)
+        return (await self._splitter.enqueue([rollout]))[0]
 
-    def forget(self, conversation: str) -> None:
-        """Read it from the store again at its next call."""
-        self._known.pop(conversation, None)
+    async def _read(self, rollout_id: str) -> Rollout:
+        return (await self._store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
 
     async def _finish(self, rollout: Rollout) -> Rollout:
         """Finish the rollout, whoever claimed it; what others queued meanwhile is finished with it."""
@@ -99,7 +117,7 @@ class Conversations:
         for attempt_id in attempts:
             with suppress(FencedError):  # its lease lapsed; it is queued again, and claimed in the next round
                 await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
-        return (await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,))))[0]
+        return await self._read(rollout.rollout_id)
 
 
 def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -> str:

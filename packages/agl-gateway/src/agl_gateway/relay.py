@@ -108,14 +108,15 @@ class Relay:
         """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
         await self._recorder.admit()
         body = await read_body(request, limit=self._max_body)
-        name = conversation_of(request.headers, body, dialect)
-        found = await conversations.open(name)
+        found = await conversations.open(conversation_of(request.headers, body, dialect))
         context = context_of(found.rollout_id, found.attempt_id, request.headers, body, self._request_ids)
         call = _call(dialect, endpoint, body, context)
         call.conversation = found
         reply = await self._answer(request, call)
         if call.is_lost:
-            conversations.forget(name)
+            conversations.forget(found.rollout_id)
+            if self._arms is not None:
+                self._arms.forget(found.rollout_id)
         return reply
 
     async def _answer(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:

@@ -75,14 +75,15 @@ class GatewayService:
         self.router = Router(with_versions(upstreams))
         self._splitter = Splitter(store, split) if split is not None else None
         self._arms = ArmRoutes(store, self.router) if arms or split is not None else None
+        self._conversations = Conversations(store, self._splitter) if self._splitter is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate)
         self.attempts = RunningAttempts(store)
         self._feed = Feed(
             store,
-            on_changes=(self.attempts.on_changes, self._queue.on_changes),
-            on_gap=self.attempts.forget,
+            on_changes=[part.on_changes for part in (*self._remembering(), self._queue)],
+            on_gap=self._forget,
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
@@ -103,13 +104,12 @@ class GatewayService:
             ConfigError: The port is taken, or the split's labels name nothing that can be served.
         """
         await self._check_split()
-        conversations = Conversations(self.store, self._splitter) if self._splitter is not None else None
         handler = Handler(
             relay=self.relay,
             identities=self.identities,
             attempts=self.attempts,
-            routes={**self._routes(), **self._split_routes(conversations)},
-            conversations=conversations,
+            routes={**self._routes(), **self._split_routes()},
+            conversations=self._conversations,
         )
         self.recorder.start()
         cursor = await self.store.cursor()
@@ -157,11 +157,19 @@ class GatewayService:
             "GET /openapi.json": status.openapi,
         }
 
-    def _split_routes(self, conversations: Conversations | None) -> dict[str, Handle]:
-        if self._splitter is None or conversations is None:
+    def _remembering(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
+        """What remembers rollouts of the store."""
+        return [self.attempts, *(part for part in (self._arms, self._conversations) if part is not None)]
+
+    def _forget(self) -> None:
+        for part in self._remembering():
+            part.forget()
+
+    def _split_routes(self) -> dict[str, Handle]:
+        if self._splitter is None or self._conversations is None:
             return {}
         api = SplitApi(
-            store=self.store, splitter=self._splitter, conversations=conversations, identities=self.identities
+            store=self.store, splitter=self._splitter, conversations=self._conversations, identities=self.identities
         )
         return {"GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
