@@ -11,7 +11,7 @@ expected score of every prompt, so nothing here trusts what an algorithm says ab
 - *Questions*: to the optimiser's model, in the whole run.
 - *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
 
-The constants of `apo` were tuned on worlds with the seeds 0 to 19, so none of these is measured here.
+`apo` and its constants were made on worlds with the seeds 0 to 119, so none of these is measured here.
 """
 
 import json
@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-
-import msgspec
 
 import agl
 from agl.experiment.progress import Quiet
@@ -39,7 +37,7 @@ ALGORITHMS = ("apo", "gepa", "random")
 BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000}
 """Rollouts that each run may pay for."""
 
-FRESH = range(100, 120)
+FRESH = range(200, 220)
 """Seeds of the worlds and of the searches in them; nothing was ever tuned on one of these."""
 
 CLOSED = 0.95
@@ -193,21 +191,23 @@ def honesty_figures(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
     return figures
 
 
-def wall_figure(*, budget: int) -> Figure:
-    """Wall time of ``apo`` with eight workers over that with one."""
-    world = msgspec.structs.replace(WORLDS["easy"](0), val_size=32)
-    walls: dict[int, float] = {}
-    for workers in (1, 8):
-        with model_server(world, ScriptedOptimizer()) as server:
-            run = run_once("apo", world, server, budget=budget, seed=0, workers=workers, latency_s=LATENCY_S)
-        walls[workers] = run.wall_s
+def wall_figure(*, budget: int, seeds: Sequence[int]) -> Figure:
+    """Median wall time of ``apo`` with eight workers over that with one, in turn in several worlds."""
+    walls: dict[int, list[float]] = {1: [], 8: []}
+    for seed in seeds:
+        world = WORLDS["easy"](seed)
+        for workers, taken in walls.items():
+            with model_server(world, ScriptedOptimizer()) as server:
+                run = run_once("apo", world, server, budget=budget, seed=seed, workers=workers, latency_s=LATENCY_S)
+            taken.append(run.wall_s)
+    one, eight = (statistics.median(taken) for taken in walls.values())
     return Figure(
         name="apo: wall time with 8 workers, 50 ms per answer",
-        value=walls[8],
+        value=eight,
         unit="s",
-        bar=walls[1] / 5,
+        bar=one / 5,
         better="lower",
-        baseline=walls[1],
+        baseline=one,
         baseline_name="1 worker",
     )
 
@@ -222,4 +222,5 @@ def run(*, quick: bool = False) -> list[Figure]:
         runs = run_all(setting, seeds=FRESH[:3] if quick else FRESH, quick=quick)
         figures += setting_figures(setting, runs)
         every += [(name, one) for name, found in runs.items() for one in found]
-    return [*figures, *honesty_figures(every), wall_figure(budget=200 if quick else 400)]
+    wall = wall_figure(budget=200 if quick else 400, seeds=FRESH[:1] if quick else FRESH[:3])
+    return [*figures, *honesty_figures(every), wall]

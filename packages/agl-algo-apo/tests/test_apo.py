@@ -120,9 +120,9 @@ def test_optimizer_that_dies_ends_the_search_and_what_was_found_is_kept(
     assert len(run.paid) < 250
 
 
-@pytest.mark.parametrize("mode", ["garbage", "silent"])
-def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode: Any) -> None:
-    run = optimize(budget=400, script=ScriptedOptimizer(mode=mode))
+@pytest.mark.parametrize(("mode", "use"), [("garbage", "apo"), ("silent", "apo"), ("garbage", "random")])
+def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode: Any, use: str) -> None:
+    run = optimize(use=use, budget=400, script=ScriptedOptimizer(mode=mode))
     assert run.stop_reason.startswith("optimizer_garbage:")
     assert len(run.paid) < 150
 
@@ -198,12 +198,13 @@ def test_rounds_end_the_search(optimize: Optimize) -> None:
     assert 4 == run.progress["step"]
 
 
-def test_equal_seeds_give_equal_runs_whatever_the_concurrency(optimize: Optimize) -> None:
-    one, eight = (optimize(budget=220, runners=n, folder=f"with-{n}") for n in (1, 8))
+@pytest.mark.parametrize("use", ["apo", "random"])
+def test_equal_seeds_give_equal_runs_whatever_the_concurrency(optimize: Optimize, use: str) -> None:
+    one, eight = (optimize(use=use, budget=220, runners=n, folder=f"with-{n}") for n in (1, 8))
     assert one.lineage == eight.lineage
     assert one.result == eight.result
     assert [r.rollout_id for r in one.rollouts] == [r.rollout_id for r in eight.rollouts]
-    other = optimize(budget=220, seed=1, folder="other-seed")
+    other = optimize(use=use, budget=220, seed=1, folder="other-seed")
     assert one.lineage != other.lineage
 
 

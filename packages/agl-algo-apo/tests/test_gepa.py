@@ -106,6 +106,15 @@ def test_perfect_score_stops_the_run(tmp_path: Path) -> None:
     assert len(result["started"]) < 300
 
 
+def test_what_joins_the_pool_was_measured_on_every_validation_task_itself(tmp_path: Path) -> None:
+    """The library's own cache would give it rewards of training tasks at the same positions."""
+    run(SMALL, tmp_path, ScriptedOptimizer())
+    rows = (tmp_path / "work" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
+    pool = [row for row in map(json.loads, rows) if row["status"] == "pool"]
+    assert len(pool) > 2
+    assert {len(SMALL.val)} == {row["val"]["n"] for row in pool}
+
+
 def test_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = PluginManager.from_environment()
     for name in ("gepa", "agl_algo_apo.gepa", "agl_algo_apo.gepa_adapter"):
@@ -136,11 +145,12 @@ def note(rollout):
 
 trainer = agl.Trainer(
     name="orders", n_runners=4, store=f"sqlite:///{folder / 'runs.db'}",
-    algorithm=agl.GEPA(tunes="clerk_prompt", optimizer={"base_url": url, "model": "editor"}, budget=200),
+    algorithm=agl.GEPA(tunes="clerk_prompt", optimizer={"base_url": url, "model": "editor"}, budget=200, phases=2),
     initial_resources=world.seeds(), rewards=(order_reward(world),), hidden=HIDDEN, progress=Quiet(),
     folder=folder, workdir=str(folder / "work"), runner_settings={"max_attempts": 3},
 )
-trainer.fit(order_agent(world, fault=note), world.train, world.val, resume=kill_at == 0)
+is_old = (folder / "runs.db").exists()
+trainer.fit(order_agent(world, fault=note), world.train, world.val, resume=is_old)
 """
 
 
@@ -157,10 +167,13 @@ def test_run_that_was_killed_ends_like_an_unbroken_one(tmp_path: Path) -> None:
         return json.loads((tmp_path / name / "work" / "run-1" / "gepa" / "result.json").read_text(encoding="utf-8"))
 
     with model_server(SMALL, ScriptedOptimizer()) as server:
-        assert 0 == play("whole", server.base_url, -1)
-        assert -9 == play("cut", server.base_url, 90)
+        assert 0 == play("whole", server.base_url, 0)
+        for kill_at in (60, 150):  # in the first phase, and in the second
+            assert -9 == play("cut", server.base_url, kill_at)
         assert 0 == play("cut", server.base_url, 0)
     assert result("whole") == result("cut")
+    rows = (tmp_path / "whole/work/run-1/gepa/lineage.jsonl").read_text(encoding="utf-8").splitlines()
+    assert {2, 3} <= {json.loads(row)["step"] for row in rows}
     paid = (tmp_path / "cut" / "ledger.txt").read_text(encoding="utf-8").splitlines()
     assert len(paid) <= result("whole")["spent"]["rollouts"] + 16
     assert len(set(paid)) == result("whole")["spent"]["rollouts"]
