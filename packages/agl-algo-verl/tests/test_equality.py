@@ -5,6 +5,7 @@ The two packages share no code: one calls `verl.trainer.ppo.core_algos`, the oth
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,21 @@ from hypothesis import strategies as st
 from agl.schemas import CallCredit
 from agl_algo_verl.advantages import advantages
 from agl_algo_verl.opening import actor_config
+from agl_algo_verl.rows import Sample, importance
 from agl_algo_verl.settings import Algorithm, read_settings
+from agl_algo_verl.shaping import gae
 
 from .world import config
 
 torch_advantages = pytest.importorskip("agl_algo_torch.advantages", reason="needs agl-algo-torch")
 torch_losses = pytest.importorskip("agl_algo_torch.losses", reason="needs agl-algo-torch")
+torch_gae = pytest.importorskip("agl_algo_torch.gae", reason="needs agl-algo-torch")
+torch_critic = pytest.importorskip("agl_algo_torch.critic", reason="needs agl-algo-torch")
+
+PRECISION = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["float64", "float32"]
+)
+"""Where sums are taken in another order, float64 differs by rounding; 1e-12 bounds it for these sizes."""
 
 values = st.integers(-8, 8).map(lambda n: n / 4)
 same = st.tuples(values, st.integers(1, 4)).map(lambda pair: [pair[0]] * pair[1])
@@ -136,9 +146,7 @@ def losses(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, mode: str)
     return (own, torch.autograd.grad(own, logp_B_R)[0]), theirs
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)], ids=["float64", "float32"]
-)
+@PRECISION
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @settings(max_examples=60, deadline=None)
 @given(masks=rows, seed=st.integers(0, 2**31))
@@ -149,3 +157,169 @@ def test_losses_and_gradients_agree(
     relative = 1e-8 if mode == "seq-mean-token-mean" else 0.0  # VERL divides by a row's tokens + 1e-8
     assert own.item() == pytest.approx(theirs.item(), abs=tolerance * 10, rel=max(relative, tolerance))
     torch.testing.assert_close(own_gradient, their_gradient, atol=tolerance * 10, rtol=max(relative, tolerance))
+
+
+def draw(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, count: int) -> list[torch.Tensor]:
+    """`count` padded tensors of normal numbers, [B, R] each, 0 in the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randn(count, len(mask), generator=generator, dtype=torch.float64).to(dtype) for mask in masks]
+    return [pad([part[index] for part in parts]) for index in range(count)]
+
+
+def sample(mask: list[bool], values: torch.Tensor) -> Sample:
+    """A row whose prompt is one token and whose response has this mask."""
+    return Sample(
+        rollout="r",
+        group=0,
+        ids=torch.zeros(len(mask) + 1, dtype=torch.int64),
+        mask=torch.tensor(mask),
+        advantages=torch.zeros(len(mask)),
+        behaviour=torch.zeros(len(mask)),
+        temperature=1.0,
+        values=values,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(masks=rows, seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
+def test_generalised_advantages_are_the_same_numbers(
+    masks: list[list[bool]], seed: int, gamma: float, lam: float
+) -> None:
+    values_B_R, rewards_B_R = draw(masks, seed, torch.float64, count=2)
+    samples = [sample(mask, values_R[: len(mask)]) for mask, values_R in zip(masks, values_B_R, strict=True)]
+    rewards = [rewards_R[: len(mask)] * torch.tensor(mask) for mask, rewards_R in zip(masks, rewards_B_R, strict=True)]
+    whitened_B_R, returns_B_R = gae(samples, rewards, gamma=gamma, lam=lam)
+    own: list[torch.Tensor] = []
+    for row, rewards_R, returns_R in zip(samples, rewards, returns_B_R, strict=True):
+        assert row.values is not None
+        advantages_N, targets_N = torch_gae.advantages(rewards_R[row.mask], row.values[row.mask], gamma=gamma, lam=lam)
+        own.append(advantages_N)
+        if sum(map(sum, masks)) > 1:  # VERL cannot whiten a single token, and is not asked to
+            assert targets_N.tolist() == returns_R[: len(row.mask)][row.mask].tolist()
+    flat = torch.cat(own)
+    if len(flat) > 1:
+        theirs = torch.cat([found[: len(r.mask)][r.mask] for r, found in zip(samples, whitened_B_R, strict=True)])
+        expected = (flat - flat.mean()) / (flat.var() + 1e-8).sqrt()
+        torch.testing.assert_close(expected, theirs, atol=1e-6, rtol=1e-6)  # VERL's mean divides by the count + 1e-8
+
+
+@PRECISION
+@settings(max_examples=60, deadline=None)
+@given(masks=rows, seed=st.integers(0, 2**31), clip=st.sampled_from([0.1, 0.5, 5.0]))
+def test_value_losses_and_gradients_agree(
+    masks: list[list[bool]], seed: int, clip: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    from verl.trainer.ppo.core_algos import compute_value_loss
+
+    values_B_R, returns_B_R, old_B_R = draw(masks, seed, dtype, count=3)
+    mask_B_R = pad([torch.tensor(mask) for mask in masks])
+    values_B_R.requires_grad_()
+    theirs, _ = compute_value_loss(values_B_R, returns_B_R, old_B_R, mask_B_R, clip, loss_agg_mode="token-mean")
+    own = torch_critic.value_loss(
+        values_B_R[mask_B_R],
+        targets_M=returns_B_R[mask_B_R],
+        old_M=old_B_R[mask_B_R],
+        weight_M=torch.full((int(mask_B_R.sum()),), 1.0 / int(mask_B_R.sum()), dtype=dtype),
+        clip=clip,
+    )
+    assert own.item() == pytest.approx(theirs.item(), abs=tolerance, rel=tolerance)
+    gradients = [torch.autograd.grad(loss, values_B_R, retain_graph=True)[0] for loss in (own, theirs)]
+    torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("k1", 0.0), ("k2", 0.0), ("k3", 1.0)])
+@PRECISION
+@settings(max_examples=60, deadline=None)
+@given(masks=rows, seed=st.integers(0, 2**31))
+def test_kl_estimates_agree(
+    masks: list[list[bool]], seed: int, kind: str, bound: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    from verl.trainer.ppo.core_algos import kl_penalty
+
+    logp_B_R, reference_B_R = draw(masks, seed, dtype, count=2)  # VERL bounds k3 at 10, which these stay below
+    reference_B_R = logp_B_R + reference_B_R.clamp(-2, 2)
+    own = torch_losses.kl_estimate(logp_B_R, reference_B_R, kind=kind)
+    theirs = kl_penalty(logp_B_R, reference_B_R, kind)
+    assert float((own - theirs).abs().max()) <= bound * tolerance  # k3 subtracts in another order
+
+
+@PRECISION
+@settings(max_examples=60, deadline=None)
+@given(masks=rows, seed=st.integers(0, 2**31), cap=st.sampled_from([1.0, 2.0, 5.0]))
+def test_truncated_importance_weights_are_the_same_numbers(
+    masks: list[list[bool]], seed: int, cap: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+    del tolerance  # there is none
+    old_B_R, behaviour_B_R = draw(masks, seed, dtype, count=2)
+    mask_B_R = pad([torch.tensor(mask) for mask in masks])
+    theirs, _ = compute_rollout_correction_weights(
+        old_B_R - behaviour_B_R, mask_B_R, rollout_is="token", rollout_is_threshold=cap
+    )
+    own = torch_losses.truncated_importance(old_B_R[mask_B_R], behaviour_B_R[mask_B_R], cap=cap)
+    assert own.tolist() == theirs[mask_B_R].tolist()
+    for mask, old_R, behaviour_R, theirs_R in zip(masks, old_B_R, behaviour_B_R, theirs, strict=True):
+        row = replace(sample(mask, old_R), old=old_R[: len(mask)], behaviour=behaviour_R[: len(mask)])
+        used = importance(row, cap)[row.mask]
+        assert used.tolist() == theirs_R[: len(mask)][row.mask].tolist()
+
+
+def policy_loss(mode: str, mask_B_R: torch.Tensor, tensors: list[torch.Tensor], **keys: Any) -> torch.Tensor:
+    """VERL's loss for the configuration that training would use; `tensors` are log-probabilities, old, advantages."""
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    verl_config = actor_config(read_settings(config(**keys))[0])
+    verl_config.global_batch_info.update(
+        dp_size=1, batch_num_tokens=int(mask_B_R.sum()), global_batch_size=len(mask_B_R), loss_scale_factor=None
+    )
+    logp_B_R, old_B_R, advantages_B_R = tensors
+    return get_policy_loss_fn(mode)(
+        old_log_prob=old_B_R,
+        log_prob=logp_B_R,
+        advantages=advantages_B_R,
+        response_mask=mask_B_R,
+        loss_agg_mode="token-mean",
+        config=verl_config,
+    )[0]
+
+
+@PRECISION
+@settings(max_examples=60, deadline=None)
+@given(masks=rows, seed=st.integers(0, 2**31), low=st.sampled_from([0.1, 0.2]), high=st.sampled_from([0.2, 0.28, 0.4]))
+def test_dapos_bounds_and_the_second_bound_are_what_their_papers_say(
+    masks: list[list[bool]], seed: int, low: float, high: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    logp_B_R, old_B_R, advantages_B_R = draw(masks, seed, dtype, count=3)
+    mask_B_R = pad([torch.tensor(mask) for mask in masks])
+    logp_B_R.requires_grad_()
+    keys = {"actor.clip_ratio_low": low, "actor.clip_ratio_high": high, "actor.clip_ratio_c": 3.0}
+    theirs = policy_loss("vanilla", mask_B_R, [logp_B_R, old_B_R, advantages_B_R], **keys)
+    ratio_M, a_M = torch.exp(logp_B_R - old_B_R)[mask_B_R], advantages_B_R[mask_B_R]
+    loss_M = torch.maximum(-a_M * ratio_M, -a_M * ratio_M.clamp(1 - low, 1 + high))
+    own = torch.where(a_M < 0, torch.minimum(loss_M, -3.0 * a_M), loss_M).mean()
+    assert own.item() == pytest.approx(theirs.item(), abs=tolerance, rel=tolerance)
+    gradients = [torch.autograd.grad(loss, logp_B_R, retain_graph=True)[0] for loss in (own, theirs)]
+    torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)
+
+
+@PRECISION
+@settings(max_examples=60, deadline=None)
+@given(masks=rows, seed=st.integers(0, 2**31))
+def test_gspos_ratio_is_that_of_a_row(masks: list[list[bool]], seed: int, dtype: torch.dtype, tolerance: float) -> None:
+    logp_B_R, change_B_R, advantages_B_R = draw(masks, seed, dtype, count=3)
+    old_B_R = logp_B_R + 0.3 * change_B_R
+    mask_B_R = pad([torch.tensor(mask) for mask in masks])
+    logp_B_R.requires_grad_()
+    keys = {"actor.policy_loss.loss_mode": "gspo", "actor.clip_ratio_high": 0.28}
+    theirs = policy_loss("gspo", mask_B_R, [logp_B_R, old_B_R, advantages_B_R], **keys)
+    # Zheng et al. 2025 (arXiv 2507.18071), equations 5 to 7, with one advantage per token as in GSPO-token.
+    total = torch.zeros((), dtype=dtype)
+    for logp_R, old_R, a_R, mask_R in zip(logp_B_R, old_B_R, advantages_B_R, mask_B_R, strict=True):
+        ratio = torch.exp((logp_R - old_R)[mask_R].mean().detach())
+        ratio_M = ratio * torch.exp(logp_R - logp_R.detach())[mask_R]
+        total = total + torch.maximum(-a_R[mask_R] * ratio_M, -a_R[mask_R] * ratio_M.clamp(0.8, 1.28)).sum()
+    own = total / int(mask_B_R.sum())
+    assert own.item() == pytest.approx(theirs.item(), abs=tolerance, rel=tolerance)
+    gradients = [torch.autograd.grad(loss, logp_B_R, retain_graph=True)[0] for loss in (own, theirs)]
+    torch.testing.assert_close(*gradients, atol=tolerance, rtol=tolerance)

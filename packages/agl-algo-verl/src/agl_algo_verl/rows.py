@@ -225,7 +225,7 @@ def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
             tensors[name] = ragged(found)
     if "is_threshold" in options:
         threshold = options.pop("is_threshold")
-        tensors["rollout_is_weights"] = ragged([_importance(s, threshold) for s in samples])
+        tensors["rollout_is_weights"] = ragged([importance(s, threshold) for s in samples])
     return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
 
 
@@ -235,7 +235,7 @@ def responses(found: Any, samples: Sequence[Sample]) -> list[Tensor]:
     return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]
 
 
-def _importance(sample: Sample, threshold: float) -> Tensor:
+def importance(sample: Sample, threshold: float) -> Tensor:
     """Truncated importance weights of the engine's over the recorded probabilities, [R]."""
     old_R = sample.behaviour if sample.old is None else sample.old
     return torch.exp(old_R - sample.behaviour).clamp(max=threshold)
