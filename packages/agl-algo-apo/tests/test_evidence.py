@@ -5,12 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import agl
+from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.experiment.progress import Quiet
-from agl.schemas import LLM, PromptTemplate
+from agl.ids import new_span_id
+from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span
 from agl.stores.memory import MemoryStore
 from agl_algo_apo.evaluate import Measured
 from agl_algo_apo.evidence import evidence_text, read_run, rendered
@@ -92,6 +95,27 @@ def test_task_feedback_reward_and_observations_are_shown_and_hidden_keys_are_not
     for part in ("reward 0.25", '"topic":"the sea"', "Feedback: too short", "observed: spell checker: 3 errors"):
         assert part in text
     assert "secret" not in text
+
+
+def test_results_and_errors_of_tools_are_shown() -> None:
+    store = MemoryStore("memory://")
+
+    def span(name: str, **fields: Any) -> Span:
+        return Span(rollout_id="r", attempt_id="r.1", span_id=new_span_id(), name=name, **fields)
+
+    async def record() -> None:
+        await store.enqueue([Rollout(rollout_id="r", task={"topic": "x"}, experiment="e")])
+        (claim,) = await store.claim(worker="w")
+        attempt = {"attempt_id": claim.attempt.attempt_id}
+        found = span("find", attributes={semconv.TOOL_NAME: "find", semconv.TOOL_RESULT: {"hits": 0}})
+        broken = span("look", status="error", status_message="no such table: rooms")
+        await store.append_spans([msgspec.structs.replace(item, **attempt) for item in (found, broken)])
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
+
+    asyncio.run(record())
+    text = shown((store, "r"), "writer_prompt", WRITER)
+    assert 'tool find returned: {"hits":0}' in text
+    assert "error in look: no such table: rooms" in text
 
 
 def test_agents_can_be_named_and_all_calls_are_shown_where_nobody_reads_the_text(recorded: Any) -> None:

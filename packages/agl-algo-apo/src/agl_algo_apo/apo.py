@@ -19,6 +19,7 @@ Deviations from ProTeGi, and why:
 - Siblings are merged: each repairs another failure, and racing them one by one would pay for each.
 - A child passes the gate too where it and its parent got the worst reward on all its tasks, or where no child did
   better and it did no harm: with an all-or-nothing reward one change alone rarely shows, and several together may.
+- The best candidate is measured once more where nothing beats it for long: what crowned it flatters it.
 - Every `delete_every` steps one line is taken out of the best candidate, and stays out if nothing got worse.
 - What selected the winner flatters it, so it is measured again at the end, and that is reported (`finish.py`).
 """
