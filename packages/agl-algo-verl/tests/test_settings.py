@@ -89,7 +89,7 @@ def test_a_guides_configuration_is_taken_and_every_foreign_key_is_answered() -> 
 
 def test_a_gpus_settings_are_refused_where_there_is_none() -> None:
     settings, _ = read_settings(GUIDE)
-    with pytest.raises(ConfigError, match=r"param_offload, .*optimizer_offload, .*use_remove_padding need a GPU"):
+    with pytest.raises(ConfigError, match=r"use_remove_padding, .*param_offload, .*optimizer_offload need a GPU"):
         check_device(settings, torch.device("cpu"))
     check_device(settings, torch.device("cuda"))
     check_device(read_settings(config())[0], torch.device("cpu"))

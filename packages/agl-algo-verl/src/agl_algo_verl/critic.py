@@ -94,9 +94,18 @@ def critic_config(critic: CriticSettings) -> Any:
     )
 
 
-def _open(path: str, settings: Settings, *, steps: int, device: torch.device) -> Any:
+def check_family(config: Any, *, path: str) -> None:
+    """Raise ConfigError for a model of whose family there is no token classifier."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
+    if type(config) not in cast("Any", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING):
+        raise ConfigError(
+            f"The model {path!r} is a {config.model_type}, of which transformers has no token classifier, and VERL's "
+            'critic is one. Use algorithm.adv_estimator = "grpo", which needs no critic, or another model.'
+        )
+
+
+def _open(path: str, settings: Settings, *, steps: int, device: torch.device) -> Any:
     critic, remove_padding = settings.critic, settings.actor_rollout_ref.model.use_remove_padding
     loaded = model_config(
         path,
@@ -104,11 +113,7 @@ def _open(path: str, settings: Settings, *, steps: int, device: torch.device) ->
         enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
     )
     config = loaded.hf_config
-    if type(config) not in cast("Any", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING):
-        raise ConfigError(
-            f"The model {path!r} is a {config.model_type}, of which transformers has no token classifier, and VERL's "
-            'critic is one. Use algorithm.adv_estimator = "grpo", which needs no critic, or another model.'
-        )
+    check_family(config, path=path)
     config.num_labels, config.classifier_dropout = 1, 0.0
     config.architectures = [config.architectures[0].replace("ForCausalLM", "ForTokenClassification")]
     engine = engine_config(

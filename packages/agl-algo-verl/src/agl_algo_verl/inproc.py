@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
     from agl_algo_verl.rows import Prepared
+    from agl_algo_verl.settings import Settings
 
 
 class VERL:
@@ -91,6 +92,7 @@ class VERL:
             raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
         self._context, self._tuned = context, context.tunes[0]
         own_weights(context.current(self._tuned).resource, name=self._tuned)
+        await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
         self._learner = Learner(
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
@@ -153,6 +155,14 @@ class VERL:
         is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
         if not self._learner.opened or is_foreign:
             await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
+
+
+def check_machine(settings: Settings) -> None:
+    """Raise ConfigError for settings that this machine cannot run, before anything is paid for."""
+    from agl_algo_verl.runtime import own_device
+    from agl_algo_verl.worker import check_device
+
+    check_device(settings, own_device())
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:

@@ -77,8 +77,10 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "groups without a difference have no gradient and are counted in `groups_silent`; none is replaced",
     ),
-    "data.truncation": (("error",), "rows that are too long are left out and counted, never cut"),
-    "data.filter_overlong_prompts": ((True,), "prompts that are too long are always left out and counted"),
+    "data.truncation": (
+        ("error",),
+        "a cut row would train on what the policy never read; see data.filter_overlong_prompts",
+    ),
     "trainer.nnodes": ((1,), "the engine 'inproc' is one process"),
     "trainer.n_gpus_per_node": ((1,), "the engine 'inproc' is one process with one device"),
     "critic.strategy": (("fsdp2",), "the engine is VERL's FSDP2"),

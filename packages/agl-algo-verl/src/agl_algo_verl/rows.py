@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from agl.errors import MissingTokenIdsError
 from agl_algo_verl.advantages import advantages
+from agl_algo_verl.errors import RowTooLongError
 from agl_algo_verl.typed import from_bytes, integers, ragged, verl_part
 
 if TYPE_CHECKING:
@@ -79,7 +81,11 @@ class Prepared:
 
 
 def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Settings) -> Prepared:
-    """Return the samples of groups of episodes that share a task."""
+    """Return the samples of groups of episodes that share a task.
+
+    Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
+    no call of the step has token ids.
+    """
     places = [index for index, group in enumerate(groups) for _ in group]
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
     if settings.has_critic:  # whose values turn returns into advantages
@@ -97,11 +103,35 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Se
                 samples.append(found)
             elif found:
                 left_out[found] += 1
+                _check_length(row, found, settings)
+    if not samples:
+        _check_ids(episodes)
     rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, samples)}
     kept = tuple(tuple(calls) for calls in credits)
     return Prepared(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
+
+
+def _check_length(row: Row, reason: str, settings: Settings) -> None:
+    """Raise RowTooLongError for a prompt that is too long, where the configuration says so."""
+    if reason == "prompt_too_long" and not settings.data.filter_overlong_prompts:
+        raise RowTooLongError(
+            f"The rollout {row.rollout_id!r} has a prompt of more than data.max_prompt_length = "
+            f"{settings.data.max_prompt_length} tokens, and data.filter_overlong_prompts is false. Raise the length, "
+            "or set data.filter_overlong_prompts = true to leave such rows out and count them."
+        )
+
+
+def _check_ids(episodes: Sequence[Episode]) -> None:
+    """Raise MissingTokenIdsError where no call has token ids, so that a step on nothing is not taken for one."""
+    calls = [call for episode in episodes for call in episode.transitions]
+    missing = [call for call in calls if call.reject == "missing_token_ids"]
+    if missing and len(missing) == len(calls):
+        raise MissingTokenIdsError(
+            f"None of {len(calls)} calls has token ids ({missing[0].detail or 'the server returned none'}), and VERL "
+            "trains on tokens. Serve the policy with agl's torch policy, or with vLLM or SGLang behind agl's gateway."
+        )
 
 
 def read_row(
@@ -243,12 +273,14 @@ def importance(sample: Sample, threshold: float) -> Tensor:
 
 def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
+    calls = [call for group in groups for episode in group for call in episode.transitions]
     return {
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
         "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         "groups": float(len(groups)),
         "rollouts": float(sum(len(group) for group in groups)),
         "rows": float(len(samples)),
+        "calls_without_ids": float(sum(call.reject == "missing_token_ids" for call in calls)),
     }
 
 

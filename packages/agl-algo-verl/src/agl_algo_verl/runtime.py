@@ -38,6 +38,13 @@ def check_version() -> None:
         )
 
 
+def own_device() -> torch.device:
+    """Return the device that VERL trains on in this process: the first GPU that torch can use, else the CPU."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def prepare() -> torch.device:
     """Make VERL importable here and return the device that it trains on; may be called again.
 
@@ -45,9 +52,7 @@ def prepare() -> torch.device:
     another import has already given another platform.
     """
     check_version()
-    import torch
-
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     if device.type == "cpu":
         os.environ.setdefault("VERL_PLATFORM", "cpu")
         os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")  # the FSDP engine is registered under that name only

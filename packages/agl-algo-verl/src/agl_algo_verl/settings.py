@@ -60,11 +60,15 @@ class Algorithm(Keys, frozen=True, kw_only=True):
 
 
 class Data(Keys, frozen=True, kw_only=True):
-    """Lengths in tokens; rows beyond them are left out and counted."""
+    """Lengths in tokens. Differs: `filter_overlong_prompts` is on; rows beyond a length are left out and counted.
+
+    Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
+    """
 
     train_batch_size: int = 1024
     max_prompt_length: int = 512
     max_response_length: int = 512
+    filter_overlong_prompts: bool = True
 
 
 class Optim(Keys, frozen=True, kw_only=True):

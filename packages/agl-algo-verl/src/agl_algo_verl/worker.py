@@ -178,15 +178,14 @@ def no_bars() -> Generator[None]:
 
 def check_device(settings: Settings, device: torch.device) -> None:
     """Raise ConfigError for settings that this machine cannot run."""
-    fsdp, model = settings.actor.fsdp_config, settings.actor_rollout_ref.model
     if device.type == "cuda":
         return
-    asked = {
-        "actor_rollout_ref.actor.fsdp_config.param_offload": fsdp.param_offload,
-        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": fsdp.optimizer_offload,
-        "actor_rollout_ref.model.use_remove_padding": model.use_remove_padding,
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": fsdp.mixed_precision.param_dtype == "fp16",
-    }
+    parts = {"actor_rollout_ref.actor.fsdp_config": settings.actor.fsdp_config, "critic.fsdp": settings.critic.fsdp}
+    asked = {"actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding}
+    for name, fsdp in parts.items():
+        asked[f"{name}.param_offload"] = fsdp.param_offload
+        asked[f"{name}.optimizer_offload"] = fsdp.optimizer_offload
+        asked[f"{name}.mixed_precision.param_dtype"] = fsdp.mixed_precision.param_dtype == "fp16"
     wrong = [name for name, is_asked in asked.items() if is_asked]
     if wrong:
         raise ConfigError(
