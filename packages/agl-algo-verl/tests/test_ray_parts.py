@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from agl.errors import AglError
-from agl_algo_verl.ray_engine import forget_after, prune, rows_for_verl
+from agl_algo_verl.ray_engine import forget_after, prune
 from agl_algo_verl.ray_process import expect
+from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.rows import Prepared, Sample
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,10 +67,10 @@ class Bridge:
 
     def __init__(self) -> None:
         self._questions: asyncio.Queue[Question] = asyncio.Queue()
-        self._answers: asyncio.Queue[Answer] = asyncio.Queue()
+        self._answers: asyncio.Queue[list[Any]] = asyncio.Queue()
 
-    async def ask(self, question: Question) -> Answer:
-        """VERL's side: wait for the answer."""
+    async def ask(self, question: Question) -> list[Any]:
+        """VERL's side: wait for the answer, a list of one reference to it."""
         await self._questions.put(question)
         return await self._answers.get()
 
@@ -78,6 +78,6 @@ class Bridge:
         """agl's side: wait for a question."""
         return await self._questions.get()
 
-    async def answer(self, answer: Answer) -> None:
-        """agl's side: give the rows."""
-        await self._answers.put(answer)
+    async def answer(self, reference: list[Any]) -> None:
+        """agl's side: give a reference to the rows, in a list, so that this process never reads them."""
+        await self._answers.put(reference)

@@ -53,6 +53,7 @@ class Cluster:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="agl-ray")
         self._bridge: Any = None
         self._runner: Any = None
+        self._given: Any = None
         self._run: asyncio.Future[None] | None = None
 
     async def start(self, config: Callable[[], Any]) -> None:
@@ -72,7 +73,9 @@ class Cluster:
 
     async def answer(self, answer: Answer) -> None:
         """Give the rows of a step."""
-        await asyncio.wrap_future(self._bridge.answer.remote(answer).future())
+        ray: Any = verl_part("importlib:import_module")("ray")
+        self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
+        await asyncio.wrap_future(self._bridge.answer.remote([self._given]).future())
 
     async def stop(self) -> None:
         """End VERL's trainer, and Ray where it was started here; call it once, whatever `start` did."""

@@ -122,7 +122,7 @@ class RayVERL:
         metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
         prepared = await asyncio.to_thread(self._prepare, collected.groups())
-        await cluster.answer(rows_for_verl(prepared, mode=self.settings.actor.loss_agg_mode, step=step))
+        await cluster.answer(self._answer(prepared, step=step))
 
         started = time.perf_counter()
         self._question = await cluster.question()  # the one of the next step: this one is done
@@ -213,6 +213,11 @@ class RayVERL:
 
         return prepare(groups, credit=self._context.credit, settings=self.settings)
 
+    def _answer(self, prepared: Prepared, *, step: int) -> Answer:
+        from agl_algo_verl.ray_rows import rows_for_verl
+
+        return rows_for_verl(prepared, mode=self.settings.actor.loss_agg_mode, step=step)
+
     def _published(self, folder: Path) -> Weights:
         weights = folder / "actor" / "huggingface"
         if not any(weights.glob("*.safetensors")):
@@ -230,50 +235,6 @@ class RayVERL:
             if record["step"] == step:
                 return {name: float(record["data"][key]) for key, name in REPORTED.items() if key in record["data"]}
         return {}
-
-
-def rows_for_verl(prepared: Prepared, *, mode: str, step: int) -> Answer:
-    """Return the rows of a step as VERL's end of the bridge takes them; `mode` is the loss's `loss_agg_mode`.
-
-    Raises AglError where VERL could not train them.
-    """
-    from agl_algo_verl.bridge import Answer, AnswerRow
-    from agl_algo_verl.rows import per_rollout
-
-    samples = per_rollout(prepared.samples) if mode == "seq-mean-token-mean" else prepared.samples
-    if not samples:
-        left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
-        raise AglError(
-            f"step {step} has no row to train ({left_out}), and VERL's trainer needs one. "
-            "Raise data.max_prompt_length or data.max_response_length."
-        )
-    temperatures = sorted({sample.temperature for sample in samples})
-    if len(temperatures) > 1:
-        raise AglError(
-            f"the rows of step {step} were drawn at the temperatures {temperatures}, and VERL's trainer takes one for "
-            'a step. Let the agent use one temperature, or train with engine = "inproc".'
-        )
-    places: dict[str, int] = {}
-    rollouts: dict[int, int] = {}
-    for name, group in prepared.rollouts:
-        places[name] = rollouts[group] = rollouts.get(group, -1) + 1
-    parts: dict[str, int] = {}
-    rows: list[AnswerRow] = []
-    for sample in samples:
-        part = parts[sample.rollout] = parts.get(sample.rollout, -1) + 1
-        rows.append(
-            AnswerRow(
-                group=sample.group,
-                rollout=places[sample.rollout],
-                part=part,
-                ids=sample.ids,
-                mask=sample.mask.long(),
-                advantages=sample.advantages,
-                logprobs=sample.behaviour,
-            )
-        )
-    counted = 0 if mode == "token-mean" else len(prepared.rollouts)
-    return Answer(rows=tuple(rows), temperature=temperatures[0], rollouts=counted)
 
 
 def _number(path: Path) -> int:

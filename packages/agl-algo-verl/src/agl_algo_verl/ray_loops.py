@@ -79,7 +79,8 @@ class AgentLoops:
         get: Any = cast("Any", ray).get
         step = int(cast("Any", prompts["global_steps"]))
         addresses = get(self._balancer.get_all_servers.remote())
-        answer: Answer = get(self._bridge.ask.remote(Question(step=step, addresses=tuple(addresses))))
+        (reference,) = get(self._bridge.ask.remote(Question(step=step, addresses=tuple(addresses))))
+        answer: Answer = get(reference)
         uids = [str(uid) for uid in cast("Any", prompts["uid"])]
         counted = self._hold_all(answer)
         scale = counted / answer.rollouts if answer.rollouts else 1.0  # VERL divides by rows, see the module

@@ -1,0 +1,66 @@
+"""From the rows of a step to what VERL's end of the bridge takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from agl.errors import AglError
+from agl_algo_verl.bridge import Answer, AnswerRow
+from agl_algo_verl.rows import per_rollout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from agl_algo_verl.rows import Prepared, Sample
+
+
+def rows_for_verl(prepared: Prepared, *, mode: str, step: int) -> Answer:
+    """Return the rows of a step; `mode` is the loss's `loss_agg_mode`.
+
+    Raises AglError where VERL could not train them.
+    """
+    samples = per_rollout(prepared.samples) if mode == "seq-mean-token-mean" else prepared.samples
+    temperature = _temperature(prepared, step=step)
+    seen: Counter[int] = Counter()
+    places: dict[str, int] = {}
+    for name, group in prepared.rollouts:
+        places[name] = seen[group]
+        seen[group] += 1
+    counted = 0 if mode == "token-mean" else len(prepared.rollouts)
+    return Answer(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
+
+
+def _temperature(prepared: Prepared, *, step: int) -> float:
+    """The one temperature of all rows."""
+    if not prepared.samples:
+        left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
+        raise AglError(
+            f"step {step} has no row to train ({left_out}), and VERL's trainer needs one. "
+            "Raise data.max_prompt_length or data.max_response_length."
+        )
+    found = sorted({sample.temperature for sample in prepared.samples})
+    if len(found) > 1:
+        raise AglError(
+            f"the rows of step {step} were drawn at the temperatures {found}, and VERL's trainer takes one for a step. "
+            'Let the agent use one temperature, or train with engine = "inproc".'
+        )
+    return found[0]
+
+
+def _rows(samples: Sequence[Sample], places: dict[str, int]) -> list[AnswerRow]:
+    parts: Counter[str] = Counter()
+    rows: list[AnswerRow] = []
+    for sample in samples:
+        row = AnswerRow(
+            group=sample.group,
+            rollout=places[sample.rollout],
+            part=parts[sample.rollout],
+            ids=sample.ids,
+            mask=sample.mask.long(),
+            advantages=sample.advantages,
+            logprobs=sample.behaviour,
+        )
+        parts[sample.rollout] += 1
+        rows.append(row)
+    return rows
