@@ -87,6 +87,8 @@ async def test_killed_server_loses_no_acknowledged_span(tmp_path):
         before = len(acknowledged)
         while len(acknowledged) == before:
             await asyncio.sleep(0.01)
+            for writer in writers:
+                assert not writer.done(), writer.exception()
         for writer in writers:
             writer.cancel()
         await asyncio.gather(*writers, return_exceptions=True)

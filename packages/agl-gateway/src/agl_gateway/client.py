@@ -18,6 +18,9 @@ from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 
 _RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
+_RESTART_DELAYS_S = (4.0, 8.0, 16.0)
+"""Further waits for a store that has answered before, and may be starting again."""
+
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
 _MSGPACK = "application/msgpack"
@@ -28,7 +31,8 @@ class HttpStore:
 
     It has a thread with its own event loop and connections, started by the first call and ended by :meth:`close`.
     A request that got no answer is sent again where the contract makes that harmless, which is everywhere except
-    in ``delete``.
+    in ``delete``: for about 4 seconds to a store that never answered, and for half a minute to one that did, which
+    is time enough for it to start again.
 
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``.
@@ -53,6 +57,7 @@ class HttpStore:
         self._session: aiohttp.ClientSession | None = None
         self._abandoned: dict[tuple[str | None, int], list[str]] = {}
         self._is_closed = False
+        self._has_answered = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._decoders = {name: msgspec.msgpack.Decoder(method.result) for name, method in METHODS.items()}
 
@@ -198,7 +203,7 @@ class HttpStore:
                 return result
 
     async def _ask_once(self, method: Method, body: bytes) -> Any:
-        delays = _RETRY_DELAYS_S if method.is_repeatable else ()
+        delays = (*_RETRY_DELAYS_S, *(_RESTART_DELAYS_S if self._has_answered else ())) if method.is_repeatable else ()
         for delay_s in (*delays, None):
             try:
                 status, answer = await self._post(method.name, body)
@@ -207,6 +212,7 @@ class HttpStore:
                     raise self._unreachable(method.name, error) from error
                 await asyncio.sleep(delay_s)
                 continue
+            self._has_answered = True
             return self._result(method.name, status, answer)
         raise AssertionError("unreachable: the last try returns or raises")
 
