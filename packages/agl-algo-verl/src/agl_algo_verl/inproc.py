@@ -98,7 +98,7 @@ class VERL:
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
         )
         self._supply = Supply(context, self.settings, steps=self._steps)
-        for note in self.notes:
+        for note in (*self.notes, *_advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
@@ -155,6 +155,16 @@ class VERL:
         is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
         if not self._learner.opened or is_foreign:
             await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
+
+
+def _advice(settings: Settings) -> list[str]:
+    """What to tell the person about settings that work, and worse than others."""
+    if settings.trainer.v1.is_async and settings.algorithm.rollout_correction.rollout_is is None:
+        return [
+            "old rollouts are trained as if they were new; correct them with "
+            'algorithm.rollout_correction.rollout_is = "token"'
+        ]
+    return []
 
 
 def check_machine(settings: Settings) -> None:
