@@ -11,7 +11,7 @@ expected score of every prompt, so nothing here trusts what an algorithm says ab
 - *Questions*: to the optimiser's model, in the whole run.
 - *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
 
-`apo` and its constants were made on worlds with the seeds 0 to 119, so none of these is measured here.
+`apo` and its constants were made on worlds with seeds below 120, none of which is measured here.
 """
 
 import json
