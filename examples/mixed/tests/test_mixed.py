@@ -38,7 +38,7 @@ FORM = "name: HOLT\ncity: Bergen\nitem: lamps\nquantity: seven\namount: 80 EUR\n
 TINY = {
     "experiment.validation_limit": 4,
     "algorithm.sft.params.updates": 2,
-    "algorithm.apo.params.budget": 96,
+    "algorithm.apo.params.budget": 64,
     "algorithm.apo.params.beam_rounds": 1,
     "algorithm.grpo.params.steps": 1,
     "algorithm.grpo.params.tasks_per_step": 1,
@@ -170,36 +170,39 @@ def test_a_short_training_runs_from_the_first_step_to_the_last(tmp_path: Path) -
     folder = Path(shutil.copytree(MIXED, tmp_path / "mixed", ignore=shutil.ignore_patterns("out", "tests", "__py*")))
     run(folder, "make_data.py")
     run(folder, "make_model.py")
-    results: dict[str, Any] = {}
+    val = folder / "out/data/val.jsonl"
+    val.write_text("".join(val.read_text(encoding="utf-8").splitlines(keepends=True)[:8]), encoding="utf-8")
     with scripted.server() as server:
-        for arm in curves.COLOURS:
-            names = {algorithm.label for algorithm in load_config(folder / f"{arm}.toml").algorithm}
-            settings = {key: value for key, value in TINY.items() if key.split(".")[1] in {*names, "validation_limit"}}
-            settings["policy.checker.base_url"] = server.base_url
-            if "apo" in names:
-                settings["algorithm.apo.params.optimizer.base_url"] = server.base_url
-            words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-            results[arm] = json.loads(run(folder, "-m", "agl", "run", f"{arm}.toml", "--json", *words))
-    found = [
-        curves.Curve(arm=arm, seed=0, points=curves.read_points(folder / "out/runs.db", arm), seconds=1.0, cpu=1.0)
-        for arm in results
-    ]
+        urls = ("policy.checker.base_url", "algorithm.apo.params.optimizer.base_url")
+        settings = {**TINY, **dict.fromkeys(urls, server.base_url)}
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        result = json.loads(run(folder, "-m", "agl", "run", "mixed.toml", "--json", *words))
+    points = curves.read_points(folder / "out/runs.db", "mixed")
+
+    assert {"sft": 1, "apo": 3, "grpo": 1} == result["steps"]
+    assert "mixed-1-grpo-1" == result["resources"]["writer"]
+    assert [result["before"], result["after"]] == [points[0].reward, points[-1].reward]
+    assert points[0].rollouts == 0 < points[-1].rollouts <= TINY["algorithm.apo.params.budget"] + 2
+    for arm in ("grpo-only", "apo-only"):
+        warmed_up = load_config(folder / f"{arm}.toml").policy["writer"].params["model"]
+        assert (folder / warmed_up / "model.safetensors").exists()
+
+
+def ended(arm: str, seed: int, reward: float) -> curves.Curve:
+    """A run that began with nothing."""
+    first = curves.Point(rollouts=0, reward=0.0, facts=0.0, style=math.nan)
+    last = curves.Point(rollouts=576, reward=reward, facts=reward, style=1.0)
+    return curves.Curve(arm=arm, seed=seed, points=[first, last], seconds=2.0, cpu=1.0)
+
+
+def test_curves_are_compared_with_the_better_one_and_drawn(tmp_path: Path) -> None:
+    rewards = {"mixed": (0.8, 0.9), "grpo-only": (0.1, 0.2), "apo-only": (0.2, 0.4)}
+    found = [ended(arm, seed, reward) for arm, pair in rewards.items() for seed, reward in enumerate(pair)]
     curves.draw(found, tmp_path / "curves.png")
 
-    assert {"sft": 1, "apo": 3, "grpo": 1} == results["mixed"]["steps"]
-    assert "mixed-1-grpo-1" == results["mixed"]["resources"]["writer"]
-    assert [results[curve.arm]["after"] for curve in found] == [curve.points[-1].reward for curve in found]
-    assert all(2 <= curve.points[-1].rollouts <= 96 + 2 for curve in found)
-    assert 5 == len(curves.table(found).splitlines())
-    assert "points above" in curves.comparison(found)
+    assert "mixed is 55.0 points above apo-only" == curves.comparison(found).splitlines()[-1]
+    assert "| mixed | 1 | 576 | 0.90 | 1.00 | **0.90** | 2 | 1 |" == curves.table(found).splitlines()[3]
     assert (tmp_path / "curves.png").stat().st_size > 5000
-
-
-def test_curves_leave_out_what_has_no_value(tmp_path: Path) -> None:
-    point = curves.Point(rollouts=3, reward=0.0, facts=0.0, style=math.nan)
-    curve = curves.Curve(arm="mixed", seed=1, points=[point], seconds=2.0, cpu=1.0)
-
-    assert "| mixed | 1 | 3 | 0.00 | nan | **0.00** | 2 | 1 |" == curves.table([curve]).splitlines()[-1]
 
 
 def run(folder: Path, *words: str) -> str:
