@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import agl
@@ -166,13 +167,13 @@ def test_second_search_that_cannot_work_is_refused_before_the_first_pays(tmp_pat
 
 
 def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) -> None:
-    world, store = easy(1), MemoryStore("memory://")
+    world, store = msgspec.structs.replace(easy(1), val_size=16), MemoryStore("memory://")
     script = ScriptedOptimizer()
     with model_server(world, script) as server:
         trainer = agl.Trainer(
             name="orders",
             store=store,
-            algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=100),
+            algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=80),
             policies={
                 name: agl.Policy("openai", base_url=server.base_url, model=model, api_key_env="")
                 for name, model in (("clerk", TASK_MODEL), ("writer", "editor"))
