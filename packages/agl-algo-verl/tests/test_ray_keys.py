@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from agl_algo_verl.engines import make
 from agl_algo_verl.keys import leaves, verl_keys
 from agl_algo_verl.ray_config import compose
 from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import ALLOWED, DECIDED, HERE, REFUSED, check_machine, read_ray_settings
+from agl_algo_verl.ray_keys import ALLOWED, DECIDED, HERE, REFUSED, RaySettings, check_machine, read_ray_settings
 
 from .world import config as small
 
@@ -102,8 +103,21 @@ def test_a_machine_without_what_serves_is_told_what_to_do() -> None:
     with pytest.raises(ConfigError, match="vllm is not installed here"):
         check_machine(gpu, has_gpu=True)
     check_machine(read_ray_settings(config()), has_gpu=False)
-    elsewhere = config(**{"rollout.name": "vllm"}) | {"ray_kwargs": {"ray_init": {"address": "head:6379"}}}
-    check_machine(read_ray_settings(elsewhere), has_gpu=False)
+    check_machine(at("auto"), has_gpu=False)
+
+
+def at(address: str) -> RaySettings:
+    return read_ray_settings(config(**{"rollout.name": "vllm"}) | {"ray_kwargs": {"ray_init": {"address": address}}})
+
+
+def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_machine(at(f"127.0.0.1:{port}"), has_gpu=False)
+    with pytest.raises(ConfigError, match=rf"No Ray cluster answers at .*127.0.0.1:{port}.*ray start"):
+        check_machine(at(f"127.0.0.1:{port}"), has_gpu=False)
+    with pytest.raises(ConfigError, match="Ray's client"):
+        check_machine(at("ray://head:10001"), has_gpu=False)
 
 
 def test_the_engine_is_chosen_by_name() -> None:

@@ -6,6 +6,7 @@ except those below.
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +22,9 @@ CPU = "agl_hf"
 """The replica for machines without a GPU."""
 
 ROLLOUTS = (CPU, "vllm", "sglang")
+
+CONNECT_S = 5.0
+"""Seconds to wait for a cluster's head to accept a connection."""
 
 SERVING = "actor_rollout_ref.rollout."
 """Keys of serving, which VERL does here; the few of them that others decide are in `DECIDED`."""
@@ -192,7 +196,10 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
             f'engine = "ray" needs the Python modules {absent}, which are not installed. '
             'Run: pip install "ray[default]" TransferQueue'
         )
-    if read.is_cpu or read.ray_init.get("address"):
+    address = str(read.ray_init.get("address") or "")
+    if address:
+        _check_address(address)
+    if read.is_cpu or address:
         return
     if not has_gpu:
         raise ConfigError(
@@ -204,3 +211,22 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
             f"actor_rollout_ref.rollout.name = {read.rollout!r}, and {read.rollout} is not installed here. "
             f'Run: pip install "verl[{read.rollout}]"'
         )
+
+
+def _check_address(address: str) -> None:
+    """Raise ConfigError where nothing listens at `host:port`; Ray itself would try for minutes, and then say less."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"ray_kwargs.ray_init.address = {address!r} is Ray's client, through which VERL's trainer cannot run. "
+            'Run on a machine of the cluster (ray start --address HEAD:6379) and write address = "auto".'
+        )
+    if not (host and port.isdigit()):
+        return  # "auto" or "local", which Ray looks up
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"No Ray cluster answers at ray_kwargs.ray_init.address = {address!r} ({error}). "
+            "Start one there (ray start --head --port 6379), or remove the address to start one here."
+        ) from error
