@@ -94,10 +94,13 @@ class Cluster:
         run = self._run
         if run is None:
             raise AglError("VERL's trainer is not running; this is a defect of agl-algo-verl")
-        await asyncio.wait({wanted, run}, return_when=asyncio.FIRST_COMPLETED)
-        if wanted.done():
+        try:
+            await asyncio.wait({wanted, run}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_asked = wanted.done()
+            wanted.cancel()  # nobody hears of it any more when this is cancelled
+        if is_asked:
             return wanted.result()
-        wanted.cancel()
         error = run.exception()
         if error is not None:
             raise AglError(f"VERL's trainer on Ray ended with an error: {_told(error)}") from error
