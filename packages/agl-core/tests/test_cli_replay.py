@@ -58,13 +58,13 @@ def responses(client, model, stream):
 def messages(url, model, stream):
     from anthropic import Anthropic
 
-    client = Anthropic(base_url=url.removesuffix("/v1"), api_key="k", max_retries=0)
     ask = {"model": model, "max_tokens": 9, "messages": [{"role": "user", "content": "hello"}]}
-    if not stream:
-        answer = client.messages.create(**ask)
-    else:
-        with client.messages.stream(**ask) as events:
-            answer = events.get_final_message()
+    with Anthropic(base_url=url.removesuffix("/v1"), api_key="k", max_retries=0) as client:
+        if not stream:
+            answer = client.messages.create(**ask)
+        else:
+            with client.messages.stream(**ask) as events:
+                answer = events.get_final_message()
     return " ".join(block.text if block.type == "text" else str(block.input) for block in answer.content)
 
 def solve(task, llm):
