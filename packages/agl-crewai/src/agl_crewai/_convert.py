@@ -38,8 +38,10 @@ def clock_of(event: Any) -> int:
 
 def belong(start: Any, end: Any) -> bool:
     """Whether ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
-    is_pair = VALID_EVENT_PAIRS.get(end.type, start.type) == start.type
-    return is_pair and all(getattr(start, name, None) == getattr(end, name, None) for name in _IDENTITY)
+    if VALID_EVENT_PAIRS.get(end.type, start.type) != start.type:
+        return False
+    before, after = vars(start), vars(end)  # asking a pydantic model for a field that it lacks is slow
+    return all(before.get(name) == after.get(name) for name in _IDENTITY)
 
 
 def client_of(source: Any, event: Any) -> dict[str, str]:
@@ -172,8 +174,8 @@ def _results(end: Any) -> Attributes:
 def _error(end: Any) -> object | None:
     """What went wrong: a failing event's error, or a failure that a tool reported without raising."""
     if end.type.endswith(_FAILED):
-        return getattr(end, "error", None) or end.type
-    return getattr(end, "failure", None)
+        return vars(end).get("error") or end.type
+    return vars(end).get("failure")
 
 
 def _error_type(end: Any, error: object) -> str:
