@@ -40,8 +40,13 @@ def belong(start: Any, end: Any) -> bool:
     """Whether ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
     if VALID_EVENT_PAIRS.get(end.type, start.type) != start.type:
         return False
-    before, after = vars(start), vars(end)  # asking a pydantic model for a field that it lacks is slow
+    before, after = _fields(start), _fields(end)
     return all(before.get(name) == after.get(name) for name in _IDENTITY)
+
+
+def _fields(event: Any) -> dict[str, Any]:
+    """What the event has; asking a pydantic model for a field that it lacks is slow."""
+    return cast("dict[str, Any]", vars(event))
 
 
 def client_of(source: Any, event: Any) -> dict[str, str]:
@@ -174,8 +179,8 @@ def _results(end: Any) -> Attributes:
 def _error(end: Any) -> object | None:
     """What went wrong: a failing event's error, or a failure that a tool reported without raising."""
     if end.type.endswith(_FAILED):
-        return vars(end).get("error") or end.type
-    return vars(end).get("failure")
+        return _fields(end).get("error") or end.type
+    return _fields(end).get("failure")
 
 
 def _error_type(end: Any, error: object) -> str:
