@@ -172,7 +172,7 @@ def test_run_that_was_killed_ends_like_an_unbroken_one(tmp_path: Path) -> None:
             assert -9 == play("cut", server.base_url, kill_at)
         assert 0 == play("cut", server.base_url, 0)
     assert result("whole") == result("cut")
-    rows = (tmp_path / "whole/work/run-1/gepa/lineage.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = (tmp_path / "whole" / "work" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
     assert {2, 3} <= {json.loads(row)["step"] for row in rows}
     paid = (tmp_path / "cut" / "ledger.txt").read_text(encoding="utf-8").splitlines()
     assert len(paid) <= result("whole")["spent"]["rollouts"] + 16
