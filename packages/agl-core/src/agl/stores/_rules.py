@@ -157,10 +157,15 @@ def lapse(claim: Claim, *, now: float) -> Claim | None:
 
 
 def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now: float) -> Claim:
-    """The claim after its running attempt ended with ``status``: final, or queued again by the retry policy."""
+    """The claim after its running attempt ended with ``status``: final, or queued again by the retry policy.
+
+    An attempt that was given back, ``lost`` without an error, is nobody's failure and may always be repeated.
+    """
     attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
     rollout = claim.rollout
-    if status in rollout.retry.retry_on and rollout.attempts < rollout.retry.max_attempts and status != "succeeded":
+    is_given_back = status == "lost" and error is None
+    has_more = is_given_back or rollout.attempts < rollout.retry.max_attempts
+    if status in rollout.retry.retry_on and has_more and status != "succeeded":
         return Claim(rollout=replace(rollout, status="queued", attempt_id=None), attempt=attempt)
     return Claim(rollout=replace(rollout, status=_final(status), finished_at=now), attempt=attempt)
 

@@ -164,6 +164,15 @@ class QueueTests:
         assert ["failed", "failed"] == [a.status for a in await store.attempts(first.rollout.rollout_id)]
 
     @store_test
+    async def test_attempt_that_is_given_back_does_not_count(self, store: Store) -> None:
+        claim = await start_one(store, make_rollout(retry=RetryPolicy(max_attempts=1, retry_on=("lost",))))
+        for _ in range(3):
+            given_back = Outcome(attempt_id=claim.attempt.attempt_id, status="lost")
+            assert "queued" == (await store.finish([given_back]))[0].status
+            claim = await claim_one(store)
+        assert "failed" == (await store.finish([outcome_of(claim, "lost")]))[0].status
+
+    @store_test
     async def test_outcome_that_the_policy_does_not_retry_is_final(self, store: Store) -> None:
         claim = await start_one(store, make_rollout(retry=RetryPolicy(max_attempts=5, retry_on=("lost",))))
         assert "failed" == (await store.finish([outcome_of(claim, "failed")]))[0].status
