@@ -1,1 +1,1 @@
-"""The core's own stores: ``memory://`` and ``sqlite:///``; each is imported when it is asked for."""
+"""The core's own stores, ``memory://`` and ``sqlite:///``, and the parts that every store is made of."""

@@ -11,8 +11,8 @@ from agl import codec
 from agl.contracts import Change, RolloutQuery
 from agl.ids import attempt_id_of
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
-from agl.stores import _rules
-from agl.stores._packing import Packer, Unpacker, mark_late
+from agl.stores import rules
+from agl.stores.packing import Packer, Unpacker, mark_late
 
 
 class _Spans:
@@ -38,7 +38,7 @@ class _Spans:
 
 
 class MemoryTables:
-    """See :class:`agl.stores._engine.Tables`.
+    """See :class:`agl.stores.engine.Tables`.
 
     Rollouts are kept as given by the rules, which copied them, and copied again on the way out by the store.
     """
@@ -101,12 +101,12 @@ class MemoryTables:
         found: dict[str, Claim] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             claim = self.held(heapq.heappop(self._deadlines)[1])
-            if claim is not None and claim.attempt.status == "running" and _rules.deadline(claim) <= now:
+            if claim is not None and claim.attempt.status == "running" and rules.deadline(claim) <= now:
                 found[claim.attempt.attempt_id] = claim
         return sorted(found.values(), key=self._lapse_order)
 
     def _lapse_order(self, claim: Claim) -> tuple[float, int, int]:
-        return _rules.deadline(claim), self._order[claim.rollout.rollout_id], claim.attempt.number
+        return rules.deadline(claim), self._order[claim.rollout.rollout_id], claim.attempt.number
 
     def next_deadline(self) -> float:
         """A lower bound of when the next attempt lapses; infinity when none runs."""
@@ -146,7 +146,7 @@ class MemoryTables:
 
     def _watch(self, claim: Claim) -> None:
         self._attempts[claim.attempt.attempt_id] = claim.attempt
-        heapq.heappush(self._deadlines, (_rules.deadline(claim), claim.attempt.attempt_id))
+        heapq.heappush(self._deadlines, (rules.deadline(claim), claim.attempt.attempt_id))
 
     def _release(self, attempt: Attempt) -> None:
         held = self._claims.get(attempt.claim_id, {})

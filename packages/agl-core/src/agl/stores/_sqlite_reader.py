@@ -4,19 +4,17 @@ A read that comes while all threads are busy with others waits for the first tha
 those that came in the same moment.
 """
 
-import asyncio
 import sqlite3
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from agl.stores._bell import call_in
 from agl.stores._sqlite_schema import connect, explain
 from agl.stores._sqlite_tables import next_deadline
+from agl.stores.jobs import Job, answer, new_job
 
 THREADS = 4
 
@@ -25,19 +23,11 @@ MAX_BATCH = 64
 
 T = TypeVar("T")
 Look: TypeAlias = Callable[[sqlite3.Connection], T]
+_Read: TypeAlias = Job[Look[Any]]
 
 
 class OverdueError(Exception):
     """An attempt's deadline has come and is not decided; the read did not take place."""
-
-
-@dataclass(kw_only=True)
-class _Read:
-    look: Look[Any]
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any]
-    answer: Any = None
-    error: Exception | None = None
 
 
 class Reader:
@@ -56,13 +46,12 @@ class Reader:
 
     async def run(self, look: Look[T]) -> T:
         """What ``look`` finds; raises :class:`OverdueError` when the writer has to decide an attempt first."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
+        read, future = new_job(look)
         with self._lock:
             if not self._is_called:
                 self._executor.submit(self._work)
                 self._is_called = True
-            self._waiting.append(_Read(look=look, loop=loop, future=future))
+            self._waiting.append(read)
         return await future
 
     def close(self) -> None:
@@ -78,7 +67,7 @@ class Reader:
                 self._look(batch)
             except Exception as error:  # noqa: BLE001  # each caller hears of it
                 _fail(batch, explain(error, self._path) if isinstance(error, sqlite3.Error) else error)
-            _answer(batch)
+            answer(batch, take_back=_nothing)
 
     def _take(self) -> list[_Read]:
         with self._lock:
@@ -99,7 +88,7 @@ class Reader:
 
     def _one(self, db: sqlite3.Connection, read: _Read) -> None:
         try:
-            read.answer = read.look(db)
+            read.answer = read.work(db)
         except sqlite3.Error as error:
             read.error = explain(error, self._path)
         except Exception as error:  # noqa: BLE001  # a read's failure is its own caller's and harms no other
@@ -118,20 +107,5 @@ def _fail(batch: Sequence[_Read], error: Exception) -> None:
         read.error = error
 
 
-def _answer(batch: Sequence[_Read]) -> None:
-    by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Read]] = defaultdict(list)
-    for read in batch:
-        by_loop[read.loop].append(read)
-    for loop, reads in by_loop.items():
-        call_in(loop, lambda reads=reads: _deliver(reads))
-
-
-def _deliver(reads: Sequence[_Read]) -> None:
-    """Runs in the callers' loop."""
-    for read in reads:
-        if read.future.done():
-            continue
-        if read.error is not None:
-            read.future.set_exception(read.error)
-        else:
-            read.future.set_result(read.answer)
+def _nothing(_: _Read) -> None:
+    """A read whose caller went away has changed nothing."""

@@ -15,10 +15,10 @@ from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import NotFoundError
 from agl.ids import attempt_id_of, rollout_id_of
 from agl.schemas import TERMINAL_ROLLOUT, Attempt, Mode, ResourceVersion, Rollout, RolloutStatus, Span
-from agl.stores import _engine, _rules
-from agl.stores._packing import Unpacker
-from agl.stores._sqlite_schema import ATTEMPT_BITS
-from agl.stores._sqlite_tables import MAX_SEQUENCE, NUMBER_MASK, ROLLOUT, number_of, read_rollout, span_range
+from agl.stores import engine, rules
+from agl.stores._sqlite_tables import span_range
+from agl.stores.keys import ATTEMPT_BITS, MAX_SEQUENCE, NUMBER_MASK, ROLLOUT, number_of, read_rollout
+from agl.stores.packing import Unpacker
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
@@ -52,10 +52,10 @@ def cursor(db: sqlite3.Connection) -> int:
 def rollouts(db: sqlite3.Connection, query: RolloutQuery) -> list[Rollout]:
     """See :meth:`agl.contracts.Store.rollouts`."""
     if query.ids:
-        return _rules.select([_need(db, rollout_id) for rollout_id in query.ids], query)
+        return rules.select([_need(db, rollout_id) for rollout_id in query.ids], query)
     if query.group_id:
         members = _rows(db, "group_id = ? AND group_id <> ''", (query.group_id,), query)
-        wanted = (rollout for rollout in members if _rules.is_wanted(rollout, query))
+        wanted = (rollout for rollout in members if rules.is_wanted(rollout, query))
         return list(islice(wanted, query.limit))
     found = heapq.merge(*_ranges(db, query), key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
     wanted = (rollout for rollout in found if query.group_id is None or not rollout.group_id)
@@ -76,7 +76,7 @@ def _ranges(db: sqlite3.Connection, query: RolloutQuery) -> Iterator[Iterator[Ro
         for key in product(experiments, modes):
             yield _rows(db, "experiment = ? AND mode = ? AND stage = 'open' AND status = 'queued'", key, query)
     if "running" in wanted:
-        yield iter(_rules.select(_running(db), replace(query, limit=sys.maxsize)))
+        yield iter(rules.select(_running(db), replace(query, limit=sys.maxsize)))
 
 
 def _running(db: sqlite3.Connection) -> list[Rollout]:
@@ -155,7 +155,7 @@ def _attempt(db: sqlite3.Connection, rollout_id: str, attempt_id: str | None) ->
     key = seq << ATTEMPT_BITS | number_of(attempt_id)
     known = db.execute("SELECT 1 FROM attempts WHERE id = ?", (key,)).fetchone()
     if known is None or rollout_id_of(attempt_id) != rollout_id:
-        raise _engine.unknown_attempt(rollout_id, attempt_id)
+        raise engine.unknown_attempt(rollout_id, attempt_id)
     return key
 
 
@@ -166,7 +166,7 @@ def resource(db: sqlite3.Connection, name: str, version: str | None) -> Resource
     else:
         row = db.execute("SELECT data FROM versions WHERE name = ? AND version = ?", (name, version)).fetchone()
     if row is None:
-        raise _engine.unknown_resource(name, version)
+        raise engine.unknown_resource(name, version)
     return codec.decode(row[0], ResourceVersion)
 
 

@@ -1,8 +1,7 @@
 """The SQLite file: its layout, how an older one is brought up to date, and how it is opened.
 
-Keys are one 63-bit integer: a rollout has a number (``seq``, never used again), its attempts are
-``seq << 8 | number`` with number 0 for what belongs to no attempt, and its spans ``attempt << 24 | sequence``. What
-belongs together therefore lies together, and removing a rollout removes ranges.
+Keys are one 63-bit integer: rollouts and attempts as in :mod:`agl.stores.keys`, spans ``attempt << 24 | sequence``,
+so that removing a rollout removes ranges.
 A rollout's ``stage`` is ``open`` while it is queued or running and its status after that: rollouts are listed by stage,
 so that a claim need not touch that index. Running ones are found through their attempts.
 """
@@ -13,8 +12,6 @@ from pathlib import Path
 
 from agl.errors import SchemaVersionError, StoreError
 
-ATTEMPT_BITS = 8
-SEQUENCE_BITS = 24
 SETTINGS = (
     "page_size = 4096",
     "synchronous = FULL",

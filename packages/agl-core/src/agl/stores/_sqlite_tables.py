@@ -3,24 +3,24 @@
 import math
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
-
-from msgspec.structs import force_setattr
 
 from agl import codec
 from agl.contracts import Metric
 from agl.errors import StoreError
-from agl.ids import attempt_id_of, rollout_id_of
+from agl.ids import rollout_id_of
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
-from agl.stores import _rules
-from agl.stores._packing import Packer, mark_late
-from agl.stores._sqlite_schema import ATTEMPT_BITS, SEQUENCE_BITS
-
-Row: TypeAlias = tuple[Any, ...]
-
-ROLLOUT = "r.seq, r.status, r.attempts, r.attempt, r.started_at, r.finished_at, r.data"
-MAX_SEQUENCE = (1 << SEQUENCE_BITS) - 1
-NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
+from agl.stores import rules
+from agl.stores.keys import (
+    ATTEMPT_BITS,
+    MAX_SEQUENCE,
+    NUMBER_MASK,
+    ROLLOUT,
+    SEQUENCE_BITS,
+    Row,
+    number_of,
+    read_rollout,
+)
+from agl.stores.packing import Packer, mark_late
 
 _INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
 _KEEP_LAST_CURSOR = (  # so that cursors never go back
@@ -42,27 +42,8 @@ _LOG_STARTED = (
 )
 
 
-def read_rollout(row: Row) -> Rollout:
-    """A rollout from the columns of :data:`ROLLOUT`."""
-    _, status, attempts, attempt, started_at, finished_at, data = row
-    rollout = codec.decode(data, Rollout)
-    force_setattr(rollout, "status", status)
-    force_setattr(rollout, "attempts", attempts)
-    force_setattr(rollout, "attempt_id", attempt and attempt_id_of(rollout.rollout_id, attempt & NUMBER_MASK))
-    force_setattr(rollout, "started_at", started_at)
-    force_setattr(rollout, "finished_at", finished_at)
-    return rollout
-
-
-def number_of(attempt_id: str) -> int:
-    """The number in an attempt's id; 0 for ids that no attempt can have."""
-    digits = attempt_id.rpartition(".")[2]
-    number = int(digits) if digits.isdecimal() and len(digits) <= 3 else 0
-    return number if number <= NUMBER_MASK and str(number) == digits else 0
-
-
 class SQLiteTables:
-    """See :class:`agl.stores._engine.Tables`.
+    """See :class:`agl.stores.engine.Tables`.
 
     Attributes:
         has_queued: A rollout was queued in this transaction.
@@ -260,7 +241,7 @@ class SQLiteTables:
     def _attempt_row(self, claim: Claim) -> Row:
         attempt = claim.attempt
         key = self._key(claim.rollout.rollout_id, attempt.number)
-        return key, attempt.status, attempt.claim_id, _rules.deadline(claim), codec.encode(attempt)
+        return key, attempt.status, attempt.claim_id, rules.deadline(claim), codec.encode(attempt)
 
     def _rollout_row(self, rollout: Rollout) -> Row:
         seq = self._seqs[rollout.rollout_id]

@@ -5,47 +5,26 @@ import logging
 import math
 import sqlite3
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeAlias
 
-from agl.stores import _engine
-from agl.stores._bell import Bell, call_in
-from agl.stores._packing import Packer
+from agl.stores import engine
 from agl.stores._sqlite_schema import explain
 from agl.stores._sqlite_tables import SQLiteTables, next_deadline
+from agl.stores.bell import Bell
+from agl.stores.jobs import Job, answer, new_job
+from agl.stores.packing import Packer
 
 MAX_BATCH = 256
 """Operations in one transaction at most."""
 
 Work: TypeAlias = Callable[[SQLiteTables], Any]
 Undo: TypeAlias = Callable[[Any], Work]
+_Job: TypeAlias = Job[Work]
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class _Job:
-    """One operation that waits, and after the commit its answer or error.
-
-    Attributes:
-        undo: Makes the work that takes an answer back whose caller went away; ``None`` where it does no harm.
-    """
-
-    work: Work
-    loop: asyncio.AbstractEventLoop | None = None
-    future: asyncio.Future[Any] | None = None
-    undo: Undo | None = None
-    answer: Any = None
-    error: Exception | None = None
-
-    @property
-    def is_abandoned(self) -> bool:
-        return self.future is not None and self.future.cancelled()
 
 
 class Writer:
@@ -81,11 +60,9 @@ class Writer:
 
     async def run(self, work: Work, *, undo: Undo | None = None) -> Any:
         """The answer of ``work`` once it is committed; ``undo`` takes it back if the caller is cancelled meanwhile."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        job = _Job(work=work, loop=loop, future=future, undo=undo)
+        job, future = new_job(work, undo=undo)
         if not self._submit(job):
-            raise _engine.closed(f"sqlite:///{self._path}")
+            raise engine.closed(f"sqlite:///{self._path}")
         try:
             return await future
         except asyncio.CancelledError:
@@ -118,7 +95,7 @@ class Writer:
         while is_open:
             batch = self._collect()
             is_open = "stop" not in batch
-            jobs = [job for job in batch if isinstance(job, _Job) and not job.is_abandoned]
+            jobs = [job for job in batch if isinstance(job, Job) and not job.is_abandoned]
             if jobs or self._next_deadline <= self._clock():
                 self._commit(jobs)
             self._look_around()
@@ -153,7 +130,7 @@ class Writer:
         except Exception as error:  # noqa: BLE001 - the thread outlives every failure, and each caller hears of it
             for job in jobs:
                 job.error = self._explain(error)
-        self._answer(jobs)
+        answer(jobs, take_back=self._take_back)
 
     def _transact(self, act: Callable[[], None]) -> None:
         self._tables.begin()
@@ -172,7 +149,7 @@ class Writer:
             self.feed_bell.ring()
 
     def _expire(self) -> None:
-        _engine.expire(self._tables, now=self._clock())
+        engine.expire(self._tables, now=self._clock())
 
     def _attempt_all(self, jobs: Sequence[_Job]) -> None:
         if len(jobs) == 1:
@@ -194,29 +171,9 @@ class Writer:
     def _explain(self, error: Exception) -> Exception:
         return explain(error, self._path) if isinstance(error, sqlite3.Error) else error
 
-    def _answer(self, jobs: Sequence[_Job]) -> None:
-        by_loop: defaultdict[asyncio.AbstractEventLoop, list[_Job]] = defaultdict(list)
-        for job in jobs:
-            if job.loop is not None:
-                by_loop[job.loop].append(job)
-        for loop, done in by_loop.items():
-            if not call_in(loop, partial(self._deliver, done)):
-                for job in done:
-                    self._take_back(job)
-
-    def _deliver(self, jobs: Sequence[_Job]) -> None:
-        """Runs in the callers' loop."""
-        for job in jobs:
-            if job.future is None or job.is_abandoned:
-                self._take_back(job)
-            elif job.error is not None:
-                job.future.set_exception(job.error)
-            else:
-                job.future.set_result(job.answer)
-
     def _take_back(self, job: _Job) -> None:
         if job.undo is not None and job.error is None and job.answer:
-            self._submit(_Job(work=job.undo(job.answer)))
+            self._submit(Job(work=job.undo(job.answer)))
 
     def _look_around(self) -> None:
         """While somebody waits: note the next deadline, and wake the waiting when others changed the file."""

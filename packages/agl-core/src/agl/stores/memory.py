@@ -13,9 +13,9 @@ from typing import TypeVar
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import StoreError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores import _engine, _rules
-from agl.stores._bell import Bell
+from agl.stores import engine, rules
 from agl.stores._memory_tables import MemoryTables
+from agl.stores.bell import Bell
 
 _T = TypeVar("_T")
 
@@ -44,7 +44,7 @@ class MemoryStore:
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """See the contract."""
         with self._work() as tables:
-            return _copies(_engine.enqueue(tables, rollouts, now=self._clock()))
+            return _copies(engine.enqueue(tables, rollouts, now=self._clock()))
 
     async def claim(
         self,
@@ -60,7 +60,7 @@ class MemoryStore:
 
         def attempt() -> list[Claim]:
             with self._work() as tables:
-                claims = _engine.claim(
+                claims = engine.claim(
                     tables,
                     worker=worker,
                     limit=limit,
@@ -69,24 +69,24 @@ class MemoryStore:
                     claim_id=claim_id,
                     now=self._clock(),
                 )
-                return [Claim(rollout=_rules.copied(claim.rollout), attempt=claim.attempt) for claim in claims]
+                return [Claim(rollout=rules.copied(claim.rollout), attempt=claim.attempt) for claim in claims]
 
         return await self._until_found(attempt, self._queue_bell, wait_s)
 
     async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
         """See the contract."""
         with self._work() as tables:
-            return _engine.renew(tables, attempt_ids, lease_s=lease_s, now=self._clock())
+            return engine.renew(tables, attempt_ids, lease_s=lease_s, now=self._clock())
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Rollout]:
         """See the contract."""
         with self._work() as tables:
-            return _copies(_engine.finish(tables, outcomes, now=self._clock()))
+            return _copies(engine.finish(tables, outcomes, now=self._clock()))
 
     async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         """See the contract."""
         with self._work() as tables:
-            return _copies(_engine.cancel(tables, rollout_ids, now=self._clock()))
+            return _copies(engine.cancel(tables, rollout_ids, now=self._clock()))
 
     async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
         """See the contract."""
@@ -107,39 +107,39 @@ class MemoryStore:
         with self._work() as tables:
             if not query.ids:
                 return _copies(tables.page(query))
-            found = [_engine.need_rollout(tables, rollout_id) for rollout_id in query.ids]
-            return _copies(_rules.select(found, query))
+            found = [engine.need_rollout(tables, rollout_id) for rollout_id in query.ids]
+            return _copies(rules.select(found, query))
 
     async def attempts(self, rollout_id: str) -> list[Attempt]:
         """See the contract."""
         with self._work() as tables:
-            _engine.need_rollout(tables, rollout_id)
+            engine.need_rollout(tables, rollout_id)
             return tables.attempts(rollout_id)
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """See the contract."""
         with self._work() as tables:
-            _engine.append_spans(tables, spans)
+            engine.append_spans(tables, spans)
 
     async def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
     ) -> list[Span]:
         """See the contract."""
         with self._work() as tables:
-            which = _engine.default_attempt(tables, rollout_id, attempt_id)
+            which = engine.default_attempt(tables, rollout_id, attempt_id)
             return tables.spans(rollout_id, which, after=after, limit=limit)
 
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
         """See the contract."""
         with self._work() as tables:
-            _engine.publish(tables, versions)
+            engine.publish(tables, versions)
 
     async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
         """See the contract."""
         with self._work() as tables:
             found = tables.newest(name) if version is None else tables.version(name, version)
         if found is None:
-            raise _engine.unknown_resource(name, version)
+            raise engine.unknown_resource(name, version)
         return found
 
     async def resources(self, name: str | None = None) -> list[ResourceVersion]:
@@ -178,7 +178,7 @@ class MemoryStore:
     async def delete(self, rollout_ids: Sequence[str]) -> int:
         """See the contract."""
         with self._work() as tables:
-            return _engine.delete(tables, rollout_ids)
+            return engine.delete(tables, rollout_ids)
 
     async def close(self) -> None:
         """See the contract."""
@@ -202,11 +202,11 @@ class MemoryStore:
         """The tables under the lock, with overdue attempts decided; rings for what the work changed."""
         with self._lock:
             if self._is_closed:
-                raise _engine.closed(self.url)
+                raise engine.closed(self.url)
             tables = self._tables
             cursor, tables.has_queued = tables.cursor, False
             try:
-                _engine.expire(tables, now=self._clock())
+                engine.expire(tables, now=self._clock())
                 yield tables
             finally:
                 if tables.has_queued:
@@ -216,4 +216,4 @@ class MemoryStore:
 
 
 def _copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    return [_rules.copied(rollout) for rollout in rollouts]
+    return [rules.copied(rollout) for rollout in rollouts]

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores import _engine
 from agl.stores import _sqlite_reads as reads
+from agl.stores import engine
 from agl.stores._sqlite_reader import Look, OverdueError, Reader
 from agl.stores._sqlite_schema import open_file, path_of
 from agl.stores._sqlite_tables import SQLiteTables
@@ -48,7 +48,7 @@ class SQLiteStore:
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """See the contract."""
-        return await self._writer.run(lambda tables: _engine.enqueue(tables, rollouts, now=self._clock()))
+        return await self._writer.run(lambda tables: engine.enqueue(tables, rollouts, now=self._clock()))
 
     async def claim(
         self,
@@ -67,7 +67,7 @@ class SQLiteStore:
         """
 
         def work(tables: SQLiteTables) -> list[Claim]:
-            return _engine.claim(
+            return engine.claim(
                 tables,
                 worker=worker,
                 limit=limit,
@@ -78,7 +78,7 @@ class SQLiteStore:
             )
 
         def undo(claims: list[Claim]) -> Callable[[SQLiteTables], None]:
-            return partial(_engine.unclaim, claims=claims)
+            return partial(engine.unclaim, claims=claims)
 
         bell = self._writer.queue_bell
         end = time.monotonic() + wait_s
@@ -92,16 +92,16 @@ class SQLiteStore:
 
     async def renew(self, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
         """See the contract."""
-        work = partial(_engine.renew, attempt_ids=attempt_ids, lease_s=lease_s)
+        work = partial(engine.renew, attempt_ids=attempt_ids, lease_s=lease_s)
         return await self._writer.run(lambda tables: work(tables, now=self._clock()))
 
     async def finish(self, outcomes: Sequence[Outcome]) -> list[Rollout]:
         """See the contract."""
-        return await self._writer.run(lambda tables: _engine.finish(tables, outcomes, now=self._clock()))
+        return await self._writer.run(lambda tables: engine.finish(tables, outcomes, now=self._clock()))
 
     async def cancel(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         """See the contract."""
-        return await self._writer.run(lambda tables: _engine.cancel(tables, rollout_ids, now=self._clock()))
+        return await self._writer.run(lambda tables: engine.cancel(tables, rollout_ids, now=self._clock()))
 
     async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
         """See the contract."""
@@ -129,7 +129,7 @@ class SQLiteStore:
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """See the contract."""
-        await self._writer.run(lambda tables: _engine.append_spans(tables, spans))
+        await self._writer.run(lambda tables: engine.append_spans(tables, spans))
 
     async def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -139,7 +139,7 @@ class SQLiteStore:
 
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
         """See the contract."""
-        await self._writer.run(lambda tables: _engine.publish(tables, versions))
+        await self._writer.run(lambda tables: engine.publish(tables, versions))
 
     async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
         """See the contract."""
@@ -167,7 +167,7 @@ class SQLiteStore:
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
         """See the contract."""
-        return await self._writer.run(lambda tables: _engine.delete(tables, rollout_ids))
+        return await self._writer.run(lambda tables: engine.delete(tables, rollout_ids))
 
     async def close(self) -> None:
         """See the contract."""
@@ -184,7 +184,7 @@ class SQLiteStore:
                 return await self._reader.run(look)
             except OverdueError:
                 await self._writer.run(_expire_only)
-        raise _engine.closed(self.url)
+        raise engine.closed(self.url)
 
 
 def _expire_only(tables: SQLiteTables) -> Any:

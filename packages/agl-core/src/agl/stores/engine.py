@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from agl.errors import ConflictError, NotFoundError, StoreError
 from agl.ids import rollout_id_of
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores import _rules
+from agl.stores import rules
 
 
 class Tables(Protocol):
@@ -118,9 +118,9 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout], *, now: float) -> list[
     for rollout in rollouts:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
-            known = new[rollout.rollout_id] = _rules.new_rollout(rollout, now=now)
-        elif not _rules.is_same_definition(known, _rules.copied(rollout)):
-            raise _rules.conflict("rollout", rollout.rollout_id)
+            known = new[rollout.rollout_id] = rules.new_rollout(rollout, now=now)
+        elif not rules.is_same_definition(known, rules.copied(rollout)):
+            raise rules.conflict("rollout", rollout.rollout_id)
         stored.append(known)
     tables.add(list(new.values()))
     return stored
@@ -133,7 +133,7 @@ def claim(
     if claim_id and (running := tables.claimed(claim_id)):
         return running
     claims = [
-        _rules.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=now)
+        rules.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=now)
         for rollout in tables.queued(experiment, limit)
     ]
     tables.open(claims)
@@ -145,7 +145,7 @@ def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
         if current is not None and current.attempt == claim.attempt:
-            tables.drop(current.attempt, _rules.release(current))
+            tables.drop(current.attempt, rules.release(current))
 
 
 def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float, now: float) -> list[str]:
@@ -161,9 +161,9 @@ def finish(tables: Tables, outcomes: Sequence[Outcome], *, now: float) -> list[R
     after: dict[str, Claim] = {}
     decided: dict[str, Claim] = {}
     for outcome in outcomes:
-        _rules.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
+        rules.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
         current = after.get(outcome.attempt_id) or need_held(tables, outcome.attempt_id)
-        settled = _rules.settle(current, outcome, now=now)
+        settled = rules.settle(current, outcome, now=now)
         if settled is not None:
             decided[outcome.attempt_id] = settled
         after[outcome.attempt_id] = settled or current
@@ -178,7 +178,7 @@ def cancel(tables: Tables, rollout_ids: Sequence[str], *, now: float) -> list[Ro
     for rollout in found.values():
         if rollout.is_finished:
             continue
-        found[rollout.rollout_id] = after = _rules.cancel_rollout(rollout, now=now)
+        found[rollout.rollout_id] = after = rules.cancel_rollout(rollout, now=now)
         if rollout.attempt_id is None:
             tables.save_rollouts([after])
         else:
@@ -189,13 +189,13 @@ def cancel(tables: Tables, rollout_ids: Sequence[str], *, now: float) -> list[Ro
 
 def expire(tables: Tables, *, now: float) -> None:
     """Decide every attempt that is overdue."""
-    lapsed = (_rules.lapse(claim, now=now) for claim in tables.overdue(now))
+    lapsed = (rules.lapse(claim, now=now) for claim in tables.overdue(now))
     tables.save([claim for claim in lapsed if claim is not None])
 
 
 def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
     """See :meth:`agl.contracts.Store.append_spans`."""
-    _rules.check_spans(spans)
+    rules.check_spans(spans)
     for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
         if attempt_id:
             need_held(tables, attempt_id)
@@ -208,14 +208,14 @@ def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
     """See :meth:`agl.contracts.Store.publish`."""
     new: dict[tuple[str, str], ResourceVersion] = {}
     for version in versions:
-        _rules.check_secrets(version)
-        version = _rules.copied(version)
+        rules.check_secrets(version)
+        version = rules.copied(version)
         key = (version.name, version.version)
         known = new.get(key) or tables.version(*key)
         if known is None:
             new[key] = version
         elif known != version:
-            raise _rules.conflict("resource version", f"{version.name}@{version.version}")
+            raise rules.conflict("resource version", f"{version.name}@{version.version}")
     for version in new.values():
         tables.add_version(version)
 
