@@ -8,11 +8,12 @@ estimator's unit: with credit `episode` that distance is zero, and the advantage
     estimator                     unit of a distance
     grpo                          1 / (std of the group + 1e-6), or 1 without norm_adv_by_std_in_grpo
     rloo                          1
-    reinforce_plus_plus           1 / sqrt(variance of the batch + 1e-8)
+    reinforce_plus_plus           1 / sqrt(VERL's variance of the batch + 1e-8)
     reinforce_plus_plus_baseline  the same, of the batch less its groups' means
 
 Deviations from VERL: a group of one has nothing to compare with and gets 0, where VERL gives the score itself;
-scores that differ by rounding only count as equal, where VERL would divide rounding by its own deviation.
+scores that differ by rounding only count as equal, where VERL would divide rounding by its own deviation. Where an
+estimator divides, calls of equal rollouts get 0 as well, for nothing says how much a difference between them is.
 """
 
 from __future__ import annotations
@@ -67,11 +68,12 @@ def estimate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return VERL's advantage of every score and the unit of distances from it, both [S], float64."""
     name = settings.adv_estimator
+    compared_S = torch.bincount(group_S)[group_S] > 1
     differs_S = _differs(scores_S, group_S, is_batch=name == "reinforce_plus_plus")
-    found_S, unit_S = torch.zeros_like(scores_S), torch.zeros_like(scores_S)
+    found_S, unit_S = torch.zeros_like(scores_S), _plain_unit(compared_S, settings)
     if not bool(differs_S.any()):
         return found_S, unit_S
-    counted_S = torch.bincount(group_S)[group_S] > 1 if name == "reinforce_plus_plus_baseline" else differs_S
+    counted_S = compared_S if name == "reinforce_plus_plus_baseline" else differs_S
     kept_S, kept_group_S = scores_S[counted_S], group_S[counted_S]
     options = {"norm_adv_by_std_in_grpo": settings.norm_adv_by_std_in_grpo} if name == "grpo" else {}
     function = verl_part("verl.trainer.ppo.core_algos:get_adv_estimator_fn")(name)
@@ -83,8 +85,20 @@ def estimate(
         **options,
     )
     found_S[counted_S] = values_S1[:, 0]
-    unit_S[counted_S] = _unit(kept_S, kept_group_S, settings)
+    if not _is_plain(settings):
+        unit_S[counted_S] = _unit(kept_S, kept_group_S, settings)
     return found_S * differs_S, unit_S
+
+
+def _is_plain(settings: Algorithm) -> bool:
+    """Whether the estimator only subtracts."""
+    name = settings.adv_estimator
+    return name == "rloo" or (name == "grpo" and not settings.norm_adv_by_std_in_grpo)
+
+
+def _plain_unit(compared_S: torch.Tensor, settings: Algorithm) -> torch.Tensor:
+    """1 for scores that are compared with others and not divided by anything, else 0; [S], float64."""
+    return compared_S.double() * float(_is_plain(settings))
 
 
 def _differs(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -> torch.Tensor:
@@ -101,13 +115,16 @@ def _differs(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -
 
 def _unit(scores_S: torch.Tensor, group_S: torch.Tensor, settings: Algorithm) -> torch.Tensor:
     name = settings.adv_estimator
-    if name == "rloo" or (name == "grpo" and not settings.norm_adv_by_std_in_grpo):
-        return torch.ones_like(scores_S)
     if name == "reinforce_plus_plus":
-        return torch.full_like(scores_S, float((scores_S.var() + 1e-8).rsqrt()))
+        return _whitening_unit(scores_S)
     centred_S, unit_S = scores_S.clone(), torch.ones_like(scores_S)
     for group in dict.fromkeys(integers(group_S)):
         own_S = group_S == group
         centred_S[own_S] -= scores_S[own_S].mean()
         unit_S[own_S] = 1.0 / (scores_S[own_S].std() + 1e-6)
-    return unit_S if name == "grpo" else torch.full_like(scores_S, float((centred_S.var() + 1e-8).rsqrt()))
+    return unit_S if name == "grpo" else _whitening_unit(centred_S)
+
+
+def _whitening_unit(scores_S: torch.Tensor) -> torch.Tensor:
+    variance = verl_part("verl.utils.torch_functional:masked_var")(scores_S, torch.ones_like(scores_S))
+    return torch.full_like(scores_S, float(torch.rsqrt(variance + 1e-8)))
