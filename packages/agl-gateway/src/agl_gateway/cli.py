@@ -12,6 +12,7 @@ import click
 from agl.capture.secret import load_secret, state_dir
 from agl.capture.token import AttemptTokens
 from agl.cli.context import manager_of
+from agl.cli.query import seconds_of
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.experiment.split import Split, parse_split
@@ -41,6 +42,15 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     metavar="LABEL=SHARE,LABEL=SHARE",
     help="Share of rollouts and conversations for each label's versions, the baseline first.",
 )
+@click.option(
+    "--conversation-idle",
+    "idle_s",
+    type=seconds_of,
+    default="30m",
+    show_default=True,
+    metavar="DURATION",
+    help="How long a conversation is silent until it is over.",
+)
 @click.option("--token-file", type=click.Path(path_type=Path), help="Where the admin token is written.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.pass_context
@@ -51,6 +61,7 @@ def serve(
     port: int,
     upstreams: tuple[str, ...],
     split_text: str | None,
+    idle_s: float,
     token_file: Path | None,
     timeout_s: float,
 ) -> None:
@@ -60,7 +71,7 @@ def serve(
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
-    settings = Settings(host=host, port=port, timeout_s=timeout_s)
+    settings = Settings(host=host, port=port, timeout_s=timeout_s, conversation_idle_s=_idle(idle_s))
     store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
 
     async def run() -> None:
@@ -136,6 +147,12 @@ def client_key_of() -> str:
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
     return key
+
+
+def _idle(seconds: float) -> float:
+    if seconds <= 0:
+        raise ConfigError("--conversation-idle must be above 0; write 30m, 2h or 1d")
+    return seconds
 
 
 async def _serve(service: GatewayService, store_url: str, token_source: str, split: Split | None) -> None:

@@ -1,43 +1,46 @@
-"""Model calls without a rollout: every conversation becomes one, so that it has an arm, a record and a reward.
+"""Model calls without a rollout: every conversation becomes one, so that it has versions, a record and a reward.
 
-Which conversation a call belongs to, in this order:
+Its rollout's id follows from the conversation's, so that every gateway finds the same one, and whoever queues it first
+decides its versions. Nobody says when a conversation is over, so its attempt runs until somebody ends it, or until
+nothing was said for ``idle_s`` seconds. It has succeeded then: no conversation shall count as failed because its user
+went away. What is said after the end is answered and marked late.
 
-1. the header ``x-agl-conversation-id``;
-2. ``metadata.conversation_id`` in the body;
-3. a hash of how the conversation begins: its system prompt and its first user message. Two conversations that begin
-   with the same words are one then.
-
-Its rollout's id follows from that, so that every gateway finds the same one, and whoever queues it first decides its
-versions. It is finished from the beginning: nobody says when a conversation ends, and none of them shall ever count as
-failed because its user went away. So its calls are marked late, and its rewards come from outside.
+The attempt's lease says when the conversation was last active. It is so long that it does not lapse while gateways are
+down, and it is renewed while the conversation goes on: it began ``LEASE_S`` before it ends. So any gateway can tell
+which conversations are over, and a restart changes nothing.
 """
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, cast
 
 import msgspec
 
 from agl.contracts import Change, RolloutQuery, Store
-from agl.errors import FencedError, NotFoundError
-from agl.experiment.split import CONVERSATION, placement_of
-from agl.schemas import Dialect, Outcome, RetryPolicy, Rollout
-from agl_gateway.problems import Problem
-from agl_gateway.splitter import Splitter
+from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
+from agl.experiment.split import CONVERSATION, CONVERSATIONS, placement_of
+from agl.schemas import Outcome, RetryPolicy, Rollout
 
-HEADER = "x-agl-conversation-id"
-EXPERIMENT = "served-conversations"
+_log = logging.getLogger(__name__)
 
-_FIELD = "conversation_id"
-_LEASE_S = 30.0
-_SWEEP = 1000
-_MAX_ID = 512
+LEASE_S = 366 * 86_400.0
+"""Seconds of a lease, the same in every gateway."""
+
+CHECKS = 4
+"""Renewals, and looks for conversations that are over, in the time of idleness after which one is over."""
+
+_PAGE = 1000
 _REMEMBERED = 10_000
 _ATTEMPTS = 100
-"""Tries to finish a conversation's rollout: one is lost when a gateway is killed between two writes."""
+"""Attempts that a conversation's rollout may have: another one begins when a lease lapsed after all."""
+
+Enqueue = Callable[[Sequence[Rollout]], Awaitable[list[Rollout]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,136 +50,206 @@ class Conversation:
     rollout_id: str
     attempt_id: str
     arm: str
+    is_over: bool = False
 
     def headers(self) -> dict[str, str]:
         """What the client needs to report a reward."""
-        return {"x-agl-rollout-id": self.rollout_id, "x-agl-attempt-id": self.attempt_id, "x-agl-arm": self.arm}
+        arm = {"x-agl-arm": self.arm} if self.arm else {}
+        return {"x-agl-rollout-id": self.rollout_id, "x-agl-attempt-id": self.attempt_id, **arm}
 
 
 class Conversations:
-    """Finds or makes the rollout of a conversation. What it remembers could be read from the store again."""
+    """Finds or makes the rollout of a conversation, and ends it. What it remembers could be read from the store again.
 
-    def __init__(self, store: Store, splitter: Splitter) -> None:
+    Args:
+        enqueue: Queues a rollout with the versions that it shall have.
+        settle: Waits until what was said in an attempt is in the store.
+        idle_s: Seconds without a call after which a conversation is over.
+        clock: Unix seconds, as the store's.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        enqueue: Enqueue,
+        settle: Callable[[str], Awaitable[None]],
+        idle_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._store = store
-        self._splitter = splitter
+        self._enqueue = enqueue
+        self._settle = settle
+        self._idle_s = idle_s
+        self._clock = clock
         self._known: OrderedDict[str, Conversation] = OrderedDict()
+        self._renewed: OrderedDict[str, float] = OrderedDict()
+        self._talking: Counter[str] = Counter()
 
     async def open(self, conversation: str) -> Conversation:
         """The rollout of a conversation, with the arm and the versions that it got at its first call."""
-        rollout_id = f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
-        known = self._known.get(rollout_id)
-        if known is None:
-            known = self._known[rollout_id] = await self._open(rollout_id, conversation)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        return known
+        rollout_id = rollout_id_of(conversation)
+        while True:
+            known = self._known.get(rollout_id)
+            if known is None:
+                known = self._known[rollout_id] = await self._open(rollout_id, conversation)
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+            if await self._renew(known):
+                return known
+            self.forget(rollout_id)
+
+    @asynccontextmanager
+    async def talk(self, conversation: str) -> AsyncGenerator[Conversation]:
+        """The rollout of a conversation, which is not idle as long as this is open."""
+        rollout_id = rollout_id_of(conversation)
+        self._talking[rollout_id] += 1
+        try:
+            found = await self.open(conversation)
+            yield found
+            with suppress(StoreError):  # the client has its answer; the next call says again that it goes on
+                await self._renew(found)
+        finally:
+            self._talking[rollout_id] -= 1
+            if not self._talking[rollout_id]:
+                del self._talking[rollout_id]
+
+    async def end(self, conversation: str) -> Conversation:
+        """End a conversation; idempotent. Raises :class:`NotFoundError` for one that never began."""
+        rollout = await self._read(rollout_id_of(conversation))
+        while not rollout.is_finished:
+            if rollout.attempt_id is None:
+                await self._claim()
+            else:
+                await self._finish(rollout.attempt_id)
+            rollout = await self._read(rollout.rollout_id)
+        self.forget(rollout.rollout_id)
+        return _conversation(rollout)
+
+    async def end_idle(self) -> int:
+        """End the conversations in which nothing was said for ``idle_s`` seconds; returns how many there were."""
+        query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
+        count = 0
+        while page := await self._store.rollouts(query):
+            idle = [attempt_id for rollout in page if (attempt_id := await self._idle_attempt(rollout))]
+            for attempt_id in idle:
+                await self._finish(attempt_id)
+            count += len(idle)
+            query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+        return count
 
     def on_changes(self, changes: Sequence[Change]) -> None:
         """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
         for change in changes:
-            self._known.pop(change.key, None)
+            if change.kind == "rollout":
+                self._known.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
         """Read that rollout again at its next call, without an id every one."""
         if rollout_id:
             self._known.pop(rollout_id, None)
+            self._renewed.pop(rollout_id, None)
         else:
             self._known.clear()
+            self._renewed.clear()
 
     async def _open(self, rollout_id: str, conversation: str) -> Conversation:
         try:
             stored = await self._read(rollout_id)
         except NotFoundError:
             stored = await self._queue(rollout_id, conversation)
-        while not stored.is_finished:
-            stored = await self._finish(stored)
-        placement = placement_of(stored)
-        arm = placement.arm if placement is not None else ""
-        return Conversation(rollout_id=rollout_id, attempt_id=stored.attempt_id or "", arm=arm)
+        while stored.status == "queued":
+            await self._claim()
+            stored = await self._read(rollout_id)
+        return _conversation(stored)
 
     async def _queue(self, rollout_id: str, conversation: str) -> Rollout:
         rollout = Rollout(
             rollout_id=rollout_id,
             task={CONVERSATION: conversation},
-            experiment=EXPERIMENT,
-            mode="test",
+            experiment=CONVERSATIONS,
             retry=RetryPolicy(max_attempts=_ATTEMPTS),
             metadata={CONVERSATION: conversation},
         )
-        return (await self._splitter.enqueue([rollout]))[0]
+        return (await self._enqueue([rollout]))[0]
 
     async def _read(self, rollout_id: str) -> Rollout:
         return (await self._store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
 
-    async def _finish(self, rollout: Rollout) -> Rollout:
-        """Finish the rollout, whoever claimed it; what others queued meanwhile is finished with it."""
-        claims = await self._store.claim(worker="gateway", limit=_SWEEP, lease_s=_LEASE_S, experiment=EXPERIMENT)
-        attempts = [claim.attempt.attempt_id for claim in claims]
-        if rollout.status == "running" and rollout.attempt_id is not None:
-            attempts.append(rollout.attempt_id)
-        for attempt_id in attempts:
-            with suppress(FencedError):  # its lease lapsed; it is queued again, and claimed in the next round
-                await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
-        return await self._read(rollout.rollout_id)
+    async def _claim(self) -> None:
+        """Begin the attempts of all conversations that wait for it; another gateway may have been killed before."""
+        await self._store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
+
+    async def _renew(self, known: Conversation) -> bool:
+        """Say in the store that the conversation goes on, unless that was said lately; false if it is over or gone."""
+        now = self._clock()
+        if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self._idle_s / CHECKS:
+            return True
+        try:
+            is_running = bool(await self._store.renew([known.attempt_id], lease_s=LEASE_S))
+        except NotFoundError:
+            is_running = False
+        if is_running:
+            self._renewed[known.rollout_id] = now
+            if len(self._renewed) > _REMEMBERED:
+                self._renewed.popitem(last=False)
+        return is_running
+
+    async def _idle_attempt(self, rollout: Rollout) -> str:
+        """The attempt of a conversation that is over; ``""`` if it goes on."""
+        rollout_id, now = rollout.rollout_id, self._clock()
+        if self._talking[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
+            return ""
+        attempts = await self._store.attempts(rollout_id)
+        since = next((a.lease_until - LEASE_S for a in attempts if a.attempt_id == rollout.attempt_id), math.inf)
+        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._talking[rollout_id]
+        return (rollout.attempt_id or "") if is_idle else ""
+
+    async def _finish(self, attempt_id: str) -> None:
+        with suppress(CaptureError):  # a call that the store refused; the recorder has logged and counted it
+            await self._settle(attempt_id)
+        with suppress(FencedError):  # its lease lapsed
+            await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
 
 
-def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -> str:
-    """The conversation that a call belongs to; the module's docstring has the rule.
+class ConversationEnds:
+    """Ends idle conversations now and then, as long as it is started."""
 
-    Raises:
-        Problem: 400 where nothing says it, or the id is too long.
-    """
-    if given := conversation_id(headers, body):
-        return given
-    opening = _opening(body, dialect)
-    if opening is None:
-        raise Problem(
-            400,
-            "the call does not say which conversation it belongs to, and has no first user message to tell it by; "
-            f"send the header {HEADER}, or {_FIELD} in the body's metadata",
-            code="conversation_unknown",
-        )
-    return f"opening-{blake2b(msgspec.json.encode(opening, order='sorted'), digest_size=16).hexdigest()}"
+    def __init__(self, conversations: Conversations, *, idle_s: float) -> None:
+        self._conversations = conversations
+        self._pause_s = idle_s / CHECKS
+        self._task: asyncio.Task[None] | None = None
 
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = asyncio.create_task(self._run())
 
-def conversation_id(headers: Mapping[str, str], body: bytes) -> str:
-    """The id that the client gives, ``""`` if it gives none; raises a 400 :class:`Problem` if it is too long."""
-    given = headers.get(HEADER, "") or _in_metadata(body)
-    if len(given) > _MAX_ID:
-        raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
-    return given
+    async def stop(self) -> None:
+        """Look no more; idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
 
-
-def _in_metadata(body: bytes) -> str:
-    found = _object(_object(_decoded(body)).get("metadata")).get(_FIELD)
-    return found if isinstance(found, str) else ""
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._pause_s)
+            try:
+                await self._conversations.end_idle()
+            except StoreError:
+                _log.warning("conversations that are over could not be ended; trying again", exc_info=True)
 
 
-def _opening(body: bytes, dialect: Dialect) -> list[Any] | None:
-    """System prompt and messages up to the first of the user; ``None`` if the call has none."""
-    call = _object(_decoded(body))
-    if dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
-        return None
-    system = call.get("instructions") if dialect == "responses" else call.get("system")
-    messages = call.get("input") if dialect == "responses" else call.get("messages")
-    if isinstance(messages, str):
-        return [system, messages]
-    for index, message in enumerate(_items(messages)):
-        if _object(message).get("role") == "user":
-            return [system, *_items(messages)[: index + 1]]
-    return None
+def rollout_id_of(conversation: str) -> str:
+    """The id of a conversation's rollout."""
+    return f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
 
 
-def _decoded(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None  # the relay says what is wrong with it
-
-
-def _object(value: Any) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
-def _items(value: Any) -> list[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else []
+def _conversation(stored: Rollout) -> Conversation:
+    placement = placement_of(stored)
+    return Conversation(
+        rollout_id=stored.rollout_id,
+        attempt_id=stored.attempt_id or "",
+        arm="" if placement is None else placement.arm,
+        is_over=stored.is_finished,
+    )

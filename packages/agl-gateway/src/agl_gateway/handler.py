@@ -25,7 +25,7 @@ class Handler:
 
     Args:
         routes: Further routes, ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
-        conversations: Where calls without an attempt's token are recorded, if a split is served.
+        conversations: Where calls without an attempt's token are recorded, if they may be.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
         raise Problem(
             401,
             f"model calls need an attempt's token, so that they are recorded somewhere; this is the {claim.scope} "
-            "token, which calls models at /v1 where a split is served (agl serve --split)",
+            "token, which calls models at /v1 where conversations are served (agl serve with --split, or with "
+            "AGL_CLIENT_TOKEN set)",
             code="invalid_api_key",
         )
     if expected is not None and expected != (claim.rollout_id, claim.attempt_id):

@@ -6,7 +6,7 @@ import msgspec
 
 import agl
 from agl_gateway.contract import METHODS, Fault, Method
-from agl_gateway.conversations import HEADER
+from agl_gateway.conversation_ids import HEADER
 
 _ATTEMPT: list[dict[str, list[str]]] = [{"attempt": []}]
 _ADMIN: list[dict[str, list[str]]] = [{"admin": []}]
@@ -90,6 +90,14 @@ def _other_paths() -> dict[str, Any]:
                 **answer,
             }
         },
+        "/conversations/end": {
+            "post": {
+                "summary": "End a conversation, after which its rollout has succeeded; idempotent.",
+                "parameters": [{"name": HEADER, "in": "header", "required": True, "schema": {"type": "string"}}],
+                "security": _CLIENT + _ADMIN,
+                **answer,
+            }
+        },
         "/metrics": {"get": {"summary": "Prometheus metrics.", "security": [], **answer}},
         "/healthz": {"get": {"summary": "Whether the gateway and its store answer.", "security": [], **answer}},
     }
@@ -98,6 +106,10 @@ def _other_paths() -> dict[str, Any]:
 def _security() -> dict[str, Any]:
     return {
         "admin": {"type": "http", "scheme": "bearer", "description": "The token that `agl serve` wrote to a file."},
-        "client": {"type": "http", "scheme": "bearer", "description": "AGL_CLIENT_TOKEN, where a split is served."},
+        "client": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "AGL_CLIENT_TOKEN, for conversations.",
+        },
         "attempt": {"type": "http", "scheme": "bearer", "description": "One attempt's token, also as x-api-key."},
     }

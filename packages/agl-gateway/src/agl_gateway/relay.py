@@ -16,7 +16,8 @@ from agl.errors import CaptureError
 from agl.schemas import Dialect
 from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import read_body
-from agl_gateway.conversations import Conversation, Conversations, conversation_of
+from agl_gateway.conversation_ids import conversation_of
+from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.exchanges import CallContext, Recorded, RequestIds, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.problems import Problem, problem_body, problem_response
@@ -108,11 +109,11 @@ class Relay:
         """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
         await self._recorder.admit()
         body = await read_body(request, limit=self._max_body)
-        found = await conversations.open(conversation_of(request.headers, body, dialect))
-        context = context_of(found.rollout_id, found.attempt_id, request.headers, body, self._request_ids)
-        call = _call(dialect, endpoint, body, context)
-        call.conversation = found
-        reply = await self._answer(request, call)
+        async with conversations.talk(conversation_of(request.headers, body, dialect)) as found:
+            context = context_of(found.rollout_id, found.attempt_id, request.headers, body, self._request_ids)
+            call = _call(dialect, endpoint, body, context)
+            call.conversation = found
+            reply = await self._answer(request, call)
         if call.is_lost:
             conversations.forget(found.rollout_id)
             if self._arms is not None:

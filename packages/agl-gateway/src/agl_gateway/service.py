@@ -11,7 +11,8 @@ from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.experiment.split import Split, check_labels
 from agl_gateway.arms import ArmRoutes, with_versions
-from agl_gateway.conversations import Conversations
+from agl_gateway.conversations import ConversationEnds, Conversations
+from agl_gateway.conversations_api import END, ConversationsApi
 from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.handler import Handle, Handler
 from agl_gateway.identity import Identities, RunningAttempts
@@ -40,6 +41,7 @@ class Settings:
         connect_timeout_s: Seconds to make a connection to a backend.
         max_body: Largest request in bytes.
     """
+        conversation_idle_s: Seconds without a call after which a conversation is over.
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -47,14 +49,15 @@ class Settings:
     connect_timeout_s: float = 10.0
     max_body: int = 64 * 1024 * 1024
 
+    conversation_idle_s: float = 1800.0
 
 class GatewayService:
     """Everything that one gateway runs. Construct and use it in one event loop.
 
     Args:
-        admin_key: Counts as an admin token; ``client_key`` as one for conversations only.
+        admin_key: Counts as an admin token; ``client_key`` as one for conversations only, which it allows.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
-        split: What is queued here, and conversations, are placed by it; implies ``arms``.
+        split: What is queued here, and conversations, are placed by it; implies ``arms`` and conversations.
     """
 
     def __init__(
@@ -75,11 +78,12 @@ class GatewayService:
         self.router = Router(with_versions(upstreams))
         self._splitter = Splitter(store, split) if split is not None else None
         self._arms = ArmRoutes(store, self.router) if arms or split is not None else None
-        self._conversations = Conversations(store, self._splitter) if self._splitter is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate)
         self.attempts = RunningAttempts(store)
+        self._conversations = self._converse() if self._splitter is not None or client_key else None
+        self._ends = self._conversations and ConversationEnds(self._conversations, idle_s=settings.conversation_idle_s)
         self._feed = Feed(
             store,
             on_changes=[part.on_changes for part in (*self._remembering(), self._queue)],
@@ -108,7 +112,7 @@ class GatewayService:
             relay=self.relay,
             identities=self.identities,
             attempts=self.attempts,
-            routes={**self._routes(), **self._split_routes()},
+            routes={**self._routes(), **self._conversation_routes()},
             conversations=self._conversations,
         )
         self.recorder.start()
@@ -116,6 +120,8 @@ class GatewayService:
         await self._queue.load()
         await self._feed.start(cursor)
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
+        if self._ends is not None:
+            self._ends.start()
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024).start()
@@ -134,6 +140,8 @@ class GatewayService:
             await self._runner.cleanup()
             self._runner = None
         await self.recorder.stop()
+        if self._ends is not None:
+            await self._ends.stop()
         await self._feed.stop()
         await self.session.close()
 
@@ -165,13 +173,26 @@ class GatewayService:
         for part in self._remembering():
             part.forget()
 
-    def _split_routes(self) -> dict[str, Handle]:
-        if self._splitter is None or self._conversations is None:
+    def _conversation_routes(self) -> dict[str, Handle]:
+        if self._conversations is None:
             return {}
         api = SplitApi(
             store=self.store, splitter=self._splitter, conversations=self._conversations, identities=self.identities
         )
-        return {"GET /split": api.report, f"GET {RESOURCES}*": api.resource}
+        return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
+
+    def _converse(self) -> Conversations:
+        """Conversations, which a split places where there is one."""
+        return Conversations(
+            self.store,
+            enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
+            settle=self.recorder.settle,
+            idle_s=self._settings.conversation_idle_s,
+        )
+        ends = ConversationsApi(conversations=self._conversations, identities=self.identities)
+        routes: dict[str, Handle] = {f"POST {END}": ends.end}
+        if self._splitter is None:
+            return routes
 
     async def _check_split(self) -> None:
         if self._splitter is None or self._arms is None:

@@ -32,7 +32,7 @@ class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for the others.
         expires_at: Unix seconds after which it is refused.
         scope: ``attempt`` may call models and append to its own attempt; ``admin`` may use the store API;
-            ``client`` may call models in conversations of its own, where a split is served.
+            ``client`` may call models in conversations of its own, and end them.
     """
 
     rollout_id: str

@@ -11,6 +11,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.experiment import labels
 from agl.experiment.measured import scores_of
+from agl.experiment.split import COUNTED, is_counted
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
 from agl.stores.paging import all_spans
 from agl.train.comparison import interval
@@ -87,13 +88,12 @@ async def shown(store: Store, name: str, which: str | None) -> Shown:
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
-    """The rewards of every finished rollout that pinned each of the versions; a failed rollout counts 0."""
+    """The rewards of every rollout that counts and pinned each of the versions; a failed rollout counts 0."""
     found: dict[str, list[float]] = {version: [] for version in versions}
-    query = RolloutQuery(experiment=experiment, status=("succeeded", "failed"), limit=_MANY)
-    async for page in pages(store, query):
+    async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
         for rollout in page:
             arm = found.get(rollout.resources.get(name, ""))
-            if arm is None:
+            if arm is None or not is_counted(rollout):
                 continue
             reward = episode_reward(await all_spans(store, rollout.rollout_id))
             if reward is not None or rollout.status == "failed":

@@ -1,8 +1,8 @@
 """What the arms of a serving split earned, and whether that is enough to promote one.
 
-Counted are finished rollouts that a split placed while the labels named the versions that they name now, so that both
-arms met the same requests at the same time. A rollout that failed counts 0; one that has no reward is left out, and
-its number is reported.
+Counted are finished rollouts, and conversations from their first call on, that a split placed while the labels named
+the versions that they name now, so that both arms met the same requests at the same time. A rollout that failed counts
+0; one that has no reward is left out, and its number is reported.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from agl.cli.query import pages
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConfigError
-from agl.experiment.split import Pins, differing, pins_of, placement_of
+from agl.experiment.split import COUNTED, Pins, differing, is_counted, pins_of, placement_of
 from agl.schemas import Record, Rollout
 from agl.stores.paging import all_spans
 from agl.train.comparison import Comparison, compare, interval
@@ -25,7 +25,7 @@ class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         label: Its name.
         versions: Of the resources in which the arms differ.
-        rollouts: Finished ones; ``failed`` and ``unrewarded`` of them failed, and succeeded without a reward.
+        rollouts: Those that count; ``failed`` and ``unrewarded`` of them failed, and succeeded without a reward.
         mean: Of the rewards, ``None`` without any; ``low`` and ``high`` are the ends of its interval, ``None`` for
             fewer than two rewards.
     """
@@ -69,7 +69,7 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Sample(Record, frozen=True, kw_only=True):
-    """The finished rollouts of one arm; attributes as in :class:`ArmReport`, with every reward in order of id."""
+    """The rollouts of one arm that count; attributes as in :class:`ArmReport`, with every reward in order of id."""
 
     rewards: list[float]
     failed: int
@@ -80,9 +80,9 @@ async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[s
     """By label, what was earned between these versions. Reads the spans of every rollout that the split placed."""
     names = differing(pins)
     tallies = {label: _Tally() for label in pins}
-    async for page in pages(store, RolloutQuery(experiment=experiment, status=("succeeded", "failed"), limit=_PAGE)):
+    async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)):
         for rollout in page:
-            if names and (arm := _arm(rollout, pins, names)) is not None:
+            if names and is_counted(rollout) and (arm := _arm(rollout, pins, names)) is not None:
                 tallies[arm].add(rollout, episode_reward(await all_spans(store, rollout.rollout_id)))
     return {label: tally.sample() for label, tally in tallies.items()}
 

@@ -14,13 +14,19 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.experiment.labels import NAME, all_labels
-from agl.schemas import Record, Rollout
+from agl.schemas import Record, Rollout, RolloutStatus
 
 KEY = "split"
 """Where the metadata of a rollout hold its placement."""
 
 CONVERSATION = "conversation"
 """Where they hold the conversation that the rollout is part of, if it is part of one."""
+
+CONVERSATIONS = "served-conversations"
+"""The experiment of conversations that a gateway serves; their rollouts run until they are over."""
+
+COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
+"""States in which a rollout may tell of its versions; a running one that is a conversation does, others do not."""
 
 Pins = dict[str, dict[str, str]]
 """Versions by label and resource."""
@@ -150,6 +156,11 @@ def placed(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
         resources={**pins[arm], **rollout.resources},
         metadata={**rollout.metadata, KEY: msgspec.to_builtins(placement)},
     )
+
+
+def is_counted(rollout: Rollout) -> bool:
+    """Whether a rollout with one of the states ``COUNTED`` tells of its versions already."""
+    return rollout.is_finished or rollout.experiment == CONVERSATIONS
 
 
 def placement_of(rollout: Rollout) -> Placement | None:

@@ -1,0 +1,85 @@
+"""Which conversation a model call belongs to, where no attempt's token says what it is part of.
+
+In this order:
+
+1. the header ``x-agl-conversation-id``;
+2. ``metadata.conversation_id`` in the body;
+3. a hash of how the conversation begins: its system prompt and its first user message. Two conversations that begin
+   with the same words are one then.
+"""
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, cast
+
+import msgspec
+
+from agl.schemas import Dialect
+from agl_gateway.problems import Problem
+
+HEADER = "x-agl-conversation-id"
+
+_FIELD = "conversation_id"
+_MAX_ID = 512
+
+
+def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -> str:
+    """The conversation that a call belongs to; the module's docstring has the rule.
+
+    Raises:
+        Problem: 400 where nothing says it, or the id is too long.
+    """
+    if given := conversation_id(headers, body):
+        return given
+    opening = _opening(body, dialect)
+    if opening is None:
+        raise Problem(
+            400,
+            "the call does not say which conversation it belongs to, and has no first user message to tell it by; "
+            f"send the header {HEADER}, or {_FIELD} in the body's metadata",
+            code="conversation_unknown",
+        )
+    return f"opening-{blake2b(msgspec.json.encode(opening, order='sorted'), digest_size=16).hexdigest()}"
+
+
+def conversation_id(headers: Mapping[str, str], body: bytes) -> str:
+    """The id that the client gives, ``""`` if it gives none; raises a 400 :class:`Problem` if it is too long."""
+    given = headers.get(HEADER, "") or _in_metadata(body)
+    if len(given) > _MAX_ID:
+        raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
+    return given
+
+
+def _in_metadata(body: bytes) -> str:
+    found = _object(_object(_decoded(body)).get("metadata")).get(_FIELD)
+    return found if isinstance(found, str) else ""
+
+
+def _opening(body: bytes, dialect: Dialect) -> list[Any] | None:
+    """System prompt and messages up to the first of the user; ``None`` if the call has none."""
+    call = _object(_decoded(body))
+    if dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
+        return None
+    system = call.get("instructions") if dialect == "responses" else call.get("system")
+    messages = call.get("input") if dialect == "responses" else call.get("messages")
+    if isinstance(messages, str):
+        return [system, messages]
+    for index, message in enumerate(_items(messages)):
+        if _object(message).get("role") == "user":
+            return [system, *_items(messages)[: index + 1]]
+    return None
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None  # the relay says what is wrong with it
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _items(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else []

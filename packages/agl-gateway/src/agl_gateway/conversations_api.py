@@ -1,0 +1,34 @@
+"""``POST /conversations/end``: the client says that a conversation is over."""
+
+from aiohttp import web
+
+from agl.errors import NotFoundError
+from agl_gateway.conversation_ids import HEADER, conversation_id
+from agl_gateway.conversations import Conversations
+from agl_gateway.identity import Identities, key_of
+from agl_gateway.problems import Problem
+
+END = "/conversations/end"
+
+
+class ConversationsApi:
+    """Ends conversations, for the client's token and the admin token."""
+
+    def __init__(self, *, conversations: Conversations, identities: Identities) -> None:
+        self._conversations = conversations
+        self._identities = identities
+
+    async def end(self, request: web.BaseRequest) -> web.StreamResponse:
+        """End the conversation of the header; again is harmless. The answer's headers name its rollout."""
+        if self._identities.verify(key_of(request.headers)).scope == "attempt":
+            raise Problem(403, "an attempt's token ends no conversation; use AGL_CLIENT_TOKEN or the admin token")
+        conversation = conversation_id(request.headers, b"")
+        if not conversation:
+            raise Problem(400, f"which conversation is over? send its id in the header {HEADER}")
+        try:
+            ended = await self._conversations.end(conversation)
+        except NotFoundError:
+            raise Problem(
+                404, f"no call was made in a conversation {conversation!r}; send the id that its calls had in {HEADER}"
+            ) from None
+        return web.json_response({"rollout_id": ended.rollout_id, "status": "ended"}, headers=ended.headers())

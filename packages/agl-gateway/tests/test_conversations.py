@@ -1,0 +1,272 @@
+"""Conversations as rollouts: they run while they go on, end by themselves or when told, and train."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from agl.capture.token import AttemptTokens
+from agl.cli.lineage import arms
+from agl.cli.main import cli
+from agl.cli.split_report import split_report
+from agl.contracts import RolloutQuery, Upstream
+from agl.experiment import labels
+from agl.experiment.split import parse_split
+from agl.ids import new_span_id
+from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights
+from agl.stores.paging import all_spans
+from agl.stores.sqlite import SQLiteStore
+from agl.train.transitions import build_episode
+from agl_gateway.service import GatewayService, Settings
+from agl_testing.model_server import Reply, ScriptedModelServer
+
+ADMIN = "an-admin-token-of-the-tests"
+CLIENT = "a-client-token-of-the-tests"
+SECRET = b"a secret of the gateway's own tests"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Talk:
+    """What a client does with a gateway, whichever process that is in; and what is in the store."""
+
+    url: str
+    store: SQLiteStore
+
+    async def say(self, conversation: str, *texts: str) -> dict[str, str]:
+        """The answer's headers; ``texts`` are all that was said, the user's turn first."""
+        roles = ("user", "assistant")
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+        body = {"model": "main_llm", "messages": messages}
+        return (await self.post("/v1/chat/completions", conversation, body))[1]
+
+    async def end(self, conversation: str) -> dict[str, Any]:
+        return (await self.post("/conversations/end", conversation, {}))[0]
+
+    async def post(self, path: str, conversation: str, body: Any, *, key: str = CLIENT, status: int = 200) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        headers |= {"x-agl-conversation-id": conversation} if conversation else {}
+        url = f"{self.url}{path}"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as reply:
+            answer = await reply.json()
+            assert status == reply.status, answer
+            return answer, dict(reply.headers)
+
+    async def rollout(self, headers: dict[str, str]) -> Rollout:
+        return (await self.store.rollouts(RolloutQuery(ids=(headers["x-agl-rollout-id"],))))[0]
+
+    async def episode(self, headers: dict[str, str]) -> Episode:
+        rollout = await self.rollout(headers)
+        (attempt,) = await self.store.attempts(rollout.rollout_id)
+        return build_episode(rollout, attempt, await all_spans(self.store, rollout.rollout_id))
+
+    async def rate(self, headers: dict[str, str], value: float) -> None:
+        span = Span(
+            rollout_id=headers["x-agl-rollout-id"],
+            attempt_id=headers["x-agl-attempt-id"],
+            span_id=new_span_id(),
+            name="thumb",
+            reward=Reward(value=value, source="human"),
+        )
+        await self.store.append_spans([span])
+
+    async def until_ended(self, headers: dict[str, str]) -> float:
+        """Seconds until the conversation is over."""
+        started = time.monotonic()
+        while (await self.rollout(headers)).status == "running":
+            await asyncio.sleep(0.02)
+        assert "succeeded" == (await self.rollout(headers)).status
+        return time.monotonic() - started
+
+
+def named(headers: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.startswith("x-agl-")}
+
+
+@pytest.fixture
+def backend():
+    with ScriptedModelServer(default=Reply(text="yes")) as server:
+        yield server
+
+
+@asynccontextmanager
+async def serve(
+    folder: Path, backend: ScriptedModelServer, *, idle_s: float = 600.0, split: str = "", client_key: str = CLIENT
+) -> AsyncIterator[Talk]:
+    """A gateway over the folder's database, with a store object of its own as in another process."""
+    store = SQLiteStore(f"sqlite:///{folder}/served.db")
+    versions = ("w1", "w2") if split else ("",)
+    upstream = Upstream(name="main_llm", base_url=backend.base_url, model="scripted", is_trained=True)
+    service = GatewayService(
+        store=store,
+        upstreams=[msgspec.structs.replace(upstream, model_version=version) for version in versions],
+        tokens=AttemptTokens(SECRET),
+        settings=Settings(conversation_idle_s=idle_s),
+        admin_key=ADMIN,
+        client_key=client_key,
+        arms=True,
+        split=parse_split(split) if split else None,
+    )
+    try:
+        yield Talk(url=await service.start(), store=store)
+    finally:
+        await service.stop()
+        await store.close()
+
+
+async def test_conversation_is_an_ordinary_training_rollout(tmp_path, backend):
+    async with serve(tmp_path, backend) as talk:
+        headers = await talk.say("c", "hi")
+        assert named(headers) == named(await talk.say("c", "hi", "yes", "why?"))
+        before = await talk.rollout(headers)
+        assert ("running", "train", "served-conversations") == (before.status, before.mode, before.experiment)
+        assert "x-agl-arm" not in headers
+        assert {"rollout_id": before.rollout_id, "status": "ended"} == await talk.end("c")
+        assert {"rollout_id": before.rollout_id, "status": "ended"} == await talk.end("c")
+        await talk.rate(headers, 0.75)
+        episode = await talk.episode(headers)
+        assert ("succeeded", 0.75) == (episode.rollout.status, episode.reward)
+        assert ["", ""] == [call.reject for call in episode.transitions]
+        assert sum(len(call.response_ids) // 4 for call in episode.transitions) == sum(
+            sum(row.mask) for row in episode.rows
+        )
+    command = ["export", "--store", f"sqlite:///{tmp_path}/served.db", "--mode", "train", "--min-reward", "0.5"]
+    shown = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    (line,) = shown.stdout.splitlines()
+    assert ["hi", "yes", "why?", "yes"] == [message["content"] for message in json.loads(line)["messages"]]
+
+
+async def test_silent_conversation_ends_by_itself_and_what_is_said_later_is_late(tmp_path, backend):
+    async with serve(tmp_path, backend, idle_s=0.8) as talk:
+        headers = await talk.say("c", "hi")
+        for _ in range(4):  # longer than it may be silent
+            await asyncio.sleep(0.4)
+            assert headers["x-agl-attempt-id"] == (await talk.say("c", "hi"))["x-agl-attempt-id"]
+        assert 0.5 < await talk.until_ended(headers) < 5.0
+        again = await talk.say("c", "still there?")
+        assert headers["x-agl-attempt-id"] == again["x-agl-attempt-id"]
+        calls = (await talk.episode(headers)).transitions
+        assert [""] * 5 + ["late"] == [call.reject for call in calls]
+
+
+async def test_call_in_flight_keeps_its_conversation_open(tmp_path, backend):
+    backend.enqueue(Reply(text="at last", delay=2.0))
+    async with serve(tmp_path, backend, idle_s=0.4) as talk:
+        headers = await talk.say("c", "hi")
+        assert [""] == [call.reject for call in (await talk.episode(headers)).transitions]
+        await talk.until_ended(headers)
+
+
+async def test_call_at_one_gateway_keeps_the_conversation_open_at_the_other(tmp_path, backend):
+    async with serve(tmp_path, backend, idle_s=1.0) as one, serve(tmp_path, backend, idle_s=1.0) as other:
+        headers = await other.say("c", "hi")
+        for _ in range(5):
+            await asyncio.sleep(0.5)
+            await one.say("c", "hi")
+        assert "running" == (await one.rollout(headers)).status
+        await other.end("c")
+        await one.say("c", "too late")
+        assert [*[""] * 6, "late"] == [call.reject for call in (await one.episode(headers)).transitions]
+
+
+async def test_running_conversation_counts_in_the_report_of_its_arm_as_an_ended_one_does(tmp_path, backend):
+    store = SQLiteStore(f"sqlite:///{tmp_path}/served.db")
+    await store.publish([ResourceVersion(name="main_llm", version=v, resource=Weights(uri=v)) for v in ("w1", "w2")])
+    await labels.move(store, "main_llm", "production", "w1")
+    await labels.move(store, "main_llm", "candidate", "w2")
+    async with serve(tmp_path, backend, split="production=0.5,candidate=0.5") as talk:
+        for index in range(8):
+            headers = await talk.say(f"c{index}", "hi")
+            await talk.rate(headers, index / 10)
+            assert headers["x-agl-arm"] in ("production", "candidate")
+        running = (
+            await split_report(store, ["production", "candidate"]),
+            await arms(store, "main_llm", ("w1", "w2"), experiment=None),
+        )
+        for index in range(8):
+            await talk.end(f"c{index}")
+        ended = (
+            await split_report(store, ["production", "candidate"]),
+            await arms(store, "main_llm", ("w1", "w2"), experiment=None),
+        )
+    assert running == ended
+    assert 8 == sum(arm.rollouts for arm in running[0].arms) == sum(len(arm.rewards) for arm in running[1])
+    await store.close()
+
+
+async def test_ending_needs_a_conversation_that_began_and_a_token_that_may(tmp_path, backend):
+    async with serve(tmp_path, backend) as talk:
+        headers = await talk.say("c", "hi")
+        said = [
+            await talk.post("/conversations/end", "never", {}, status=404),
+            await talk.post("/conversations/end", "", {}, status=400),
+            await talk.post("/conversations/end", "c", {}, key="somebody-elses-token", status=401),
+        ]
+        token = AttemptTokens(SECRET).issue("ro", "ro.1", expires_at=time.time() + 60)
+        said.append(await talk.post("/conversations/end", "c", {}, key=token, status=403))
+        for part, (answer, _) in zip(
+            ("'never'", "x-agl-conversation-id", "token", "AGL_CLIENT_TOKEN"), said, strict=True
+        ):
+            assert part in answer["error"]["message"]
+        assert "running" == (await talk.rollout(headers)).status
+
+
+async def test_without_a_client_token_and_a_split_nobody_converses(tmp_path, backend):
+    async with serve(tmp_path, backend, client_key="") as talk:
+        answer, _ = await talk.post("/v1/chat/completions", "c", {"model": "main_llm"}, key=ADMIN, status=401)
+        assert "AGL_CLIENT_TOKEN" in answer["error"]["message"]
+
+
+async def test_killed_gateway_goes_on_with_its_conversations(tmp_path, backend):
+    """The conversation is one attempt before and after, and ends as long after its last call as any other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    talk = Talk(url=f"http://127.0.0.1:{port}", store=SQLiteStore(f"sqlite:///{tmp_path}/served.db"))
+    first = start(tmp_path, backend, port)
+    silent = await talk.say("silent", "hi")
+    headers = await talk.say("c", "hi")
+    first.kill()
+    first.communicate()
+    assert ["running"] * 2 == [(await talk.rollout(told)).status for told in (silent, headers)]
+    second = start(tmp_path, backend, port)
+    for _ in range(8):
+        assert headers["x-agl-attempt-id"] == (await talk.say("c", "hi", "yes", "why?"))["x-agl-attempt-id"]
+        await asyncio.sleep(0.5)
+    assert ("succeeded", "running") == ((await talk.rollout(silent)).status, (await talk.rollout(headers)).status)
+    await talk.rate(headers, 1.0)
+    await talk.until_ended(headers)
+    episode = await talk.episode(headers)
+    assert ([""] * 9, 1.0) == ([call.reject for call in episode.transitions], episode.reward)
+    second.kill()
+    second.communicate()
+    await talk.store.close()
+
+
+def start(folder: Path, backend: ScriptedModelServer, port: int) -> "subprocess.Popen[str]":
+    """`agl serve` for conversations that may be silent for two seconds."""
+    command = [sys.executable, "-m", "agl", "serve", "--store", "sqlite:///served.db", "--port", str(port)]
+    command += ["--upstream", f"main_llm={backend.base_url},model=scripted,trained=1", "--conversation-idle", "2s"]
+    keys = {"AGL_TOKEN": ADMIN, "AGL_CLIENT_TOKEN": CLIENT, "AGL_SECRET": SECRET.decode()}
+    process = subprocess.Popen(command, cwd=folder, env={**os.environ, **keys}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert "serving" in process.stdout.readline()
+    return process
+
+
+def test_idle_time_must_be_a_length_of_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGL_TOKEN", ADMIN)
+    done = CliRunner().invoke(cli, ["serve", "--store", f"sqlite:///{tmp_path}/s.db", "--conversation-idle", "0"])
+    assert (1, True) == (done.exit_code, "--conversation-idle must be above 0" in done.output), done.output
