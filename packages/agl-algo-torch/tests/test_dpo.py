@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -45,7 +46,9 @@ def scenario_of(model_dir: Path, *, rows: int = 1, **params: Any) -> AlgorithmSc
 class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir, epochs=2, pairs_per_update=2)
+        settings = {"epochs": 2, "pairs_per_update": 2}
+        longer = scenario_of(model_dir, **settings, steps=4)
+        return replace(scenario_of(model_dir, **settings), make_longer=longer.make)
 
 
 @pytest.mark.parametrize("params", [{"reference": "start"}, {"reference": "behaviour"}, {"pairs": "all"}])

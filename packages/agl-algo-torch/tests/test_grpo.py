@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,7 +67,7 @@ def metrics_of(
 class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir)
+        return replace(scenario_of(model_dir), make_longer=scenario_of(model_dir, steps=5).make)
 
 
 class TestConformanceWithEverything(AlgorithmConformance):

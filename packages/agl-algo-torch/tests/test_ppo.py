@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -47,7 +48,9 @@ def scenario_of(model_dir: Path, world: World | None = None, **params: Any) -> A
 class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir, epochs=2, updates_per_step=2, kl_coef=0.01, critic_warmup=1)
+        settings = {"epochs": 2, "updates_per_step": 2, "kl_coef": 0.01, "critic_warmup": 1}
+        longer = scenario_of(model_dir, **settings, steps=4)
+        return replace(scenario_of(model_dir, **settings), make_longer=longer.make)
 
 
 def test_the_reward_rises_and_the_critic_learns_it(model_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,7 +47,7 @@ def scenario_of(model_dir: Path, **params: Any) -> AlgorithmScenario:
 class TestConformance(AlgorithmConformance):
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir)
+        return replace(scenario_of(model_dir), make_longer=scenario_of(model_dir, steps=4).make)
 
 
 def test_imitating_the_best_raises_the_reward(model_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,7 +72,8 @@ class TestConformance(AlgorithmConformance):
 
     @pytest.fixture
     def scenario(self, model_dir: Path) -> AlgorithmScenario:
-        return scenario_of(model_dir)
+        longer = scenario_of(model_dir, updates=10, decay="constant")
+        return replace(scenario_of(model_dir, decay="constant"), make_longer=longer.make)
 
 
 def text_of(tokenizer: Any, sample: Any) -> list[str]:

@@ -199,6 +199,11 @@ class GRPO:
 
     async def close(self) -> None:
         """Drop the model and the reference."""
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether `steps` is above the steps done; a decaying rate is then that of a run of the new length."""
+        del tasks, sources_go_on
+        return int(state["step"]) < self._steps
+
         self._tuned.close()
 
     async def _train(self, learner: Learner, samples: list[Sample]) -> dict[str, float]:

@@ -229,6 +229,11 @@ class PPO:
     async def close(self) -> None:
         """Drop the model, the critic and the reference."""
         self._tuned.close()
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether `steps` is above the steps done; a decaying rate is then that of a run of the new length."""
+        del tasks, sources_go_on
+        return int(state["step"]) < self._steps
+
         self._critic = None
 
     def _make_critic(self, learner: Learner) -> Critic:

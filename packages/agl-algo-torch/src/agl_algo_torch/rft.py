@@ -152,6 +152,11 @@ class RFT:
         self._supply.restore(state)
         await self._tuned.restore(state)
 
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether `steps` is above the steps done, or a source that had nothing more goes on."""
+        del tasks
+        return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
+
     async def close(self) -> None:
         """Drop the model."""
         self._tuned.close()

@@ -162,14 +162,20 @@ class SFT:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count and the newest checkpoint."""
-        return {"step": self._step, "checkpoint": saved_path(self._context.workdir, self._step)}
+        """The counts and the newest checkpoint."""
+        updates = self._learner.updates if self._learner is not None else 0
+        return {"step": self._step, "updates": updates, "checkpoint": saved_path(self._context.workdir, self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments included."""
         self._step = int(state["step"])
         if state["checkpoint"]:
             self._learner = await asyncio.to_thread(Learner.resume, Path(state["checkpoint"]), settings=self._settings)
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether `updates` is above the updates done; the default of one epoch never is, whatever the file holds."""
+        del tasks, sources_go_on
+        return int(state["updates"]) < self._updates
 
     async def close(self) -> None:
         """Drop the model."""

@@ -46,6 +46,7 @@ class Supply:
         self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
         self._max_age = max_age
         self._after: dict[str, int] = {}
+        self._is_over = False
 
     def begin(self, context: AlgorithmContext) -> None:
         """Take the algorithm's context; raises ConfigError for settings that the origin of rollouts ignores."""
@@ -63,11 +64,11 @@ class Supply:
 
     async def take(self, step: int) -> Supplied:
         """The groups of a step; from sources, all that is new."""
-        context, is_over = self._context, False
+        context = self._context
         if context.sources:
             found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
-            groups, dropped, is_over = found.groups(), found.dropped, found.is_over
-            self._after = found.steps
+            groups, dropped = found.groups(), found.dropped
+            self._after, self._is_over = found.steps, found.is_over
         else:
             tasks = draw_tasks(context, step=step, count=self._tasks_per_step or TASKS_PER_STEP)
             collected = await context.collect(tasks, step=step, n=self._group_size or GROUP_SIZE)
@@ -75,18 +76,24 @@ class Supply:
         rewards = [e.reward for group in groups for e in group if e.reward is not None]
         metrics = {"reward": mean(rewards), "groups": float(len(groups)), "rollouts": float(len(rewards))}
         metrics |= {f"dropped_{why}": float(count) for why, count in dropped.items()}
-        return Supplied(groups=groups, metrics=metrics, stop_reason=self._reason(step, is_over=is_over))
+        return Supplied(groups=groups, metrics=metrics, stop_reason=self._reason(step))
 
     def state(self) -> dict[str, Json]:
-        """How far the sources were read."""
-        return {"after": dict(self._after)}
+        """How far the sources were read, and whether they had nothing more."""
+        return {"after": dict(self._after), "is_over": self._is_over}
 
     def restore(self, state: Mapping[str, Json]) -> None:
         """Read on where `state` was taken."""
         self._after = dict(state["after"])
 
-    def _reason(self, step: int, *, is_over: bool) -> str:
-        if is_over:
+    def has_more(self, state: Mapping[str, Json], *, step: int, sources_go_on: bool) -> bool:
+        """Whether there is a step after the last one, `step`, whose state is `state`."""
+        if state["is_over"]:
+            return sources_go_on and (self._steps is None or step < self._steps)
+        return step < (self._steps or STEPS)
+
+    def _reason(self, step: int) -> str:
+        if self._is_over:
             return "the sources have nothing more"
         limit = self._steps or (None if self._context.sources else STEPS)
         return f"{step} steps done" if step == limit else ""

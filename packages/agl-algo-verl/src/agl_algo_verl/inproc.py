@@ -138,6 +138,11 @@ class VERL:
         self._supply.restore(state["supply"])
         await self._learner.restore(state, step=self._step)
 
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether VERL's configuration asks for more steps than were done."""
+        del sources_go_on
+        return int(state["step"]) < self.settings.steps(tasks)
+
     async def close(self) -> None:
         """Drop the models, and stop waiting for rollouts."""
         if hasattr(self, "_learner"):

@@ -164,6 +164,11 @@ class RayVERL:
             await self._policy.detach()
             await cluster.stop()
 
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether VERL's configuration asks for more steps than were done."""
+        del sources_go_on
+        return int(state["step"]) < self.settings.steps(tasks)
+
     @property
     def _folder(self) -> Path:
         """Where VERL writes: one directory for every start from weights that were not VERL's own."""

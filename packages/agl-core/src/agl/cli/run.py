@@ -20,7 +20,7 @@ STOPPED = 130
 
 @click.command()
 @experiment_argument
-@click.option("--resume", is_flag=True, help="Continue an experiment that was stopped.")
+@click.option("--resume", is_flag=True, help="Continue one that was stopped, or was given more steps.")
 @click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @json_option

@@ -336,5 +336,26 @@ class CheckedAlgorithm(Algorithm, Protocol):
         ...
 
 
+@runtime_checkable
+class ExtendableAlgorithm(Algorithm, Protocol):
+    """An algorithm that can go on beyond its last step when its parameters ask for more.
+
+    Steps that were taken in two sittings do what the same number in one does. Where they cannot, such as with a
+    learning rate that falls over the steps, the algorithm's documentation says what happens instead.
+    """
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether steps are left after those of ``state``, the last state of a run that had finished.
+
+        Asked of an object that is not set up. A run that goes on is set up and restored from that state as usual.
+
+        Args:
+            state: What :meth:`Algorithm.state` gave after the last step.
+            tasks: How many training tasks there are.
+            sources_go_on: Whether an algorithm takes further steps that this one was told to learn from.
+        """
+        ...
+
+
 Params = Mapping[str, Any]
 """Keyword arguments of a component, from ``[algorithm.params]`` or the like."""

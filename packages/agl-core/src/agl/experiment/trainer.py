@@ -13,7 +13,6 @@ import msgspec
 from agl.contracts import Logger, Store
 from agl.errors import ConfigError
 from agl.experiment import state as saved
-from agl.experiment.collect import cancel_unfinished
 from agl.experiment.config import (
     AlgorithmConfig,
     ComponentConfig,
@@ -24,6 +23,7 @@ from agl.experiment.config import (
     RunnerConfig,
     ScheduleConfig,
 )
+from agl.experiment.continuation import begin
 from agl.experiment.drive import DrivenAlgorithm, Driver
 from agl.experiment.plan import Plan, make_plan
 from agl.experiment.progress import Progress, default_progress
@@ -31,7 +31,6 @@ from agl.experiment.schedule import run_schedule
 from agl.experiment.session import Session
 from agl.experiment.state import ExperimentState
 from agl.plugins import PluginManager
-from agl.run.liveness import worker_name
 from agl.schemas import LLM, Episode, Json, Record, Resource
 from agl.specs import AlgorithmSpec, Spec
 
@@ -196,7 +195,7 @@ class Trainer:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
             train_dataset: Tasks, or the path of a JSON-lines file.
             val_dataset: Likewise.
-            resume: Continue an experiment that was stopped.
+            resume: Continue an experiment that was stopped, or a finished one that has more steps to take by now.
             fresh: Start an experiment that ran before from its beginning.
         """
         plan = self.plan(agent, train_dataset, val_dataset)
@@ -225,7 +224,7 @@ class Trainer:
         loggers: list[Logger] = []
         try:
             store = await session.open_store()
-            state = await _begin(store, plan.name, resume=resume, fresh=fresh)
+            state = await begin(store, plan, resume=resume, fresh=fresh)
             loggers = _loggers(plan)
             await session.start(state)
             driver = Driver(session, state, progress=progress, loggers=loggers)
@@ -265,24 +264,6 @@ class Trainer:
         finally:
             progress.close()
             await session.close()
-
-
-async def _begin(store: Store, name: str, *, resume: bool, fresh: bool) -> ExperimentState:
-    previous = await saved.load_experiment(store, name)
-    if previous is None or fresh:
-        state = ExperimentState(run=previous.run + 1 if previous else 1, owner=worker_name())
-        await cancel_unfinished(store, name)
-    elif previous.status == "finished":
-        raise ConfigError(f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start")
-    elif not resume:
-        raise ConfigError(
-            f"experiment {name!r} was started before and is not finished; pass --resume (resume=True) to continue it, "
-            "or --fresh (fresh=True) to start again"
-        )
-    else:
-        state = msgspec.structs.replace(previous, owner=worker_name())
-    await saved.save(store, name, state)
-    return state
 
 
 def _loggers(plan: Plan) -> list[Logger]:

@@ -5,13 +5,14 @@
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import msgspec
 import pytest
 
-from agl.contracts import Algorithm, StepReport
+from agl.contracts import Algorithm, ExtendableAlgorithm, StepReport
 from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_testing.conformance._base import Conformance, require, run
@@ -103,6 +104,30 @@ class AlgorithmConformance(Conformance):
             assert [(r.trained, r.published) for r in whole] == [(r.trained, r.published) for r in resumed]
             assert [_stable(r) for r in whole] == [_stable(r) for r in resumed]
 
+    def test_finished_run_that_is_given_more_steps_does_what_a_longer_one_does(
+        self, scenario: AlgorithmScenario, tmp_path: Path
+    ) -> None:
+        if scenario.make_longer is None:
+            pytest.skip("the scenario has no make_longer")
+        longer = replace(scenario, make=scenario.make_longer)
+
+        async def body() -> None:
+            whole = await _run(AlgorithmBench(longer, tmp_path / "whole"))
+            bench = AlgorithmBench(scenario, tmp_path / "parts")
+            reports, state = await _finish(bench)
+            assert not _has_more(scenario, state)
+            assert _has_more(longer, state)
+            bench.scenario = longer
+            further, state = await _finish(bench, state=state)
+            assert further
+            assert not _has_more(longer, state)
+            parts = [*reports, *further]
+            assert [report.step for report in whole] == [report.step for report in parts]
+            if self.is_deterministic:
+                assert [(r.trained, _stable(r)) for r in whole] == [(r.trained, _stable(r)) for r in parts]
+
+        run(body(), limit_s=LIMIT_S)
+
     def test_step_that_was_lost_is_repeated_from_the_state_before_it(
         self, scenario: AlgorithmScenario, tmp_path: Path
     ) -> None:
@@ -183,6 +208,24 @@ async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepR
                 if is_resumed:
                     break
     return reports
+
+
+async def _finish(
+    bench: AlgorithmBench, *, state: Mapping[str, Json] | None = None
+) -> tuple[list[StepReport], Mapping[str, Json]]:
+    """All steps after ``state`` in one process, and the state after the last."""
+    reports: list[StepReport] = []
+    async with bench, _opened(bench, state=state) as algorithm:
+        while not (reports and reports[-1].is_finished):
+            reports.append(await algorithm.step())
+            assert len(reports) <= bench.scenario.max_steps, "the algorithm does not finish"
+        return reports, _as_saved(algorithm.state())
+
+
+def _has_more(scenario: AlgorithmScenario, state: Mapping[str, Json]) -> bool:
+    algorithm = scenario.make()
+    assert isinstance(algorithm, ExtendableAlgorithm)
+    return algorithm.has_more(state, tasks=len(scenario.train), sources_go_on=False)
 
 
 def _as_saved(state: Mapping[str, Json]) -> Mapping[str, Json]:

@@ -57,6 +57,8 @@ class AlgorithmScenario:
         tunes: Names that the algorithm owns.
         train: Training tasks; ``val`` validation tasks.
         files: Text files by name, relative to the work directory, that the parameters refer to.
+        make_longer: A new object that differs from those of ``make`` in taking more steps; for algorithms that are
+            :class:`~agl.contracts.ExtendableAlgorithm`.
     """
 
     make: Callable[[], Algorithm]
@@ -68,6 +70,7 @@ class AlgorithmScenario:
     val: Sequence[Json] = ({"question": "v0"}, {"question": "v1"})
     files: Mapping[str, str] = field(default_factory=dict[str, str])
     max_steps: int = 20
+    make_longer: Callable[[], Algorithm] | None = None
 
 
 class AlgorithmBench:
