@@ -15,6 +15,7 @@ class LoopThread:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     @property
     def is_running(self) -> bool:
@@ -22,12 +23,13 @@ class LoopThread:
         return self._loop is not None
 
     def start(self) -> None:
-        """Start the thread; does nothing when it runs."""
-        if self._loop is not None:
-            return
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
-        self._thread.start()
+        """Start the thread; does nothing when it runs. Several threads may call this at once."""
+        with self._starting:
+            if self._loop is not None:
+                return
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
 
     async def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of ``make()``, awaited in the thread's loop; cancelling the caller cancels it there."""
