@@ -25,14 +25,12 @@ from agl.codec import to_json
 from agl.errors import ConfigError, RunError
 from agl.ids import new_span_id, new_trace_id
 from agl.run.attempt import make_reward_span
+from agl.run.printed import Printed
 from agl.run.result import describe_error, read_result
 from agl.run.setup import RunSetup
 from agl.run.spool import Spool
 from agl.run.tokens import issue_token
 from agl.schemas import Attempt, AttemptStatus, Claim, ErrorInfo, Outcome, Rollout, Span
-
-TAIL = 64_000
-"""Bytes kept of what a program prints: the end."""
 
 KILL_GRACE_S = 2.0
 """Seconds between asking a program to stop and killing it."""
@@ -111,16 +109,17 @@ class CommandRunner:
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
     ) -> tuple[AttemptStatus, ErrorInfo | None, str]:
+        printed, complaints = Printed(), Printed()
         try:
             async with asyncio.timeout(limit):
-                printed, complaints = await process.communicate(task)
+                await _converse(process, task, printed, complaints)
         except TimeoutError:
             text = f"the command ran longer than {limit:g} s and was stopped"
-            return "timeout", ErrorInfo(type="TimeoutError", message=text), ""
-        output = redact(printed[-TAIL:].decode(errors="replace"))
+            return "timeout", ErrorInfo(type="TimeoutError", message=text), redact(printed.text())
+        output = redact(printed.text())
         if process.returncode == 0:
             return "succeeded", None, output
-        tail = redact(complaints[-TAIL:].decode(errors="replace"))
+        tail = redact(complaints.text())
         last = tail.strip().splitlines()[-1] if tail.strip() else "it printed nothing on standard error"
         text = f"the command ended with exit code {process.returncode}: {last}"
         return "failed", ErrorInfo(type="ProcessExit", message=text, traceback=tail), output
@@ -128,6 +127,25 @@ class CommandRunner:
     async def stop(self) -> None:
         """Stop every running program."""
         await asyncio.gather(*(stop_process(process) for process in list(self._running)))
+
+
+async def _converse(process: asyncio.subprocess.Process, task: bytes, printed: Printed, complaints: Printed) -> None:
+    """Give a program its task, take what it prints while it prints it, and wait for its end."""
+    assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_feed(process, task))
+        group.create_task(printed.read(process.stdout))
+        group.create_task(complaints.read(process.stderr))
+    await process.wait()
+
+
+async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
+    stdin = process.stdin
+    assert stdin is not None  # noqa: S101  # spawned with pipes
+    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its task
+        stdin.write(task)
+        await stdin.drain()
+    stdin.close()
 
 
 async def spawn_process(
