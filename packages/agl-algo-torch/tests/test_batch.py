@@ -46,12 +46,17 @@ def sample(rollout: str, ids: list[int], mask: list[int], advantage: float) -> S
 
 def gradient(samples: list[Sample], aggregation: str, *, budget: int = 64, skip_silent: bool = False) -> torch.Tensor:
     model = Bigram()
-    weight = weights(samples, aggregation=aggregation, constant=16)
+    weight, total = weights(samples, aggregation=aggregation, constant=16)
     kept = [i for i, s in enumerate(samples) if s.trained_tokens and not (skip_silent and s.is_silent)]
-    for batch in micro_batches([samples[i] for i in kept], [weight[i] for i in kept], token_budget=budget, device=CPU):
+    chosen, share = [samples[i] for i in kept], [weight[i] for i in kept]
+    for batch in micro_batches(chosen, share, total=total, token_budget=budget, device=CPU):
         logp_M = batch.logprobs(batch.logits(model))
         policy_loss(
-            logp_M, old_logp_M=logp_M.detach(), advantages_M=batch.advantages_M, weight_M=batch.weight_M
+            logp_M,
+            old_logp_M=logp_M.detach(),
+            advantages_M=batch.advantages_M,
+            weight_M=batch.weight_M,
+            total=batch.total,
         ).loss.backward()
     return torch.zeros_like(model.table) if model.table.grad is None else model.table.grad
 

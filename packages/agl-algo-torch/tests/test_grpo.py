@@ -196,6 +196,7 @@ def test_final_advantages_are_not_normalised_again() -> None:
         ({"kl": "k9"}, "kl = 'k9'.*k3"),
         ({"steps": 0, "epochs": 0}, "steps.*epochs.*at least 1"),
         ({"group_size": 1}, "group_size is 1"),
+        ({"clip_dual": 0.5}, "clip_dual.*above 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:

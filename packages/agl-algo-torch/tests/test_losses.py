@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_torch.losses import entropy, kl_estimate, policy_loss, token_logprobs, token_weight, truncated_importance
+from agl_algo_torch.losses import (
+    entropy,
+    kl_estimate,
+    policy_loss,
+    token_logprobs,
+    token_weight,
+    truncated_importance,
+    update_total,
+)
 
 F64 = torch.float64
 number = st.floats(-3, 3, allow_nan=False)
@@ -60,6 +68,15 @@ def test_the_gradient_vanishes_beyond_the_bounds_in_the_direction_of_the_advanta
     )
 
 
+@pytest.mark.parametrize(("ratio", "gradient"), [(2.9, 2.9), (3.1, 0.0)])
+def test_the_loss_of_a_negative_advantage_can_be_bounded(ratio: float, gradient: float) -> None:
+    logp = torch.tensor([math.log(ratio)], dtype=F64, requires_grad=True)
+    one, zero = torch.ones(1, dtype=F64), torch.zeros(1, dtype=F64)
+    result = policy_loss(logp, old_logp_M=zero, advantages_M=-one, weight_M=one, clip_dual=3.0)
+    result.loss.backward()
+    assert (min(ratio, 3.0), gradient) == pytest.approx((result.loss.item(), float(logp.grad)), abs=1e-12)
+
+
 def test_importance_weights_scale_the_gradient_and_carry_none() -> None:
     old = torch.tensor([-1.0, -1.0], dtype=F64)
     behaviour = torch.tensor([-1.5, -4.0], dtype=F64)
@@ -94,13 +111,8 @@ def test_the_gradient_of_k2_is_that_of_the_kl(logits: list[tuple[float, float]])
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.integers(1, 100))
 def test_weights_sum_to_what_their_name_says(tokens: list[int], constant: int) -> None:
     total = {
-        name: sum(
-            n
-            * token_weight(
-                name, rollout_tokens=n, update_tokens=sum(tokens), update_rollouts=len(tokens), constant=constant
-            )
-            for n in tokens
-        )
+        name: sum(n * token_weight(name, rollout_tokens=n, constant=constant) for n in tokens)
+        / update_total(name, tokens=sum(tokens), rollouts=len(tokens))
         for name in ("token", "sequence", "constant")
     }
     assert pytest.approx(total["token"]) == 1.0
@@ -127,4 +139,4 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'k4' is unknown.*k1, k2, k3"):
         kl_estimate(one, one, kind="k4")
     with pytest.raises(ConfigError, match=r"'mean' is unknown.*token"):
-        token_weight("mean", rollout_tokens=1, update_tokens=1, update_rollouts=1)
+        token_weight("mean", rollout_tokens=1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
-from agl_algo_torch.losses import Aggregation, token_logprobs, token_weight
+from agl_algo_torch.losses import Aggregation, token_logprobs, token_weight, update_total
 from agl_algo_torch.typed import from_bytes, integers
 
 if TYPE_CHECKING:
@@ -104,25 +104,19 @@ def split_updates(samples: Sequence[Sample], *, updates: int) -> list[list[Sampl
     return [part for part in lists if part]
 
 
-def weights(samples: Sequence[Sample], *, aggregation: Aggregation, constant: int = 1) -> list[float]:
-    """Return the weight of a trained token of each sample, for one update that consists of all `samples`.
+def weights(samples: Sequence[Sample], *, aggregation: Aggregation, constant: int = 1) -> tuple[list[float], float]:
+    """Return the weight of a trained token of each sample, and the total of one update that consists of all `samples`.
 
     Rows of one rollout get one weight, computed from the rollout's tokens over all its rows.
     """
     tokens: dict[str, int] = {}
     for sample in samples:
         tokens[sample.rollout] = tokens.get(sample.rollout, 0) + sample.trained_tokens
-    total = max(1, sum(tokens.values()))
-    return [
-        token_weight(
-            aggregation,
-            rollout_tokens=max(1, tokens[sample.rollout]),
-            update_tokens=total,
-            update_rollouts=len(tokens),
-            constant=constant,
-        )
+    found = [
+        token_weight(aggregation, rollout_tokens=max(1, tokens[sample.rollout]), constant=constant)
         for sample in samples
     ]
+    return found, update_total(aggregation, tokens=max(1, sum(tokens.values())), rollouts=max(1, len(tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +125,7 @@ class MicroBatch:
 
     `ids` and `attention` are [B, T]; `predicts` [B, T - 1] is true where position t predicts a trained token
     t + 1; everything that ends in `_M` is in row-major order of those positions.
-    `rows` are the indices of the samples; `old_M` is absent unless every sample has it.
+    `rows` are the indices of the samples; `old_M` is absent unless every sample has it. `total` is the update's.
     """
 
     ids: Tensor
@@ -144,6 +138,7 @@ class MicroBatch:
     weight_M: Tensor
     old_M: Tensor | None
     rows: tuple[int, ...]
+    total: float
 
     def logits(self, model: nn.Module) -> Tensor:
         """Run the model and return the logits of the trained tokens, [M, V]."""
@@ -154,6 +149,10 @@ class MicroBatch:
         """Return the log-probability of each trained token at the temperature that it was sampled with, [M]."""
         return token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
 
+    def mean(self, values_M: Tensor) -> Tensor:
+        """Return the batch's part of the update's weighted mean."""
+        return (self.weight_M * values_M).sum() / self.total
+
     def scatter(self, values_M: Tensor) -> dict[int, Tensor]:
         """Return values per trained token as one tensor [T] per row, by the sample's index, on the CPU."""
         full_B_T = torch.zeros(self.ids.shape, dtype=values_M.dtype, device=values_M.device)
@@ -163,10 +162,16 @@ class MicroBatch:
 
 
 def micro_batches(
-    samples: Sequence[Sample], weight: Sequence[float], *, token_budget: int, device: torch.device
+    samples: Sequence[Sample],
+    weight: Sequence[float],
+    *,
+    token_budget: int,
+    device: torch.device,
+    total: float = 1.0,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of at most `token_budget` padded tokens (rows times the longest row), long rows first.
 
+    `weight` is that of a trained token of each sample, and `total` what the update's weighted sums are divided by.
     A row that is longer than the budget comes alone. The order is deterministic. Raises ConfigError for a
     budget below 1.
     """
@@ -177,15 +182,15 @@ def micro_batches(
     for index in order:
         longest = len(samples[(chunk or [index])[0]].ids)
         if chunk and longest * (len(chunk) + 1) > token_budget:
-            yield _collate(samples, weight, rows=tuple(chunk), device=device)
+            yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total)
             chunk = []
         chunk.append(index)
     if chunk:
-        yield _collate(samples, weight, rows=tuple(chunk), device=device)
+        yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total)
 
 
 def _collate(
-    samples: Sequence[Sample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device
+    samples: Sequence[Sample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device, total: float
 ) -> MicroBatch:
     chosen = [samples[index] for index in rows]
     attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])
@@ -209,6 +214,7 @@ def _collate(
         weight_M=weight_B[:, None].expand(predicts.shape)[predicts].to(device),
         old_M=flat(old) if len(old) == len(chosen) else None,
         rows=rows,
+        total=total,
     )
 
 

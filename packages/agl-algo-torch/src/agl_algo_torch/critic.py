@@ -66,27 +66,34 @@ class Critic:
         return [found[index] for index in range(len(samples))]
 
     def update(
-        self, samples: Sequence[Sample], weight: Sequence[float], *, targets: Sequence[Tensor], old: Sequence[Tensor]
+        self,
+        samples: Sequence[Sample],
+        weight: Sequence[float],
+        *,
+        total: float,
+        targets: Sequence[Tensor],
+        old: Sequence[Tensor],
     ) -> dict[str, float]:
         """One optimizer update towards `targets` from the values `old`, both [T] per sample."""
         carried = [  # a batch carries two numbers per token; here they are the target and the old value
             replace(sample, advantages=target.float(), behaviour=value.float())
             for sample, target, value in zip(samples, targets, old, strict=True)
         ]
-        total = 0.0
-        for batch in micro_batches(carried, weight, token_budget=self._budget, device=self._device):
+        summed = 0.0
+        for batch in micro_batches(carried, weight, total=total, token_budget=self._budget, device=self._device):
             loss = value_loss(
                 self.model(batch),
                 targets_M=batch.advantages_M,
                 old_M=batch.behaviour_M,
                 weight_M=batch.weight_M,
+                total=batch.total,
                 clip=self._clip,
             )
             backward(loss)
-            total += float(loss.detach())
+            summed += float(loss.detach())
         norm = apply_gradients(self._optimizer, self._settings, update=self.updates)
         self.updates += 1
-        return {"value_loss": total, "value_grad_norm": norm}
+        return {"value_loss": summed, "value_grad_norm": norm}
 
     def save(self, workdir: Path, learner: Learner, *, step: int, keep: int) -> None:
         """Write a checkpoint beside the learner's and remove old ones; the one before the last stays."""
@@ -100,14 +107,16 @@ class Critic:
         self.updates = load_training(source, model=self.model, optimizer=self._optimizer)
 
 
-def value_loss(values_M: Tensor, *, targets_M: Tensor, old_M: Tensor, weight_M: Tensor, clip: float) -> Tensor:
-    """Return `sum w max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / 2`; without clip, of the first alone.
+def value_loss(
+    values_M: Tensor, *, targets_M: Tensor, old_M: Tensor, weight_M: Tensor, clip: float, total: float = 1.0
+) -> Tensor:
+    """Return `sum w max((V - R)^2, (clip(V, old - c, old + c) - R)^2) / (2 total)`; without clip, of the first alone.
 
     The clipped form is that of the PPO implementation by its authors; it is not in the paper (Huang et al. 2022,
     "The 37 Implementation Details of Proximal Policy Optimization", detail 9).
     """
     error_M = (values_M - targets_M) ** 2
     if clip:
-        clipped_M = old_M + (values_M - old_M).clamp(-clip, clip)
+        clipped_M = torch.maximum(torch.minimum(values_M, old_M + clip), old_M - clip)
         error_M = torch.maximum(error_M, (clipped_M - targets_M) ** 2)
-    return 0.5 * (weight_M * error_M).sum()
+    return 0.5 * ((weight_M * error_M).sum() / total)

@@ -47,7 +47,7 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, one_of
+from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed import backward
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class GRPO:
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does).
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
+        clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         tis_cap: Largest importance weight of the trainer's over the sampler's probability; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
@@ -92,6 +93,7 @@ class GRPO:
         epochs: int = 1,
         clip_low: float = 0.2,
         clip_high: float = 0.28,
+        clip_dual: float = 0.0,
         kl: KL = "k3",
         kl_coef: float = 0.0,
         tis_cap: float = 2.0,
@@ -111,6 +113,7 @@ class GRPO:
         keep: int = 2,
     ) -> None:
         one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        off_or_above_one("grpo", clip_dual=clip_dual)
         at_least_one(
             "grpo",
             steps=steps,
@@ -131,7 +134,7 @@ class GRPO:
         self._aggregation: Aggregation = aggregation
         self._constant_tokens = constant_tokens
         self._updates_per_step, self._epochs = updates_per_step, epochs
-        self._clip_low, self._clip_high = clip_low, clip_high
+        self._clip_low, self._clip_high, self._clip_dual = clip_low, clip_high, clip_dual
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
         self._token_budget = token_budget
@@ -197,13 +200,13 @@ class GRPO:
         self._step = int(state["step"])
         await self._tuned.restore(state)
 
-    async def close(self) -> None:
-        """Drop the model and the reference."""
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Whether `steps` is above the steps done; a decaying rate is then that of a run of the new length."""
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
 
+    async def close(self) -> None:
+        """Drop the model and the reference."""
         self._tuned.close()
 
     async def _train(self, learner: Learner, samples: list[Sample]) -> dict[str, float]:
@@ -221,11 +224,15 @@ class GRPO:
 
     def _batches(self, learner: Learner, samples: Sequence[Sample]) -> tuple[list[Sample], list[MicroBatch]]:
         """The rows that have a gradient and their micro-batches, weighted as part of all `samples`."""
-        weight = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, total = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
         kept = [index for index, sample in enumerate(samples) if self._has_gradient(sample)]
         rows = [samples[i] for i in kept]
         batches = micro_batches(
-            rows, [weight[i] for i in kept], token_budget=self._token_budget, device=learner.loaded.device
+            rows,
+            [weight[i] for i in kept],
+            total=total,
+            token_budget=self._token_budget,
+            device=learner.loaded.device,
         )
         return rows, list(batches)
 
@@ -261,14 +268,16 @@ class GRPO:
                 old_logp_M=old_M,
                 advantages_M=batch.advantages_M,
                 weight_M=batch.weight_M,
+                total=batch.total,
                 clip_low=self._clip_low,
                 clip_high=self._clip_high,
+                clip_dual=self._clip_dual,
                 importance_M=importance_M,
             )
             loss = result.loss
             if self._kl_coef:
                 kl_M = kl_estimate(logp_M, self._reference_logprobs(batch), kind=self._kl)
-                loss = loss + self._kl_coef * (batch.weight_M * kl_M).sum()
+                loss = loss + self._kl_coef * batch.mean(kl_M)
                 sums["kl"] += float(kl_M.detach().sum())
             backward(loss)
             sums["loss"] += float(loss.detach())

@@ -1,14 +1,17 @@
 """Policy-gradient losses over trained tokens, as pure functions of tensors in any floating dtype.
 
 Notation: M is the number of trained tokens of a micro-batch (mask 1), flat over rows, in the order of the rows.
-`logp_M` requires grad; everything else is data. A loss is a sum of `weight_M * loss_M`, where the weights carry
-the whole normalisation of the update, so micro-batches add up and no function here divides by a row count.
+`logp_M` requires grad; everything else is data. A loss is the sum of `weight_M * loss_M` over a `total`; both belong
+to the whole update, so micro-batches add up and no function here divides by a row count. Functions of tokens take
+padded tensors as well, with a weight of 0 in the padding.
 
-Weights (`token_weight`) make a rollout's share independent of how many rows it was split into:
+Weights (`token_weight`) and totals (`update_total`) make a rollout's share independent of its number of rows:
 
-    token      1 / tokens of the update               every token counts the same (DAPO, arXiv 2503.14476, eq. 8)
-    sequence   1 / (tokens of the rollout * rollouts) every rollout counts the same (GRPO, arXiv 2402.03300, eq. 3)
-    constant   1 / (constant * rollouts)              no length bias (Dr. GRPO, arXiv 2503.20783, section 3.1)
+    token      1 / tokens of the update                   every token counts the same (DAPO, arXiv 2503.14476, eq. 8)
+    sequence   (1 / tokens of the rollout) / rollouts     every rollout counts the same (GRPO, arXiv 2402.03300, eq. 3)
+    constant   (1 / constant) / rollouts                  no length bias (Dr. GRPO, arXiv 2503.20783, section 3.1)
+
+Sums are taken in the order of VERL's `core_algos`, so that losses over tokens are the same to the last bit.
 """
 
 from __future__ import annotations
@@ -27,20 +30,20 @@ AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 KLS: tuple[str, ...] = get_args(KL)
 
 
-def token_weight(
-    aggregation: Aggregation, *, rollout_tokens: int, update_tokens: int, update_rollouts: int, constant: int = 1
-) -> float:
-    """Return the weight of one trained token of a rollout that has `rollout_tokens` of them over all its rows.
-
-    `update_tokens` and `update_rollouts` count the whole optimizer update, rollouts without advantage included.
-    """
+def token_weight(aggregation: Aggregation, *, rollout_tokens: int, constant: int = 1) -> float:
+    """Return the weight of one trained token of a rollout that has `rollout_tokens` of them over all its rows."""
     if aggregation == "token":
-        return 1.0 / update_tokens
+        return 1.0
     if aggregation == "sequence":
-        return 1.0 / (rollout_tokens * update_rollouts)
+        return 1.0 / rollout_tokens
     if aggregation == "constant":
-        return 1.0 / (constant * update_rollouts)
+        return 1.0 / constant
     raise ConfigError(f"The aggregation {aggregation!r} is unknown. Use one of: {', '.join(AGGREGATIONS)}.")
+
+
+def update_total(aggregation: Aggregation, *, tokens: int, rollouts: int) -> float:
+    """Return what weighted sums are divided by; both count the whole update, rollouts without advantage included."""
+    return float(tokens if aggregation == "token" else rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,18 +65,23 @@ def policy_loss(
     old_logp_M: Tensor,
     advantages_M: Tensor,
     weight_M: Tensor,
+    total: float = 1.0,
     clip_low: float = 0.2,
     clip_high: float = 0.28,
+    clip_dual: float = 0.0,
     importance_M: Tensor | None = None,
 ) -> PolicyLoss:
-    """Return `sum w * c * max(-A r, -A clip(r, 1 - low, 1 + high))`, r = exp(logp - old_logp).
+    """Return `sum w * c * max(-A r, -A clip(r, 1 - low, 1 + high)) / total`, r = exp(logp - old_logp).
 
     PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347, equation 7) with separate bounds
-    (DAPO, arXiv 2503.14476, section 3.1). `importance_M` is c, see `truncated_importance`; 1 when absent.
+    (DAPO, arXiv 2503.14476, section 3.1). Where A < 0 and `clip_dual` is given, a term is at most -A clip_dual
+    (Ye et al. 2020, arXiv 1912.09729, equation 5). `importance_M` is c, see `truncated_importance`; 1 when absent.
     """
     ratio_M = torch.exp(logp_M - old_logp_M)
     clipped_M = ratio_M.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * clipped_M)
+    if clip_dual:
+        loss_M = torch.where(advantages_M < 0, torch.minimum(loss_M, -advantages_M * clip_dual), loss_M)
     if importance_M is not None:
         loss_M = loss_M * importance_M
     with torch.no_grad():
@@ -81,7 +89,7 @@ def policy_loss(
         high = (ratio_M > 1.0 + clip_high) & (advantages_M > 0)
         ratio_max = float(ratio_M.max()) if ratio_M.numel() else 1.0
     return PolicyLoss(
-        loss=(weight_M * loss_M).sum(),
+        loss=(weight_M * loss_M).sum() / total,
         clipped_low=int(low.sum()),
         clipped_high=int(high.sum()),
         ratio_max=ratio_max,
@@ -111,7 +119,7 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor
     if kind == "k2":
         return 0.5 * d_M**2
     if kind == "k3":
-        return torch.exp(d_M) - 1.0 - d_M
+        return torch.exp(d_M) - d_M - 1.0
     raise ConfigError(f"The KL estimator {kind!r} is unknown. Use one of: {', '.join(KLS)}.")
 
 

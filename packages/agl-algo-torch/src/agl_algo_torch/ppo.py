@@ -46,7 +46,7 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, one_of
+from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed import backward
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ class PPO:
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`).
         updates_per_step: Parts that a step's rollouts are dealt into; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
+        clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         tis_cap: Largest importance weight of the trainer's over the sampler's probability; 0 turns it off.
         critic_warmup: Steps at the start in which only the critic learns.
@@ -105,6 +106,7 @@ class PPO:
         epochs: int = 1,
         clip_low: float = 0.2,
         clip_high: float = 0.2,
+        clip_dual: float = 0.0,
         value_clip: float = 0.5,
         kl: KL = "k3",
         kl_coef: float = 0.0,
@@ -127,6 +129,7 @@ class PPO:
         keep: int = 2,
     ) -> None:
         one_of("ppo", aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        off_or_above_one("ppo", clip_dual=clip_dual)
         at_least_one(
             "ppo",
             steps=steps,
@@ -148,6 +151,7 @@ class PPO:
         self._constant_tokens = constant_tokens
         self._updates_per_step, self._epochs = updates_per_step, epochs
         self._clip_low, self._clip_high, self._value_clip = clip_low, clip_high, value_clip
+        self._clip_dual = clip_dual
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
         self._critic_warmup = critic_warmup
@@ -226,14 +230,14 @@ class PPO:
             self._critic = await asyncio.to_thread(self._make_critic, learner)
             await asyncio.to_thread(self._critic.load, self._context.workdir, step=self._step)
 
-    async def close(self) -> None:
-        """Drop the model, the critic and the reference."""
-        self._tuned.close()
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Whether `steps` is above the steps done; a decaying rate is then that of a run of the new length."""
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
 
+    async def close(self) -> None:
+        """Drop the model, the critic and the reference."""
+        self._tuned.close()
         self._critic = None
 
     def _make_critic(self, learner: Learner) -> Critic:
@@ -272,7 +276,7 @@ class PPO:
 
     def _whitened(self, steps: list[Step]) -> list[Step]:
         """Advantages with mean 0 and deviation 1 under the weights of the loss; equal ones become 0."""
-        weight = weights([s.sample for s in steps], aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, _ = weights([s.sample for s in steps], aggregation=self._aggregation, constant=self._constant_tokens)
         values_M = torch.cat([s.sample.advantages[s.sample.mask] for s in steps] or [torch.zeros(0)]).double()
         weight_M = torch.cat(
             [torch.full((s.sample.trained_tokens,), w) for s, w in zip(steps, weight, strict=True)] or [torch.zeros(0)]
@@ -307,15 +311,20 @@ class PPO:
         """One update of the critic, and of the policy once the critic's warm-up is over."""
         learner.use_threads()
         samples = [step.sample for step in steps]
-        weight = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, total = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
         report = critic.update(
-            samples, weight, targets=[step.targets for step in steps], old=[step.values for step in steps]
+            samples,
+            weight,
+            total=total,
+            targets=[step.targets for step in steps],
+            old=[step.values for step in steps],
         )
         if self._step < self._critic_warmup:
             return report
         sums: defaultdict[str, float] = defaultdict(float)
         peaks = {"ratio_max": 0.0, "logprob_gap": 0.0}
-        for batch in micro_batches(samples, weight, token_budget=self._token_budget, device=learner.loaded.device):
+        budget, device = self._token_budget, learner.loaded.device
+        for batch in micro_batches(samples, weight, total=total, token_budget=budget, device=device):
             logits_M_V = batch.logits(learner.loaded.model)
             logp_M = batch.logprobs(logits_M_V)
             old_M = logp_M.detach() if batch.old_M is None else batch.old_M
@@ -327,8 +336,10 @@ class PPO:
                 old_logp_M=old_M,
                 advantages_M=batch.advantages_M,
                 weight_M=batch.weight_M,
+                total=batch.total,
                 clip_low=self._clip_low,
                 clip_high=self._clip_high,
+                clip_dual=self._clip_dual,
                 importance_M=importance_M,
             )
             loss = result.loss
@@ -336,7 +347,7 @@ class PPO:
                 with self._tuned.reference.active() as model:
                     reference_M = batch.logprobs(batch.logits(model))
                 kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)
-                loss = loss + self._kl_coef * (batch.weight_M * kl_M).sum()
+                loss = loss + self._kl_coef * batch.mean(kl_M)
                 sums["kl"] += float(kl_M.detach().sum())
             backward(loss)
             sums["loss"] += float(loss.detach())

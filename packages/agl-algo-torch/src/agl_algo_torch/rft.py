@@ -189,13 +189,13 @@ class RFT:
         """One optimizer update on whole rollouts."""
         learner.use_threads()
         loaded = learner.loaded
-        weight = weights(rows, aggregation=self._aggregation)
-        total = 0.0
-        for batch in micro_batches(rows, weight, token_budget=self._token_budget, device=loaded.device):
-            loss = -(batch.weight_M * batch.logprobs(batch.logits(loaded.model))).sum()
+        weight, total = weights(rows, aggregation=self._aggregation)
+        summed = 0.0
+        for batch in micro_batches(rows, weight, total=total, token_budget=self._token_budget, device=loaded.device):
+            loss = -batch.mean(batch.logprobs(batch.logits(loaded.model)))
             backward(loss)
-            total += float(loss.detach())
-        return {"loss": total, "grad_norm": learner.apply()}
+            summed += float(loss.detach())
+        return {"loss": summed, "grad_norm": learner.apply()}
 
 
 def _rows(episode: Episode) -> list[Sample]:

@@ -192,16 +192,16 @@ class SFT:
         samples: list[Sample] = []
         for dialogue in self._batch(learner.updates):
             samples += tokenize(dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-        weight = weights(samples, aggregation=self._aggregation)
+        weight, total = weights(samples, aggregation=self._aggregation)
         loaded.model.train()
-        total, tokens = 0.0, 0
-        for batch in micro_batches(samples, weight, token_budget=self._token_budget, device=loaded.device):
+        summed, tokens = 0.0, 0
+        for batch in micro_batches(samples, weight, total=total, token_budget=self._token_budget, device=loaded.device):
             logp_M = batch.logprobs(batch.logits(loaded.model))  # [M]
-            loss = -(batch.weight_M * logp_M).sum()
+            loss = -batch.mean(logp_M)
             backward(loss)
-            total += float(loss.detach())
+            summed += float(loss.detach())
             tokens += len(logp_M)
-        return total, learner.apply(), tokens
+        return summed, learner.apply(), tokens
 
     def _batch(self, update: int) -> list[Dialogue]:
         epoch, index = divmod(update, self._batches)
