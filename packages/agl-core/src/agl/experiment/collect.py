@@ -182,8 +182,10 @@ class Collector:
         self._agreement.report(episodes)
         return self._apply_policies(episodes)
 
-    async def pinned_before(self, task: Json, *, step: int, mode: Literal["train", "val", "test"]) -> dict[str, str]:
-        """The versions that an earlier, equal request ran ``task`` with as its first, empty if there was none.
+    async def pinned_before(
+        self, task: Json, *, step: int, mode: Literal["train", "val", "test"]
+    ) -> dict[str, str] | None:
+        """The versions that an earlier, equal request ran ``task`` with as its first, ``None`` if there is none.
 
         What is live may have changed since, and a rollout that exists keeps what it was pinned to.
         """
@@ -191,7 +193,7 @@ class Collector:
         try:
             found = await self._store.rollouts(RolloutQuery(ids=(wanted.rollout_id,)))
         except NotFoundError:
-            return {}
+            return None
         return found[0].resources
 
     def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:

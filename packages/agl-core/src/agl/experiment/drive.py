@@ -156,7 +156,8 @@ class Driver:
     async def validate(self, step: int) -> float | None:
         """Mean reward on the validation tasks with what is live now; a failed or unrewarded rollout counts 0.
 
-        Returns ``None`` when there are no validation tasks.
+        Returns ``None`` when there are no validation tasks, and for a step before the last whose rollouts are gone:
+        what was live then is no longer known.
         """
         plan = self.session.plan
         tasks = plan.val[: plan.config.experiment.validation_limit or None]
@@ -164,6 +165,8 @@ class Driver:
             return None
         collector = self.collector(VALIDATION, None)
         pinned = await collector.pinned_before(tasks[0], step=step, mode="val")
+        if pinned is None and step < self.state.turn:
+            return None
         collected = await collector(tasks, step=step, mode="val", resources=pinned)
         mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)

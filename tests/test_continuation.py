@@ -1,0 +1,247 @@
+"""A finished experiment that is given more steps: which algorithms go on, in which order, and what is refused."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agl
+from agl.contracts import RolloutQuery
+from agl.errors import ConfigError
+from agl.experiment.progress import Quiet
+from agl.experiment.state import load_experiment
+from agl.schemas import PromptTemplate
+from agl.stores.sqlite import SQLiteStore
+from agl_testing.plugins import PluginFolder
+
+PLUGIN = '''
+import agl
+from agl.contracts import StepReport
+from agl.schemas import PromptTemplate
+
+
+class Fixed:
+    """Appends its word to the prompt that it tunes, once per step; breaks at a step that was told."""
+
+    def __init__(self, *, steps, word, breaks_at=0):
+        self._steps, self._word, self._breaks_at, self._step = steps, word, breaks_at, 0
+
+    async def setup(self, context):
+        self._context = context
+
+    async def step(self):
+        context, self._step = self._context, self._step + 1
+        if self._step == self._breaks_at:
+            raise RuntimeError("stopped on purpose")
+        collected = await context.collect(context.train, step=self._step)
+        name = context.tunes[0]
+        text = context.current(name).resource.template + self._word
+        await context.publish(name, PromptTemplate(template=text), step=self._step)
+        is_finished = self._step >= self._steps
+        return StepReport(
+            step=self._step,
+            is_finished=is_finished,
+            trained=tuple(episode.rollout.rollout_id for episode in collected.episodes),
+            stop_reason=f"{self._step} steps done" if is_finished else "",
+        )
+
+    def state(self):
+        return {"step": self._step}
+
+    async def restore(self, state):
+        self._step = state["step"]
+
+    async def close(self):
+        pass
+
+
+class Longer(Fixed):
+    """One that can go on."""
+
+    def has_more(self, state, *, tasks, sources_go_on):
+        return state["step"] < self._steps
+
+
+@agl.hookimpl
+def agl_algorithms():
+    for name, factory in (("fixed", Fixed), ("longer", Longer)):
+        yield agl.AlgorithmEntry(name=name, factory=factory, tunes=("prompt_template",), needs_token_ids=False)
+'''
+
+
+def letters(task: str, prompt: PromptTemplate) -> float:
+    """The length of the prompt."""
+    del task
+    return float(len(prompt.template))
+
+
+@pytest.fixture
+def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """``fit(a=2, b=3, ...)`` runs an experiment of the algorithms ``a`` and ``b`` with so many steps on one prompt."""
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    agl_plugins.install(PLUGIN, name="learners")
+
+    def run(
+        *,
+        use: str = "longer",
+        resume: bool = False,
+        tunes: dict[str, str] | None = None,
+        breaks: dict[str, int] | None = None,
+        schedule: str = "sequential",
+        folder: str = "work",
+        **steps: int,
+    ) -> Any:
+        algorithms = [
+            agl.Algorithm(
+                use,
+                label=word,
+                tunes=(tunes or {}).get(word, "prompt"),
+                steps=count,
+                word=word,
+                breaks_at=(breaks or {}).get(word, 0),
+            )
+            for word, count in steps.items()
+        ]
+        names = {"prompt", *(tunes or {}).values()}
+        trainer = agl.Trainer(
+            name="small",
+            algorithm=algorithms,
+            initial_resources={name: PromptTemplate(template="") for name in names},
+            store=f"sqlite:///{tmp_path / folder}.db",
+            schedule=schedule,
+            folder=tmp_path,
+            workdir=str(tmp_path / folder),
+            progress=Quiet(),
+        )
+        return trainer.fit(letters, ["x"], ["y"], resume=resume)
+
+    return run
+
+
+def prompt_of(tmp_path: Path, version: str, folder: str = "work") -> str:
+    """What a version of the prompt says."""
+
+    async def look() -> str:
+        store = SQLiteStore(f"sqlite:///{tmp_path / folder}.db")
+        resource = (await store.resource("prompt", version)).resource
+        await store.close()
+        assert isinstance(resource, PromptTemplate)
+        return resource.template
+
+    return asyncio.run(look())
+
+
+def order_of(tmp_path: Path) -> str:
+    """Who took the steps, in order."""
+
+    async def look() -> str:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'work'}.db")
+        versions = [version for name in ("prompt", "other") for version in await store.resources(name)]
+        await store.close()
+        return "".join(version.algorithm for version in sorted(versions, key=lambda version: version.created_at))
+
+    return asyncio.run(look())
+
+
+def test_the_last_of_a_sequence_goes_on(fit: Callable[..., Any], tmp_path: Path) -> None:
+    first = fit(a=2, b=2)
+    result = fit(a=2, b=4, resume=True)
+
+    assert (0.0, 4.0, 0.0, 6.0) == (first.before, first.after, result.before, result.after)
+    assert {"a": 2, "b": 4} == result.steps
+    assert "aabbbb" == prompt_of(tmp_path, result.resources["prompt"])
+
+
+@pytest.mark.parametrize(("steps", "order"), [({"a": 4, "b": 4}, "abababab"), ({"a": 2, "b": 4}, "ababbb")])
+def test_algorithms_that_alternate_go_on_in_the_order_of_one_sitting(
+    steps: dict[str, int], order: str, fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    tunes = {"a": "prompt", "b": "other"}
+    fit(a=2, b=2, tunes=tunes, schedule="alternate")
+    result = fit(**steps, tunes=tunes, schedule="alternate", resume=True)
+
+    assert steps == result.steps
+    assert order == order_of(tmp_path)
+
+
+def test_concurrent_algorithms_go_on_and_train_nothing_twice(fit: Callable[..., Any], tmp_path: Path) -> None:
+    tunes = {"a": "prompt", "b": "other"}
+    fit(a=1, b=1, tunes=tunes, schedule="concurrent")
+    result = fit(a=3, b=2, tunes=tunes, schedule="concurrent", resume=True)
+
+    assert {"a": 3, "b": 2} == result.steps
+
+    async def look() -> list[str]:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'work'}.db")
+        rollouts = await store.rollouts(RolloutQuery(experiment="small", mode="train"))
+        await store.close()
+        return sorted(f"{rollout.metadata['algorithm']}{rollout.metadata['step']}" for rollout in rollouts)
+
+    assert ["a1", "a2", "a3", "b1", "b2"] == asyncio.run(look())
+
+
+def test_an_earlier_one_of_a_sequence_goes_on_where_nobody_trained_what_it_left(fit: Callable[..., Any]) -> None:
+    fit(a=1, b=1, tunes={"a": "prompt", "b": "other"})
+
+    assert {"a": 2, "b": 1} == fit(a=2, b=1, tunes={"a": "prompt", "b": "other"}, resume=True).steps
+
+
+def test_an_earlier_one_of_a_sequence_is_refused_where_a_later_one_trained_on(fit: Callable[..., Any]) -> None:
+    fit(a=1, b=1)
+
+    with pytest.raises(ConfigError, match=r"'a' asks for further steps on \['prompt'\], and 'b', which comes after it"):
+        fit(a=2, b=1, resume=True)
+
+
+def test_an_experiment_takes_a_new_algorithm_after_its_end(fit: Callable[..., Any], tmp_path: Path) -> None:
+    fit(a=1)
+    result = fit(a=1, b=2, resume=True)
+
+    assert "abb" == prompt_of(tmp_path, result.resources["prompt"])
+
+
+def test_an_experiment_that_asks_for_nothing_more_is_refused(fit: Callable[..., Any], tmp_path: Path) -> None:
+    fit(a=2)
+    with pytest.raises(ConfigError, match=r"is finished \(a: 2 steps done\) and its file asks for nothing more"):
+        fit(a=2, resume=True)
+    with pytest.raises(ConfigError, match=r"nothing more.* --fresh"):
+        fit(a=1, resume=True)
+    fit(a=2, use="fixed", folder="other")
+    with pytest.raises(ConfigError, match="a cannot be continued after the end"):
+        fit(a=3, use="fixed", folder="other", resume=True)
+
+    async def look() -> str:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'work'}.db")
+        state = await load_experiment(store, "small")
+        await store.close()
+        return "" if state is None else state.status
+
+    assert "finished" == asyncio.run(look())
+
+
+def test_a_continued_run_that_stops_can_be_resumed_like_any_other(fit: Callable[..., Any], tmp_path: Path) -> None:
+    fit(a=1)
+    with pytest.raises(RuntimeError, match="stopped on purpose"):
+        fit(a=4, breaks={"a": 3}, resume=True)
+    result = fit(a=4, resume=True)
+
+    assert "aaaa" == prompt_of(tmp_path, result.resources["prompt"])
+
+
+def test_the_reward_before_is_not_made_up_where_its_rollouts_were_removed(
+    fit: Callable[..., Any], tmp_path: Path
+) -> None:
+    fit(a=1)
+
+    async def remove() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'work'}.db")
+        found = await store.rollouts(RolloutQuery(experiment="small"))
+        await store.delete([rollout.rollout_id for rollout in found])
+        await store.close()
+
+    asyncio.run(remove())
+    result = fit(a=2, resume=True)
+
+    assert (None, 2.0) == (result.before, result.after)
