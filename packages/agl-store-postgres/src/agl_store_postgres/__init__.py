@@ -1,0 +1,1 @@
+"""The stores ``postgresql://`` and ``postgres://``: one PostgreSQL schema, for many machines at once."""

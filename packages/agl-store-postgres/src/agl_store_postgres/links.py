@@ -1,0 +1,107 @@
+"""Connections: how one is opened, and how it is opened again, for a limited time, after the server went away."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import psycopg
+from psycopg import sql
+
+from agl.errors import StoreError
+from agl_store_postgres.faults import explain, is_passing
+from agl_store_postgres.urls import Target
+
+Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
+
+START_WAIT_S = 4.0
+"""How long to wait for a server that never answered."""
+
+RESTART_WAIT_S = 30.0
+"""How long to wait for a server that did answer, and may be starting again."""
+
+_DELAYS_S = (0.05, 0.2, 0.5, 1.0)
+
+_SETTINGS: dict[str, str] = {
+    "lock_timeout": "30s",
+    "idle_in_transaction_session_timeout": "30s",  # a machine that froze in mid-transaction holds up no other
+    "jit": "off",
+    # Every statement goes through an index; tables that grew since they were analysed must not mislead the planner.
+    "enable_seqscan": "off",
+    "enable_hashjoin": "off",
+    "enable_mergejoin": "off",
+}
+
+
+def connect(target: Target) -> Connection:
+    """A connection that sees the store's schema and commits durably; raises what psycopg raises."""
+    connection = psycopg.connect(target.conninfo, autocommit=True)
+    try:
+        settings = {"search_path": sql.Identifier(target.schema).as_string(connection), **_SETTINGS}
+        if connection.execute("SHOW synchronous_commit").fetchone() == ("off",):
+            settings["synchronous_commit"] = "on"
+        names, values = list(settings), list(settings.values())
+        connection.execute(
+            "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS s(name, value)",
+            (names, values),
+        )
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class Link:
+    """One connection for one thread, opened when it is needed.
+
+    Args:
+        stopping: Set when the store is closed; nobody waits for a server then.
+    """
+
+    def __init__(self, target: Target, *, stopping: threading.Event, connection: Connection | None = None) -> None:
+        self._target = target
+        self._stopping = stopping
+        self._connection = connection
+        self._has_answered = connection is not None
+
+    @property
+    def current(self) -> Connection | None:
+        """The connection as it stands; ``None`` when there is none."""
+        return self._connection
+
+    def open(self) -> Connection:
+        """The connection, opened if need be; raises :class:`StoreError` when the server cannot be reached in time."""
+        if self._connection is None or self._connection.closed:
+            limit_s = RESTART_WAIT_S if self._has_answered else START_WAIT_S
+            self._connection = wait_for(lambda: connect(self._target), self._target, self._stopping, limit_s)
+            self._has_answered = True
+        return self._connection
+
+    def drop(self) -> None:
+        """Close the connection; the next :meth:`open` makes another one."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def wait_for(
+    make: Callable[[], Connection], target: Target, stopping: threading.Event | None, limit_s: float
+) -> Connection:
+    """What ``make`` gives as soon as the server can be reached; errors that waiting cannot heal are raised at once."""
+    stopping = stopping or threading.Event()
+    end = time.monotonic() + limit_s
+    delays = iter(_DELAYS_S)
+    while True:
+        try:
+            return make()
+        except psycopg.Error as error:
+            if not is_passing(error) or time.monotonic() > end or stopping.wait(next(delays, _DELAYS_S[-1])):
+                raise explain(error, target.shown) from error
+
+
+def closed_here(target: Target) -> StoreError:
+    """The error in a process that inherited the store by a fork."""
+    return StoreError(
+        f"the store {target.shown} was opened in another process; open it again in this one: its connections and "
+        "threads do not survive a fork"
+    )

@@ -1,0 +1,232 @@
+"""The first half of a transaction: lock what its operations need and read it, in one round trip.
+
+PostgreSQL takes a fresh snapshot for every statement, so what a statement reads after the locks were taken is what is
+there as long as they are held. Rollouts are locked in order of their number, before anything else of theirs is read.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from agl import codec
+from agl.ids import rollout_id_of
+from agl.schemas import Attempt, ResourceVersion, Rollout, Span
+from agl.stores.keys import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
+from agl_store_postgres.links import Connection
+
+Rows: TypeAlias = Iterable[Row]
+
+BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
+NOW = b"extract(epoch FROM clock_timestamp())::float8"
+
+_CLOCK = b"SELECT " + NOW + b", (SELECT min(deadline) FROM attempts WHERE status = 'running')"
+_LOCK_CLAIMS = b"SELECT pg_advisory_xact_lock(hashtextextended(id, 1)) FROM unnest(%s::text[]) AS c(id)"
+_LOCK_ROLLOUTS = f"SELECT {ROLLOUT} FROM rollouts r WHERE rollout_id = ANY(%s::text[]) ORDER BY seq FOR UPDATE".encode()
+_CURRENT = b"SELECT a.data FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.rollout_id = ANY(%s::text[])"
+_NAMED = (
+    b"SELECT a.data FROM unnest(%s::text[], %s::int[]) AS w(rollout_id, number) "
+    b"JOIN rollouts r ON r.rollout_id = w.rollout_id "
+    + f"JOIN attempts a ON a.id = (r.seq << {ATTEMPT_BITS} | w.number)".encode()
+)
+_CLAIMED = (
+    f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
+    "WHERE a.status = 'running' AND a.claim_id = ANY(%s::text[]) ORDER BY a.id"
+).encode()
+_LAST = (
+    f"SELECT w.key, (SELECT max(s.sequence) FROM spans s WHERE s.attempt = w.key) FROM ("
+    f"SELECT r.seq << {ATTEMPT_BITS} | w.number AS key FROM unnest(%s::text[], %s::int[]) AS w(rollout_id, number) "
+    "JOIN rollouts r ON r.rollout_id = w.rollout_id) AS w"
+).encode()
+_KEPT = (
+    b"SELECT s.attempt, s.span_id FROM unnest(%s::text[], %s::int[], %s::text[]) AS w(rollout_id, number, span_id) "
+    b"JOIN rollouts r ON r.rollout_id = w.rollout_id "
+    + f"JOIN spans s ON s.attempt = (r.seq << {ATTEMPT_BITS} | w.number) AND s.span_id = w.span_id".encode()
+)
+_QUEUE = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' ORDER BY seq LIMIT %s FOR UPDATE SKIP LOCKED"
+_QUEUE_ALL = _QUEUE.encode()
+_QUEUE_OF = _QUEUE.replace("ORDER", "AND experiment = %s ORDER").encode()
+_NUMBERS = b"SELECT nextval(pg_get_serial_sequence('rollouts', 'seq')) FROM generate_series(1, %s)"
+_LOCK_LAPSED = (
+    f"SELECT {ROLLOUT} FROM rollouts r WHERE seq = ANY(ARRAY(SELECT id >> {ATTEMPT_BITS} FROM attempts "
+    "WHERE status = 'running' AND deadline <= %s ORDER BY deadline LIMIT 1000)) ORDER BY seq FOR UPDATE SKIP LOCKED"
+).encode()
+_LAPSED = (
+    b"SELECT a.data FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.seq = ANY(%s::bigint[]) "
+    b"AND a.status = 'running' AND a.deadline <= %s ORDER BY a.deadline, a.id"
+)
+_VERSIONS = (
+    b"SELECT v.data FROM unnest(%s::text[], %s::text[]) AS w(name, version) "
+    b"JOIN versions v ON v.name = w.name AND v.version = w.version"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an operation will ask for.
+
+    Attributes:
+        rollout_ids: Rollouts, with their running or deciding attempts.
+        attempt_ids: Attempts, with their rollouts.
+        spans: Spans to be appended.
+        new: Rollouts that may be added.
+        queue: The experiment, or ``None`` for all, and how many of its oldest queued rollouts.
+        claim_ids: Claims whose running attempts are asked for.
+        versions: Resource versions by name and version.
+    """
+
+    rollout_ids: Sequence[str] = ()
+    attempt_ids: Sequence[str] = ()
+    spans: Sequence[Span] = ()
+    new: int = 0
+    queue: tuple[str | None, int] | None = None
+    claim_ids: Sequence[str] = ()
+    versions: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(kw_only=True)
+class Loaded:
+    """What was locked and read.
+
+    Attributes:
+        now: The server's clock, in Unix seconds; leases and time limits follow it.
+        next_deadline: When the next running attempt lapses; infinity when none runs.
+        seqs: The numbers of the rollouts that were read.
+        last: The last sequence of each attempt to append to, by the attempt's number.
+        kept: Spans to be appended that are there already, by the attempt's number and the span's id.
+        queues: The oldest queued rollouts of each experiment that was asked for.
+        numbers: Fresh numbers for rollouts to be added.
+    """
+
+    now: float = 0.0
+    next_deadline: float = math.inf
+    rollouts: dict[str, Rollout] = field(default_factory=dict[str, Rollout])
+    seqs: dict[str, int] = field(default_factory=dict[str, int])
+    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    last: dict[int, int] = field(default_factory=dict[int, int])
+    kept: set[tuple[int, str]] = field(default_factory=set[tuple[int, str]])
+    queues: dict[str | None, list[str]] = field(default_factory=dict[str | None, list[str]])
+    numbers: list[int] = field(default_factory=list[int])
+    versions: dict[tuple[str, str], ResourceVersion] = field(default_factory=dict[tuple[str, str], ResourceVersion])
+
+    def put_rollout(self, row: Row) -> str:
+        """Keep a rollout as it was read last; returns its id."""
+        rollout = read_rollout(row)
+        self.rollouts[rollout.rollout_id] = rollout
+        self.seqs[rollout.rollout_id] = row[0]
+        return rollout.rollout_id
+
+    def put_attempt(self, data: bytes) -> None:
+        """Keep an attempt."""
+        attempt = codec.decode(data, Attempt)
+        self.attempts[attempt.attempt_id] = attempt
+
+
+class _Ask:
+    """Sends statements; what each one gives is read when all were sent."""
+
+    def __init__(self, db: Connection) -> None:
+        self._db = db
+        self._cursors: dict[str, list[Any]] = {}
+
+    def send(self, name: str, query: bytes, *params: Any) -> None:
+        cursor = self._db.execute(query, params, binary=True)
+        self._cursors.setdefault(name, []).append(cursor)
+
+    def rows(self, name: str) -> list[Row]:
+        return [row for cursor in self._cursors.get(name, ()) for row in cursor.fetchall()]
+
+
+def begin(db: Connection, needs: Sequence[Needs]) -> Loaded:
+    """Begin a transaction with everything that these operations need; raises what psycopg raises."""
+    ask = _Ask(db)
+    queues = _queues(needs)
+    with db.pipeline():
+        db.execute(BEGIN)
+        ask.send("clock", _CLOCK)
+        _ask_for_rollouts(ask, needs)
+        _ask_for_spans(ask, [span for need in needs for span in need.spans])
+        for experiment, limit in queues.items():
+            query, params = (_QUEUE_ALL, (limit,)) if experiment is None else (_QUEUE_OF, (experiment, limit))
+            ask.send(f"queue {experiment!r}", query, *params)
+        _ask_for_versions(ask, needs)
+        if new := sum(need.new for need in needs):
+            ask.send("numbers", _NUMBERS, new)
+    return _read(ask, queues)
+
+
+def begin_lapsed(db: Connection) -> tuple[Loaded, list[str]]:
+    """Begin a transaction on overdue attempts that nobody else decides; their ids come longest overdue first."""
+    db.execute(BEGIN)
+    ((now, _),) = db.execute(_CLOCK, binary=True).fetchall()
+    loaded = Loaded(now=now)
+    for row in db.execute(_LOCK_LAPSED, (now,), binary=True).fetchall():
+        loaded.put_rollout(row)
+    for (data,) in db.execute(_LAPSED, (list(loaded.seqs.values()), now), binary=True).fetchall():
+        loaded.put_attempt(data)
+    return loaded, list(loaded.attempts)
+
+
+def _ask_for_rollouts(ask: _Ask, needs: Sequence[Needs]) -> None:
+    claim_ids = sorted({claim_id for need in needs for claim_id in need.claim_ids})
+    if claim_ids:
+        ask.send("none", _LOCK_CLAIMS, claim_ids)
+        ask.send("claimed", _CLAIMED, claim_ids)
+    whole = {rollout_id for need in needs for rollout_id in need.rollout_ids}
+    named = {attempt_id for need in needs for attempt_id in need.attempt_ids}
+    named |= {span.attempt_id for need in needs for span in need.spans if span.attempt_id}
+    locked = whole | {rollout_id_of(attempt_id) for attempt_id in named}
+    locked |= {span.rollout_id for need in needs for span in need.spans}
+    if locked:
+        ask.send("rollouts", _LOCK_ROLLOUTS, list(locked))
+    if whole:
+        ask.send("attempts", _CURRENT, list(whole))
+    if named:
+        ids = list(named)
+        ask.send("attempts", _NAMED, [rollout_id_of(each) for each in ids], [number_of(each) for each in ids])
+
+
+def _ask_for_spans(ask: _Ask, spans: Sequence[Span]) -> None:
+    if not spans:
+        return
+    where = [(span.rollout_id, number_of(span.attempt_id) if span.attempt_id else 0) for span in spans]
+    targets = list(dict.fromkeys(where))
+    ask.send("last", _LAST, [each[0] for each in targets], [each[1] for each in targets])
+    ask.send("kept", _KEPT, [at[0] for at in where], [at[1] for at in where], [span.span_id for span in spans])
+
+
+def _ask_for_versions(ask: _Ask, needs: Sequence[Needs]) -> None:
+    versions = [version for need in needs for version in need.versions]
+    if versions:
+        ask.send("versions", _VERSIONS, [name for name, _ in versions], [version for _, version in versions])
+
+
+def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
+    """How many queued rollouts are asked for, by experiment."""
+    queues: dict[str | None, int] = {}
+    for need in needs:
+        if need.queue is not None:
+            experiment, limit = need.queue
+            queues[experiment] = queues.get(experiment, 0) + limit
+    return queues
+
+
+def _read(ask: _Ask, queues: Iterable[str | None]) -> Loaded:
+    ((now, deadline),) = ask.rows("clock")
+    loaded = Loaded(now=now, next_deadline=math.inf if deadline is None else deadline)
+    for row in ask.rows("claimed"):
+        loaded.put_rollout(row[:-1])
+        loaded.put_attempt(row[-1])
+    for row in ask.rows("rollouts"):  # after the others: these are locked
+        loaded.put_rollout(row)
+    for (data,) in ask.rows("attempts"):
+        loaded.put_attempt(data)
+    loaded.last = {key: last or 0 for key, last in ask.rows("last")}
+    loaded.kept = {(attempt, span_id) for attempt, span_id in ask.rows("kept")}
+    for experiment in queues:
+        loaded.queues[experiment] = [loaded.put_rollout(row) for row in ask.rows(f"queue {experiment!r}")]
+    loaded.numbers = [number for (number,) in ask.rows("numbers")]
+    for (data,) in ask.rows("versions"):
+        version = codec.decode(data, ResourceVersion)
+        loaded.versions[version.name, version.version] = version
+    return loaded

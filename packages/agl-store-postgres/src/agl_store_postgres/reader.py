@@ -1,0 +1,150 @@
+"""Threads that read: what waits together is read in one transaction, on a snapshot, and answered in one go."""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias, TypeVar
+
+import psycopg
+
+from agl.stores.jobs import Job, answer, new_job
+from agl_store_postgres.faults import explain, is_lost
+from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link, closed_here
+from agl_store_postgres.loading import NOW
+from agl_store_postgres.urls import Target
+
+MAX_BATCH = 64
+"""Reads in one transaction at most."""
+
+T = TypeVar("T")
+Look: TypeAlias = Callable[[Connection], T]
+_Read: TypeAlias = Job[Look[Any]]
+
+_BEGIN = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+_IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'running') <= " + NOW
+
+
+class OverdueError(Exception):
+    """An attempt's deadline has come and is not decided; the read did not take place."""
+
+
+class Reader:
+    """Runs reads on connections of its own, one for each of its threads, opened when they are needed."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._pid = os.getpid()
+        self._stopping = threading.Event()
+        self._executor = ThreadPoolExecutor(target.readers, thread_name_prefix="agl-postgres-reader")
+        self._waiting: deque[_Read] = deque()
+        self._lock = threading.Lock()
+        self._is_called = False
+        self._local = threading.local()
+        self._links: list[Link] = []
+
+    async def run(self, look: Look[T], *, is_checked: bool = True) -> T:
+        """What ``look`` finds; raises :class:`OverdueError` when the writer has to decide an attempt first.
+
+        With ``is_checked`` false the read takes place whatever is overdue.
+        """
+        if os.getpid() != self._pid:
+            raise closed_here(self._target)
+        read, future = new_job(look if is_checked else _Unchecked(look))
+        with self._lock:
+            if not self._is_called:
+                self._executor.submit(self._work)
+                self._is_called = True
+            self._waiting.append(read)
+        return await future
+
+    def close(self) -> None:
+        """Finish what waits and close the connections. Blocks; safe to call twice."""
+        self._stopping.set()
+        self._executor.shutdown(wait=True)
+        while self._links:
+            self._links.pop().drop()
+
+    def _work(self) -> None:
+        """Runs in a thread until nothing waits; whoever comes while it reads calls another one."""
+        while batch := self._take():
+            self._look(batch)
+            answer(batch, take_back=_nothing)
+
+    def _take(self) -> list[_Read]:
+        with self._lock:
+            self._is_called = False
+            return [self._waiting.popleft() for _ in range(min(MAX_BATCH, len(self._waiting)))]
+
+    def _look(self, batch: Sequence[_Read]) -> None:
+        """Read together, or each by itself when together they fail."""
+        try:
+            self._patiently(batch)
+        except Exception as error:  # noqa: BLE001  # each caller hears of it
+            is_shared = len(batch) > 1 and isinstance(error, psycopg.Error)
+            for read in batch:
+                if is_shared:
+                    self._look([read])
+                else:
+                    read.error = explain(error, self._target.shown) if isinstance(error, psycopg.Error) else error
+
+    def _patiently(self, batch: Sequence[_Read]) -> None:
+        """Read, again on a new connection while the server is away."""
+        link = self._link()
+        end = time.monotonic() + RESTART_WAIT_S
+        while True:
+            db = link.open()
+            try:
+                _read_all(db, batch)
+                return
+            except psycopg.Error as error:
+                if not is_lost(error, db):
+                    db.execute(b"ROLLBACK")
+                    raise
+                link.drop()
+                if time.monotonic() > end:
+                    raise
+
+    def _link(self) -> Link:
+        link: Link | None = getattr(self._local, "link", None)
+        if link is None:
+            link = self._local.link = Link(self._target, stopping=self._stopping)
+            self._links.append(link)
+        return link
+
+
+class _Unchecked:
+    """A read that takes place whatever is overdue."""
+
+    def __init__(self, look: Look[Any]) -> None:
+        self._look = look
+
+    def __call__(self, db: Connection) -> Any:
+        return self._look(db)
+
+
+def _read_all(db: Connection, batch: Sequence[_Read]) -> None:
+    with db.pipeline():
+        db.execute(_BEGIN)
+        cursor = db.execute(_IS_OVERDUE)
+    is_overdue = cursor.fetchone() == (True,)
+    for read in batch:
+        read.error = OverdueError() if is_overdue and not isinstance(read.work, _Unchecked) else None
+        if read.error is None:
+            _one(db, read)
+    db.execute(b"COMMIT")
+
+
+def _one(db: Connection, read: _Read) -> None:
+    try:
+        read.answer = read.work(db)
+    except psycopg.Error:
+        raise
+    except Exception as error:  # noqa: BLE001  # a read's failure is its own caller's and harms no other
+        read.error = error
+
+
+def _nothing(_: _Read) -> None:
+    """A read whose caller went away has changed nothing."""

@@ -1,0 +1,143 @@
+"""The one thread of a store object that listens: it wakes whoever waits, and has overdue attempts decided in time."""
+
+import logging
+import math
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import psycopg
+from psycopg import sql
+
+from agl.errors import StoreError
+from agl.stores.bell import Bell
+from agl_store_postgres.links import Connection, Link
+from agl_store_postgres.loading import NOW
+from agl_store_postgres.urls import Target
+from agl_store_postgres.writing import channel_of, read_message
+
+LOOK_S = 2.0
+"""How often those that wait look without having been woken: a claim skips what another one has locked, and hears
+nothing when that one's machine dies before it commits."""
+
+_CLOCK = b"SELECT " + NOW + b", (SELECT min(deadline) FROM attempts WHERE status = 'running')"
+_RETRY_S = 1.0
+_PAUSE_S = 0.05
+"""Between two looks at attempts that are overdue and that another machine is deciding."""
+
+_logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """Listens while somebody waits, or has waited before.
+
+    Attributes:
+        queue_bell: Rings when a rollout was queued.
+        feed_bell: Rings when the change feed grew.
+    """
+
+    def __init__(self, target: Target, *, feed: int, expire: Callable[[], object]) -> None:
+        self._target = target
+        self._feed = feed
+        self._expire = expire
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._wake, self._woken = socket.socketpair()
+        self._deadline = math.inf
+        self._heard: list[str] = []
+        self.queue_bell = Bell()
+        self.feed_bell = Bell()
+
+    def start(self) -> None:
+        """Begin to listen, unless it does; everybody is woken once it listens."""
+        with self._lock:
+            if self._thread is None and not self._stopping.is_set():
+                self._thread = threading.Thread(target=self._run, name="agl-postgres-watch", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and wake everybody. Blocks; safe to call twice."""
+        with self._lock:
+            if not self._stopping.is_set():
+                self._stopping.set()
+                self._wake.send(b"x")
+        if self._thread is not None:
+            self._thread.join()
+        self._wake.close()
+        self._woken.close()
+        self._ring_all()
+
+    def _run(self) -> None:
+        link = Link(self._target, stopping=self._stopping)
+        has_warned = False
+        while not self._stopping.is_set():
+            try:
+                self._listen(link.open())
+            except (psycopg.Error, StoreError):
+                if not has_warned and not self._stopping.is_set():
+                    _logger.warning("nobody hears of changes in %s until it answers", self._target.shown, exc_info=True)
+                has_warned = True
+                self._stopping.wait(_RETRY_S)
+                self._ring_all()  # who waits learns from its own next look that the server is away
+            link.drop()
+
+    def _listen(self, db: Connection) -> None:
+        db.add_notify_handler(self._hear)
+        db.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of(self._feed))))
+        self._look(db)
+        self._ring_all()
+        looked_at = time.monotonic()
+        while not self._stopping.is_set():
+            self._pause(db, LOOK_S - (time.monotonic() - looked_at))
+            self._take_messages(db)
+            is_due = self._deadline <= time.monotonic()
+            if is_due:
+                self._expire()
+            if is_due or time.monotonic() - looked_at >= LOOK_S:
+                self._look(db)
+                looked_at = time.monotonic()
+                if not is_due:
+                    self.queue_bell.ring()
+
+    def _pause(self, db: Connection, limit_s: float) -> None:
+        wait_s = max(0.0, min(limit_s, self._deadline - time.monotonic()))
+        if not self._heard:
+            select.select([db.fileno(), self._woken], [], [], wait_s)
+
+    def _take_messages(self, db: Connection) -> None:
+        """Read the messages that came while this thread slept; those that come with an answer go to :meth:`_hear`."""
+        db.pgconn.consume_input()
+        while (notify := db.pgconn.notifies()) is not None:
+            self._heard.append(notify.extra.decode())
+        heard, self._heard = self._heard, []
+        messages = [read_message(message) for message in heard]
+        for _, _, soonest in messages:
+            self._note(soonest)
+        if any(has_queued for has_queued, _, _ in messages):
+            self.queue_bell.ring()
+        if any(has_grown for _, has_grown, _ in messages):
+            self.feed_bell.ring()
+
+    def _hear(self, notify: psycopg.Notify) -> None:
+        self._heard.append(notify.payload)
+
+    def _look(self, db: Connection) -> None:
+        """Read the server's clock and the next deadline."""
+        row = db.execute(_CLOCK).fetchone()
+        assert row is not None  # noqa: S101 - a SELECT without FROM gives one row
+        now, deadline = row
+        self._offset = time.monotonic() - now
+        self._deadline = math.inf
+        if deadline is not None:
+            self._note(max(deadline, now + _PAUSE_S))
+
+    def _note(self, deadline: float) -> None:
+        """A deadline on the server's clock; kept on this machine's, which never jumps."""
+        self._deadline = min(self._deadline, deadline + self._offset)
+
+    def _ring_all(self) -> None:
+        self.queue_bell.ring()
+        self.feed_bell.ring()

