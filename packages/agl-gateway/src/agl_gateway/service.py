@@ -40,16 +40,16 @@ class Settings:
         timeout_s: Seconds of silence after which a backend counts as gone.
         connect_timeout_s: Seconds to make a connection to a backend.
         max_body: Largest request in bytes.
-    """
         conversation_idle_s: Seconds without a call after which a conversation is over.
+    """
 
     host: str = "127.0.0.1"
     port: int = 0
     timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
     max_body: int = 64 * 1024 * 1024
-
     conversation_idle_s: float = 1800.0
+
 
 class GatewayService:
     """Everything that one gateway runs. Construct and use it in one event loop.
@@ -81,9 +81,9 @@ class GatewayService:
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate)
-        self.attempts = RunningAttempts(store)
         self._conversations = self._converse() if self._splitter is not None or client_key else None
         self._ends = self._conversations and ConversationEnds(self._conversations, idle_s=settings.conversation_idle_s)
+        self.attempts = RunningAttempts(store)
         self._feed = Feed(
             store,
             on_changes=[part.on_changes for part in (*self._remembering(), self._queue)],
@@ -119,9 +119,9 @@ class GatewayService:
         cursor = await self.store.cursor()
         await self._queue.load()
         await self._feed.start(cursor)
-        self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         if self._ends is not None:
             self._ends.start()
+        self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._settings.host, self._settings.port, backlog=1024).start()
@@ -139,9 +139,9 @@ class GatewayService:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        await self.recorder.stop()
         if self._ends is not None:
             await self._ends.stop()
+        await self.recorder.stop()
         await self._feed.stop()
         await self.session.close()
 
@@ -176,6 +176,10 @@ class GatewayService:
     def _conversation_routes(self) -> dict[str, Handle]:
         if self._conversations is None:
             return {}
+        ends = ConversationsApi(conversations=self._conversations, identities=self.identities)
+        routes: dict[str, Handle] = {f"POST {END}": ends.end}
+        if self._splitter is None:
+            return routes
         api = SplitApi(
             store=self.store, splitter=self._splitter, conversations=self._conversations, identities=self.identities
         )
@@ -189,10 +193,6 @@ class GatewayService:
             settle=self.recorder.settle,
             idle_s=self._settings.conversation_idle_s,
         )
-        ends = ConversationsApi(conversations=self._conversations, identities=self.identities)
-        routes: dict[str, Handle] = {f"POST {END}": ends.end}
-        if self._splitter is None:
-            return routes
 
     async def _check_split(self) -> None:
         if self._splitter is None or self._arms is None:
