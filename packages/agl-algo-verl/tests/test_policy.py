@@ -15,7 +15,7 @@ from aiohttp import web
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.relay import in_order
+from agl_algo_verl.relay import in_order, told
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -28,6 +28,8 @@ class Replica:
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
         self.address = ""
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -35,9 +37,11 @@ class Replica:
         if body.get("stream"):
             response = web.StreamResponse(headers={"content-type": "text/event-stream"})
             await response.prepare(request)
-            for part in ("data: 1\n\n", "data: [DONE]\n\n"):
+            for part in body.get("parts", ("data: 1\n\n", "data: [DONE]\n\n")):
                 await response.write(part.encode())
+                await asyncio.sleep(0)
             return response
+        await self.goes_on.wait()
         return web.json_response({"model": body["model"], "address": self.address})
 
 
@@ -99,6 +103,60 @@ def test_streams_are_passed_on() -> None:
         async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
             await policy.attach([found[0].address])
             assert "data: 1\n\ndata: [DONE]\n\n" == await call(llm, "hi", stream=True)
+
+    asyncio.run(body())
+
+
+def test_answers_say_which_weights_gave_them_unless_the_replica_says_it() -> None:
+    parts = ['data: {"id"', ': 1}\n\ndata: {"id": 2}\n\n', "data: [DONE]\n\n"]
+
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address], version="global_step_4")
+            assert "global_step_4" == (await call(llm, "hi"))["model_version"]
+            events = (await call(llm, "hi", stream=True, parts=parts)).split("\n\n")
+            assert {"id": 1, "model_version": "global_step_4"} == json.loads(events[0].removeprefix("data: "))
+            assert ['data: {"id": 2}', "data: [DONE]", ""] == events[1:]
+
+    asyncio.run(body())
+    own = b'{"weight_versions": []}'
+    assert (own, b"x", b"[1]") == (told(own, "v"), told(b"x", "v"), told(b"[1]", "v"))
+
+
+def test_calls_are_held_while_weights_change_and_those_under_way_end_before() -> None:
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address], version="global_step_0")
+            found[0].goes_on.clear()
+            first = asyncio.create_task(call(llm, "one"))
+            while not found[0].seen:
+                await asyncio.sleep(0.01)
+            holding = asyncio.create_task(policy.hold())
+            await asyncio.sleep(0.05)
+            assert not holding.done()
+            found[0].goes_on.set()
+            assert "global_step_0" == (await first)["model_version"]
+            await holding
+            second = asyncio.create_task(call(llm, "two"))
+            await asyncio.sleep(0.1)
+            assert 1 == len(found[0].seen)
+            await policy.attach([found[0].address], version="global_step_1")
+            assert "global_step_1" == (await second)["model_version"]
+
+    asyncio.run(body())
+
+
+def test_a_call_whose_client_left_keeps_nobody_waiting() -> None:
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address])
+            found[0].goes_on.clear()
+            left = asyncio.create_task(call(llm, "one"))
+            while not found[0].seen:
+                await asyncio.sleep(0.01)
+            left.cancel()
+            await asyncio.wait_for(policy.hold(), 10)
+            found[0].goes_on.set()
 
     asyncio.run(body())
 

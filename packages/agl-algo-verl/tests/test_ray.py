@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,9 @@ pytest.importorskip("openai", reason="needs openai, which the example's agent ca
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from agl.schemas import Episode
+    from agl_testing.conformance.bench import RolloutOrder
 
 CALC = Path(__file__).parents[3] / "examples" / "calc"
 PATIENCE_S = 900
@@ -115,42 +119,80 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
     assert any(not torch.equal(tensor, start[name]) for name, tensor in trained.items())
 
 
-def one_step(folder: Path, model_dir: Path, **keys: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """What a step reports and the weights after it, with rollouts of two rows each."""
+class Slow(World):
+    """A world whose groups from the third on last until the first step is over, with the weights at the start."""
+
+    def __init__(self, start: Path, **options: Any) -> None:
+        super().__init__(**options)
+        self.goes_on = asyncio.Event()
+        self._start = Weights(uri=str(start))
+
+    async def play_slowly(self, order: RolloutOrder) -> Episode:
+        if int(order.rollout.rollout_id.split("group")[1].split("-")[0]) >= 2:
+            await self.goes_on.wait()
+        return self.play(replace(order, resources={"llm": self._start}))
+
+
+def train(
+    folder: Path, model_dir: Path, *, engine: str, steps: int, **keys: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """What steps report and the weights after them, with rollouts of two rows each."""
+    world = Slow(model_dir, rows=2)
+    asks_ahead = "trainer.v1.trainer_mode" in keys
+    keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
     scenario = AlgorithmScenario(
-        make=lambda: make(threads=1, **config(**{"trainer.total_training_steps": 1, **keys}), **engine),
-        play=World(rows=2).play,
+        make=lambda: make(engine=engine, threads=1, **config(**keys)),
+        play=world.play_slowly if asks_ahead else world.play,
         tunes=("llm",),
         policies=lambda _: {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)},
     )
-    engine = {"engine": "ray" if "rollout.name" in keys else "inproc"}
 
-    async def body() -> tuple[dict[str, float], Weights]:
+    async def body() -> tuple[list[dict[str, float]], Weights]:
         async with AlgorithmBench(scenario, folder) as bench:
             algorithm = scenario.make()
+            found: list[dict[str, float]] = []
             try:
                 await algorithm.setup(bench.context())
-                report = await algorithm.step()
+                for _ in range(steps):
+                    found.append(dict((await algorithm.step()).metrics))
+                    world.goes_on.set()
             finally:
                 await algorithm.close()
             weights = bench.published[-1].resource
             assert isinstance(weights, Weights)
-            return dict(report.metrics), weights
+            return found, weights
 
     metrics, weights = asyncio.run(body())
     return metrics, dict(AutoModelForCausalLM.from_pretrained(weights.uri).state_dict())
 
 
-def test_a_step_on_ray_is_the_step_in_one_process(model_dir: Path, tmp_path: Path) -> None:
-    keys = {"actor.loss_agg_mode": "seq-mean-token-mean"}  # the mode in which VERL counts rows and agl rollouts
-    here, expected = one_step(tmp_path / "inproc", model_dir, **keys)
-    there, found = one_step(tmp_path / "ray", model_dir, **keys, **{"rollout.name": "agl_hf"})
-    assert [] == [p for p in psutil.Process().children(recursive=True) if "ray" in " ".join(p.cmdline())]
-    assert (16.0, 8.0) == (there["rows"], there["rollouts"])
-    assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4)
-    assert here["loss"] == pytest.approx(there["loss"], abs=1e-6)
-    start = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
-    # Adam's first step has the sign of each gradient, and where that is rounding only, the order of rows decides it.
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, start: Path) -> float:
+    """How far two trained models are apart, relative to how far training moved them.
+
+    Adam's first step has the sign of each gradient, and where that is rounding only, the order of rows decides it.
+    """
+    origin = AutoModelForCausalLM.from_pretrained(start).state_dict()
     wrong = sum(float((found[name] - tensor).square().sum()) for name, tensor in expected.items())
-    moved = sum(float((tensor - start[name]).square().sum()) for name, tensor in expected.items())
-    assert (wrong / moved) ** 0.5 < 0.05
+    moved = sum(float((tensor - origin[name]).square().sum()) for name, tensor in expected.items())
+    return (wrong / moved) ** 0.5
+
+
+def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwhile(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "actor.loss_agg_mode": "seq-mean-token-mean",  # the mode in which VERL counts rows and agl rollouts
+        "algorithm.rollout_correction.rollout_is": "token",
+        "trainer.v1.trainer_mode": "colocate_async",
+        "trainer.v1.sampler.max_off_policy_strategy": "wait",
+    }
+    here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, **keys)
+    there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)
+    assert [] == [p for p in psutil.Process().children(recursive=True) if "ray" in " ".join(p.cmdline())]
+    assert [(16.0, 8.0)] * 2 == [(step["rows"], step["rollouts"]) for step in there]
+    assert [(0.0, 2.0), (1.0, 0.0)] == [(step["staleness"], step["groups_carried"]) for step in there]
+    assert there[0]["probability_gap"] < 1e-5 < there[1]["probability_gap"]
+    for mine, its in zip(here, there, strict=True):
+        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
+        assert mine["loss"] == pytest.approx(its["loss"], abs=1e-5)
+    assert difference(found, expected, start=model_dir) < 0.05

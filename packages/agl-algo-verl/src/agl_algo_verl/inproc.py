@@ -29,7 +29,7 @@ from agl.schemas import Weights
 from agl_algo_verl.learning import Learner
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.settings import read_settings
-from agl_algo_verl.supply import Supply, task_at
+from agl_algo_verl.supply import Supply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -98,7 +98,7 @@ class VERL:
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
         )
         self._supply = Supply(context, self.settings, steps=self._steps)
-        for note in (*self.notes, *_advice(self.settings)):
+        for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
@@ -162,7 +162,7 @@ class VERL:
             await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
 
 
-def _advice(settings: Settings) -> list[str]:
+def advice(settings: Settings) -> list[str]:
     """What to tell the person about settings that work, and worse than others."""
     if settings.trainer.v1.is_async and settings.algorithm.rollout_correction.rollout_is is None:
         return [
@@ -178,15 +178,6 @@ def check_machine(settings: Settings) -> None:
     from agl_algo_verl.worker import check_device
 
     check_device(settings, own_device())
-
-
-def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
-    """Return the tasks of a step: every epoch is a shuffle that follows from seed, algorithm and epoch.
-
-    No task comes twice before every other came once; `count` is cut to the number of tasks.
-    """
-    size = min(count, len(context.train))
-    return [task_at(context, position) for position in range((step - 1) * size, step * size)]
 
 
 def own_weights(resource: Any, *, name: str) -> Weights:

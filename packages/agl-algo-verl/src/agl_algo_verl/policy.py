@@ -100,14 +100,24 @@ class VerlPolicy:
             )
         await self._there(self._load(version))
 
-    async def attach(self, addresses: Sequence[str]) -> None:
-        """Send calls to VERL's replicas from now on, `host:port` each.
+    async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
+        """Send calls to VERL's replicas from now on, `host:port` each; calls that were held go there.
+
+        Args:
+            addresses: Where they serve.
+            version: Their weights' name, for answers that do not say it.
 
         Raises PolicyError when the first of them does not say which model it serves.
         """
         urls = tuple(f"http://{address}/v1" for address in addresses)
-        model = await self._there(self._relay.model_of(urls[0]))
-        await self._there(self._attach(Backend(urls=urls, model=model)))
+        known = self._replicas
+        same = known if known is not None and known.urls == urls else None
+        model = same.model if same else await self._there(self._relay.model_of(urls[0]))
+        await self._there(self._attach(Backend(urls=urls, model=model, version=version)))
+
+    async def hold(self) -> None:
+        """Let calls that are under way end, and new ones wait until `attach`, `detach` or `stop`."""
+        await self._there(self._relay.gate.hold())
 
     async def detach(self) -> None:
         """Send calls home from now on; idempotent."""
@@ -130,6 +140,7 @@ class VerlPolicy:
     async def _attach(self, replicas: Backend | None) -> None:
         async with self._lock:
             self._replicas = replicas
+        self._relay.gate.release()
         if replicas is not None:
             await self._leave_home()
 

@@ -103,6 +103,7 @@ def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Pat
         "actor_rollout_ref.rollout.skip_tokenizer_init": False,  # agents send text
         "actor_rollout_ref.rollout.calculate_log_probs": True,
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "agl_algo_verl.ray_loops.AgentLoops",
+        "trainer.v1.trainer_mode": "sync",  # what is collected ahead is agl's
         "trainer.total_training_steps": steps,
         "trainer.total_epochs": steps + 1,
         "trainer.save_freq": 1,

@@ -7,9 +7,14 @@ VERL's trainer owns the loop; it runs in an actor of the cluster. One step:
     3. VERL recomputes log-probabilities, updates, saves a checkpoint, and hands the new weights to its replicas
     4. VERL asks for the next step: this one is finished, and its weights are published
 
+Groups that were asked for ahead (`supply.py`) go on meanwhile. Replicas that share the trainer's GPUs cannot serve
+while it trains: calls are held then, and the agents go on with everything else. The replicas on the CPU have memory of
+their own and serve the old weights until they have the new.
+
 Deviations from VERL as it is usually run: advantages come with the rows, all rows of a step share one update (VERL
 would cut after a number of rows, through the middle of a rollout), and a checkpoint is saved in every step, because a
-step that agl counts as done is never repeated.
+step that agl counts as done is never repeated. VERL's trainer runs in its mode `sync` with groups collected ahead, too:
+in VERL's own asynchronous modes replicas break off calls in the middle, and only VERL's own client would take them up.
 """
 
 from __future__ import annotations
@@ -24,18 +29,20 @@ from typing import TYPE_CHECKING, Any
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_verl.inproc import draw_tasks, own_weights
+from agl_algo_verl.bridge import Question
+from agl_algo_verl.inproc import advice, own_weights
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
 from agl_algo_verl.runtime import check_version
+from agl_algo_verl.supply import Supply
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.bridge import Answer, Question
+    from agl_algo_verl.bridge import Answer
     from agl_algo_verl.ray_cluster import Cluster
     from agl_algo_verl.rows import Prepared
 
@@ -103,7 +110,8 @@ class RayVERL:
         self._policy = policy
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        for note in self.notes:
+        self._supply = Supply(context, self.settings, steps=self._steps)
+        for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
@@ -117,15 +125,13 @@ class RayVERL:
                 "continue with agl run --resume"
             )
         started = time.perf_counter()
-        tasks = draw_tasks(context, step=step, count=self._tasks)
-        collected = await context.collect(tasks, step=step, n=self.settings.actor_rollout_ref.rollout.n)
-        metrics = {"collect_s": time.perf_counter() - started, **self._policy.counts()}
-        metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
-        prepared = await asyncio.to_thread(self._prepare, collected.groups())
-        await cluster.answer(self._answer(prepared, step=step))
+        supplied = await self._supply.take(step)
+        metrics = supplied.metrics | {"collect_s": time.perf_counter() - started, **self._policy.counts()}
+        prepared = await asyncio.to_thread(self._prepare, supplied.groups)
+        answer = self._answer(prepared, step=step)
 
         started = time.perf_counter()
-        self._question = await cluster.question()  # the one of the next step: this one is done
+        self._question = await self._train(cluster, answer, after=question)  # the one of the next step: this is done
         metrics |= prepared.metrics | self._trained(question.step) | {"train_s": time.perf_counter() - started}
         folder = self._folder / CHECKPOINTS.format(question.step)
         version = await context.publish(self._tuned, self._published(folder), step=step)
@@ -144,30 +150,36 @@ class RayVERL:
     def state(self) -> Mapping[str, Json]:
         """The step count, VERL's newest checkpoint, and the version and weights that training started from."""
         names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin}
-        return {"step": self._step, "base": self._base, **names}
+        return {"step": self._step, "base": self._base, "supply": self._supply.state(), **names}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from VERL's checkpoint when the next step begins."""
         self._step, self._base = int(state["step"]), int(state["base"])
         self._opened, self._origin = str(state["opened"]), str(state["origin"])
         self._checkpoint = str(state["checkpoint"])
+        self._supply.restore(state["supply"])
         if self._checkpoint and not Path(self._checkpoint).is_dir():
             raise ConfigError(
                 f"VERL's checkpoint {self._checkpoint} is not here. Resume where the run's files are, or start the "
                 "run with --fresh."
             )
 
-    async def close(self) -> None:
-        """Stop the cluster; the policy serves at home again."""
-        cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            await self._policy.detach()
-            await cluster.stop()
-
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Whether VERL's configuration asks for more steps than were done."""
         del sources_go_on
         return int(state["step"]) < self.settings.steps(tasks)
+
+    async def close(self) -> None:
+        """Stop the cluster and stop waiting for rollouts; the policy serves at home again."""
+        if hasattr(self, "_supply"):
+            await self._supply.close()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            await self._policy.detach()
+            await cluster.stop()
 
     @property
     def _folder(self) -> Path:
@@ -180,7 +192,7 @@ class RayVERL:
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._cluster is not None and not is_foreign:
             return self._cluster
-        await self.close()
+        await self._stop()
         if is_foreign or not self._origin:
             self._origin = own_weights(version.resource, name=self._tuned).uri
             self._opened, self._base, self._checkpoint = version.version, self._step, ""
@@ -199,8 +211,20 @@ class RayVERL:
         self._question = await cluster.question()
         if self._question is None:
             raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with agl run --resume")
-        await self._policy.attach(self._question.addresses)
+        await self._attach(self._question)
         return cluster
+
+    async def _train(self, cluster: Cluster, answer: Answer, *, after: Question) -> Question | None:
+        """Give a step's rows and wait until VERL has trained them; returns its next question, None after the last."""
+        if not self.read.is_cpu:
+            await self._policy.hold()
+        await cluster.answer(answer)
+        question = await cluster.question()
+        await self._attach(question or Question(step=after.step + 1, addresses=after.addresses))
+        return question
+
+    async def _attach(self, question: Question) -> None:
+        await self._policy.attach(question.addresses, version=f"global_step_{question.step - 1}")
 
     def _config(self) -> Any:
         return compose(

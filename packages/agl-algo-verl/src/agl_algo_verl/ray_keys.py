@@ -59,7 +59,8 @@ REFUSED = {
     "actor_rollout_ref.actor.use_dynamic_bsz": "micro-batches are always cut by tokens, as if it were true",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "all rows of a step share one update; make data.train_batch_size "
     "as small as an update should be",
-    "trainer.v1": "the trainer is VERL's V1 in its mode `sync`",
+    "trainer.v1": "groups are collected ahead by agl, with trainer_mode, colocate_async.num_warmup_batches, "
+    "sampler.max_off_policy_threshold and sampler.max_off_policy_strategy",
     "trainer.use_v1": "the trainer is VERL's V1",
     "transfer_queue": "VERL's queue is set up by this engine",
     "skip": "rollouts are agl's and are never skipped",
@@ -72,7 +73,6 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_rank": (0,),
     "actor_rollout_ref.model.lora_adapter_path": (None,),
     "trainer.use_v1": (True,),
-    "trainer.v1.trainer_mode": ("sync",),
 }
 """Values of refused keys that say what happens anyway."""
 
@@ -150,6 +150,8 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
 
 def _judge(name: str, value: Any) -> tuple[str, str]:
     """What is wrong with a key, and what to say of it otherwise; both `""` for a key that goes to VERL."""
+    if name.startswith("trainer.v1.") and has(Settings, tuple(name.split("."))):
+        return "", ""
     if refused := _covering(REFUSED, name):
         return ("" if value in ALLOWED.get(name, ()) else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
     if decided := _covering(DECIDED, name):

@@ -2,11 +2,14 @@
 
 Calls of one conversation go to one replica, chosen by its first messages: so does every rollout, and rollouts of one
 task share its cached prefix. A replica that cannot be reached, or hangs up before it answers, is left out and the
-call goes to the next; nothing was answered then, so nothing is recorded twice. Answers are passed on as they arrive.
+call goes to the next; nothing was answered then, so nothing is recorded twice. Answers are passed on as they arrive;
+one that does not say which weights gave it is told so here, because calls that were held reach newer weights than
+those that were live when the agent made them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections import Counter
@@ -25,15 +28,51 @@ MAX_BODY = 64 * 2**20
 CONNECT_S = 5.0
 """Seconds to wait for a replica's connection before the next is asked."""
 
+NAMES_OF_VERSION = frozenset({"model_version", "model_versions", "weight_versions"})
+"""Fields in which servers say it."""
+
 DROPPED = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Who serves: base URLs with `/v1`, and the model name that they know."""
+    """Who serves: base URLs with `/v1`, the model name that they know, and the version that they serve if known."""
 
     urls: tuple[str, ...]
     model: str
+    version: str = ""
+
+
+class Gate:
+    """Lets calls through, or holds them while weights change; belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._open, self._empty = asyncio.Event(), asyncio.Event()
+        self._open.set()
+        self._empty.set()
+
+    async def __aenter__(self) -> None:
+        """Wait until calls are let through."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+
+    async def __aexit__(self, *_: object) -> None:
+        """The call has ended."""
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
+
+    async def hold(self) -> None:
+        """Hold new calls; return once none is under way."""
+        self._open.clear()
+        await self._empty.wait()
+
+    def release(self) -> None:
+        """Let calls through; idempotent."""
+        self._open.set()
 
 
 class Relay:
@@ -47,6 +86,7 @@ class Relay:
         self._backend = backend
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
+        self.gate = Gate()
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
@@ -55,7 +95,8 @@ class Relay:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S))
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None)
+        # A call whose client has left ends at the replica too, so that nobody waits for it while weights change.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
         await site.start()
@@ -63,6 +104,7 @@ class Relay:
 
     async def stop(self) -> None:
         """Stop listening; idempotent."""
+        self.gate.release()
         if self._runner is not None:
             await self._runner.cleanup()
         if self._session is not None:
@@ -82,19 +124,25 @@ class Relay:
             ) from error
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        try:
-            backend = await self._backend()
-        except Exception as error:  # noqa: BLE001 - isolation point: the agent is told why nobody serves
-            return _problem(503, f"nobody serves this model: {error}")
-        body, key = _rewritten(await request.read(), backend.model)
-        for url in in_order(backend.urls, key):
+        content = await request.read()
+        async with self.gate:
             try:
-                return await self._pass_on(request, f"{url}/{request.match_info['path'].removeprefix('v1/')}", body)
+                backend = await self._backend()
+            except Exception as error:  # noqa: BLE001 - isolation point: the agent is told why nobody serves
+                return _problem(503, f"nobody serves this model: {error}")
+            return await self._ask(request, content, backend)
+
+    async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse:
+        body, key = _rewritten(content, backend.model)
+        for url in in_order(backend.urls, key):
+            path = request.match_info["path"].removeprefix("v1/")
+            try:
+                return await self._pass_on(request, f"{url}/{path}", body, version=backend.version)
             except (aiohttp.ClientConnectionError, TimeoutError):
                 self.failures[url] += 1
         return _problem(502, f"none of VERL's replicas can be reached: {', '.join(backend.urls)}")
 
-    async def _pass_on(self, request: web.Request, url: str, body: bytes) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request, url: str, body: bytes, *, version: str) -> web.StreamResponse:
         """Raise aiohttp.ClientConnectionError while nothing was answered yet."""
         session = cast("aiohttp.ClientSession", self._session)
         headers = {"content-type": request.headers.get("content-type", "application/json")}
@@ -102,7 +150,7 @@ class Relay:
             self.calls[url] += 1
             passed = {name: value for name, value in reply.headers.items() if name.lower() not in DROPPED}
             response = web.StreamResponse(status=reply.status, headers=passed)
-            first = await reply.content.readany()
+            first = await _opening(reply, version) if version else await reply.content.readany()
             try:
                 await response.prepare(request)
                 await response.write(first)
@@ -132,6 +180,31 @@ def _rewritten(body: bytes, model: str) -> tuple[bytes, str]:
     messages = cast("list[Any]", fields.get("messages") or [])
     start: Any = messages[:2] or fields.get("prompt") or fields.get("input") or ""
     return json.dumps(fields | {"model": model}).encode(), json.dumps(start)
+
+
+async def _opening(reply: aiohttp.ClientResponse, version: str) -> bytes:
+    """The start of an answer with the version that gave it: all of a JSON object, the first event of a stream."""
+    if reply.content_type == "application/json":
+        return told(await reply.read(), version)
+    if reply.content_type != "text/event-stream":
+        return await reply.content.readany()
+    head = b""
+    while b"\n" not in head and (chunk := await reply.content.readany()):
+        head += chunk
+    line, end, rest = head.partition(b"\n")
+    prefix, _, event = line.partition(b" ")
+    return (b"data: " + told(event, version) if prefix == b"data:" else line) + end + rest
+
+
+def told(body: bytes, version: str) -> bytes:
+    """A JSON object with `model_version`, unless it says itself which weights gave it."""
+    try:
+        content: Any = json.loads(body)
+    except ValueError:
+        return body
+    if not isinstance(content, dict) or not NAMES_OF_VERSION.isdisjoint(cast("dict[str, Any]", content)):
+        return body
+    return json.dumps(cast("dict[str, Any]", content) | {"model_version": version}).encode()
 
 
 def _problem(status: int, message: str) -> web.Response:
