@@ -1,0 +1,141 @@
+"""What a person is told when the database cannot be used."""
+
+import asyncio
+import os
+import socket
+import time
+import traceback
+import warnings
+
+import psycopg
+import pytest
+
+from agl.errors import StoreError
+from agl.schemas import Rollout
+from agl_store_postgres.store import PostgresStore
+
+SECRET = "hunter2-hunter2"
+
+
+def refusal(url: str) -> str:
+    """The message of the error that opening raises, after a look for the password in all of its traceback."""
+    with pytest.raises(StoreError) as caught:
+        PostgresStore(url)
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+    return str(caught.value)
+
+
+def test_unusable_databases_are_refused_with_a_next_step(server) -> None:
+    wrong = server.url_for(user=f"owner:{SECRET}")
+    assert "correct user and password" in refusal(wrong)
+    assert "owner@127.0.0.1" in refusal(wrong)
+    assert "createdb" in refusal(server.url_for("nowhere"))
+    assert "createuser" in refusal(server.url_for(user="nobody-here")) or "correct user" in refusal(wrong)
+    assert "no machine of that name" in refusal(f"postgresql://me:{SECRET}@no-such-host.invalid/runs")
+    assert "GRANT" in refusal(server.url_for(user="guest:guest"))
+
+
+def test_server_that_is_not_there_is_waited_for_then_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begin = time.monotonic()
+    assert "is the server running there" in refusal(f"postgresql://me:{SECRET}@127.0.0.1:{port}/runs")
+    assert 3.5 < time.monotonic() - begin < 15
+
+
+def test_schema_of_another_program_is_left_alone(server) -> None:
+    with server.connect() as connection:
+        connection.execute("CREATE SCHEMA music")
+        connection.execute("CREATE TABLE music.rollouts (title text)")
+    message = refusal(f"{server.url_for()}?schema=music")
+    assert "another program" in message
+    assert "?schema=NAME" in message
+    with server.connect() as connection:
+        assert [] == connection.execute("SELECT title FROM music.rollouts").fetchall()
+
+
+def test_database_that_cannot_keep_every_text_is_refused(server) -> None:
+    with server.connect() as connection:
+        connection.execute("CREATE DATABASE narrow ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    assert "--encoding=UTF8" in refusal(server.url_for("narrow"))
+
+
+def test_user_with_rights_on_the_tables_alone_can_work(server, url: str) -> None:
+    schema = url.rpartition("=")[2]
+    asyncio.run(PostgresStore(url).close())
+    with server.connect() as connection:
+        connection.execute(f"GRANT USAGE ON SCHEMA {schema} TO guest")
+        connection.execute(f"GRANT ALL ON ALL TABLES IN SCHEMA {schema} TO guest")
+        connection.execute(f"GRANT ALL ON ALL SEQUENCES IN SCHEMA {schema} TO guest")
+
+    async def work() -> None:
+        store = PostgresStore(f"{server.url_for(user='guest:guest')}?schema={schema}")
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        assert 1 == len(await store.claim(worker="w"))
+        assert 2 == await store.cursor()
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
+    async def body() -> None:
+        store = PostgresStore(url)
+        good = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(20)]
+        bad = [store.enqueue([Rollout(rollout_id=f"nul\0{at}", task=at)]) for at in range(3)]
+        mixed = [*good[:10], *bad, *good[10:]]
+        results = await asyncio.gather(*mixed, return_exceptions=True)
+        refused = [each for each in results if isinstance(each, StoreError)]
+        assert [3, 20] == [len(refused), len(results) - len(refused)]
+        assert "NUL" in str(refused[0])
+        assert 20 == await store.cursor()
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_locked_tables_are_waited_for_then_named(url: str) -> None:
+    async def body() -> None:
+        store = PostgresStore(url)
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        schema = url.rpartition("=")[2]
+        with psycopg.connect(url.partition("?")[0]) as other:
+            other.execute(f"LOCK TABLE {schema}.rollouts".encode())
+            waiting = asyncio.create_task(store.enqueue([Rollout(rollout_id="b", task=None)]))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            other.execute(
+                "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE application_name = 'agl' "
+                "AND wait_event_type = 'Lock'"
+            )
+            with pytest.raises(StoreError, match="canceling statement"):
+                await waiting
+        await store.enqueue([Rollout(rollout_id="b", task=None)])
+        await store.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
+def test_forked_process_is_told_to_open_its_own(url: str) -> None:
+    store = PostgresStore(url)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads running is what is tested
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            asyncio.run(store.cursor())
+        except StoreError as error:
+            code = 0 if "another process" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert 0 == os.waitpid(pid, 0)[1]
+
+    async def go_on() -> None:
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        assert 1 == await store.cursor()
+        await store.close()
+
+    asyncio.run(go_on())
