@@ -181,10 +181,11 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., sub
     """Starts the ``agl`` command with the toy plugin; the caller waits for it, and what still runs is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    def start(*words: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
         environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
         environment.pop("OPENAI_BASE_URL", None)
         environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
+        environment.update(more)
         process = subprocess.Popen(
             [sys.executable, "-c", "from agl.cli.main import main; main()", *words],
             cwd=cwd,

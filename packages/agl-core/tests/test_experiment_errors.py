@@ -76,9 +76,9 @@ def test_good_plan_is_accepted() -> None:
         (section(validate_every=2), "no validation tasks"),
         (section(penalty=-1.0), 'penalty is ignored unless failed or missing_reward is "penalise"'),
         ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),
-        ({"runner": {"concurrency": 0}}, "must be at least 1"),
+        ({"runner": {"concurrency": -1}}, "must be at least 1, or 0 to leave"),
         ({"runner": {"timeout_s": 0.0}}, "above 0 seconds"),
-        ({"gateway": {"use": "none", "params": {"port": 1}}}, "gateway.params are ignored"),
+        ({"gateway": {"use": "none", "params": {"port": 1}}}, "gateway.params and gateway.advertise are ignored"),
         ({"algorithm": [{"use": "weights-toy", "tunes": "mian"}]}, "tunes 'mian'.*did you mean 'main'"),
         ({"algorithm": [{"use": "weights-toy"}]}, r"tunes nothing; set tunes to one of \['main', 'prompt'\]"),
         (

@@ -95,6 +95,7 @@ def agl_loggers() -> Iterable[LoggerEntry]:
 def agl_commands() -> Iterable[CommandEntry]:
     """The commands of an installation with the core alone."""
     yield CommandEntry(name="run", factory="agl.cli.run:run", summary="run an experiment")
+    yield CommandEntry(name="worker", factory="agl.cli.worker:worker", summary="run a running experiment's rollouts")
     yield CommandEntry(name="check", factory="agl.cli.check:check", summary="check an experiment before it runs")
     yield CommandEntry(name="dev", factory="agl.cli.dev:dev", summary="try an agent on a few tasks, training nothing")
     yield CommandEntry(name="exec", factory="agl.cli.exec:exec_", summary="record any program once")

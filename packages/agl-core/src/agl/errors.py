@@ -16,7 +16,8 @@
     ├── CaptureError             model calls were not, or could not be, recorded
     │   ├── NoModelCallsError
     │   ├── MissingTokenIdsError
-    │   └── TokenError           an attempt token is malformed, expired or out of scope
+    │   ├── TokenError           an attempt token is malformed, expired or out of scope
+    │   └── GatewayLostError     the gateway of an attempt went away, and calls with it
     ├── RunError                 an agent could not be loaded, started or stopped
     └── PolicyError              a model server could not be started or reached
 
@@ -32,6 +33,7 @@ __all__ = [
     "DatasetError",
     "DuplicateComponentError",
     "FencedError",
+    "GatewayLostError",
     "MissingExtraError",
     "MissingTokenIdsError",
     "NoModelCallsError",
@@ -122,6 +124,10 @@ class MissingTokenIdsError(CaptureError):
 
 class TokenError(CaptureError):
     """An attempt token is malformed, expired, forged or out of scope."""
+
+
+class GatewayLostError(CaptureError):
+    """The gateway of an attempt went away while it ran, so that calls may be missing; the attempt must be repeated."""
 
 
 class RunError(AglError):

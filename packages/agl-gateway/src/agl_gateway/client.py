@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 import aiohttp
 import msgspec
 
+from agl.capture.secret import ENV as SECRET_ENV
+from agl.capture.token import AdminKey, load_secret
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import ConfigError, StoreError
 from agl.ids import new_trace_id
@@ -36,7 +38,8 @@ class HttpStore:
 
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``.
-        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``.
+        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``. Without any of them one
+            is signed with the environment's ``AGL_SECRET``, which every gateway with the same secret takes.
 
     Raises:
         ConfigError: There is no token, or the URL is none.
@@ -48,10 +51,12 @@ class HttpStore:
             raise ConfigError(f"the store's URL {_shown(url)!r} is no http(s) URL; write http://HOST:PORT")
         given = unquote(parts.password or parts.username or "")
         self._token = token or given or os.environ.get("AGL_TOKEN", "")
+        self._own_key = AdminKey(load_secret()) if not self._token and SECRET_ENV in os.environ else None
         self._url = _shown(url).rstrip("/")
-        if not self._token:
+        if not self._token and self._own_key is None:
             raise ConfigError(
-                f"the store at {self._url} needs a token; set AGL_TOKEN to what `agl serve` wrote into its token file"
+                f"the store at {self._url} needs a token; set AGL_TOKEN to what `agl serve` wrote into its token file, "
+                f"or {SECRET_ENV} to the secret that it runs with"
             )
         self._thread = LoopThread("agl-http-store")
         self._session: aiohttp.ClientSession | None = None
@@ -222,10 +227,14 @@ class HttpStore:
             session = self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=_REPLY_S, sock_connect=_CONNECT_S),
-                headers={"authorization": f"Bearer {self._token}", "content-type": _MSGPACK},
+                headers={"content-type": _MSGPACK},
             )
-        async with session.post(f"{self._url}/store/{name}", data=body) as reply:
+        headers = {"authorization": f"Bearer {self._key()}"}
+        async with session.post(f"{self._url}/store/{name}", data=body, headers=headers) as reply:
             return reply.status, await reply.read()
+
+    def _key(self) -> str:
+        return self._token or (self._own_key() if self._own_key is not None else "")
 
     def _result(self, name: str, status: int, answer: bytes) -> Any:
         try:

@@ -19,6 +19,8 @@ _MODEL_PATHS = {
     "/v1/embeddings": "OpenAI embeddings, relayed and recorded.",
 }
 
+_SETTLING = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
+
 
 def openapi_document(*, server: str = "") -> dict[str, Any]:
     """The document as JSON; ``server`` is the base URL."""
@@ -87,6 +89,15 @@ def _other_paths() -> dict[str, Any]:
                     {"name": HEADER, "in": "header", "schema": {"type": "string"}},
                 ],
                 "security": _ATTEMPT + _CLIENT + _ADMIN,
+                **answer,
+            }
+        },
+        "/identity": {"get": {"summary": "The id of this gateway's start.", "security": _ATTEMPT + _ADMIN, **answer}},
+        "/settle": {
+            "post": {
+                "summary": "Answers once every answered call of the attempt is in the store.",
+                "security": _ATTEMPT + _ADMIN,
+                "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLING}}},
                 **answer,
             }
         },

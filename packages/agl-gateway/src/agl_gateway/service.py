@@ -26,6 +26,7 @@ from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
 from agl_gateway.traces_api import TracesApi
 from agl_gateway.upstream_client import make_session
+from agl_gateway.workers_api import WorkersApi
 
 _SHUTDOWN_S = 2.0
 
@@ -157,9 +158,12 @@ class GatewayService:
         )
         traces = TracesApi(store=store, identities=identities, rate=rate)
         status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
+        workers = WorkersApi(identities=identities, recorder=self.recorder)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
+            "GET /identity": workers.identity,
+            "POST /settle": workers.settle,
             "GET /metrics": status.metrics,
             "GET /healthz": status.health,
             "GET /openapi.json": status.openapi,

@@ -7,6 +7,7 @@ also asks whether the attempt still runs.
 
 import binascii
 import hmac
+import time
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Literal
 
@@ -16,12 +17,15 @@ from agl.capture.redact import redact
 from agl.capture.secret import check_secret, load_secret
 from agl.errors import TokenError
 
-__all__ = ["PREFIX", "AttemptToken", "AttemptTokens", "TokenScope", "load_secret", "redact"]
+__all__ = ["PREFIX", "AdminKey", "AttemptToken", "AttemptTokens", "TokenScope", "load_secret", "redact"]
 
 PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client"]
 
 _MAX_LENGTH = 1024
+_ADMIN_S = 3600.0
+"""Seconds that an admin key of our own holds: long, because the clocks of machines differ."""
+
 _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
 
 
@@ -77,6 +81,23 @@ class AttemptTokens:
         signing = self._keyed.copy()  # hmac.digest would release the interpreter's lock and wait to get it back
         signing.update(payload.encode())
         return _encode(signing.digest())
+
+
+class AdminKey:
+    """An admin token that is made anew when half of its time is over; every gateway with the same secret takes it."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._tokens = AttemptTokens(secret)
+        self._key = ""
+        self._until = 0.0
+
+    def __call__(self) -> str:
+        """The key to send now."""
+        now = time.time()
+        if now >= self._until - _ADMIN_S / 2:
+            self._until = now + _ADMIN_S
+            self._key = self._tokens.issue("", "", expires_at=self._until, scope="admin")
+        return self._key
 
 
 def _split(token: str) -> tuple[str, str]:

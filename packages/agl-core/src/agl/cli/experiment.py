@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from agl.errors import ConfigError
-from agl.experiment.config import load_config, load_data, parse_config
+from agl.experiment.config import ExperimentConfig, load_config, load_data, parse_config
 from agl.experiment.progress import Progress
 from agl.experiment.trainer import Trainer
 from agl.plugins import PluginManager
@@ -28,6 +28,14 @@ def make_trainer(
     file: Path, settings: tuple[str, ...], *, manager: PluginManager, progress: Progress | None = None
 ) -> Trainer:
     """The trainer that the file describes; raises :class:`ConfigError`."""
+    config, plugins = read_experiment(file, settings, manager=manager)
+    return Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=progress)
+
+
+def read_experiment(
+    file: Path, settings: tuple[str, ...], *, manager: PluginManager
+) -> tuple[ExperimentConfig, PluginManager]:
+    """What the file says with ``--set`` applied, and the plugins that it leaves; raises :class:`ConfigError`."""
     config = load_config(file)
     if settings:
         data = load_data(file)
@@ -36,7 +44,7 @@ def make_trainer(
         config = parse_config(data, source=f"{file} with --set")
     disabled = config.plugins.get("disabled", ())
     plugins = PluginManager.from_environment(disabled, environ=manager.worker_env()) if disabled else manager
-    return Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=progress)
+    return config, plugins
 
 
 def _override(data: dict[str, Any], setting: str) -> None:

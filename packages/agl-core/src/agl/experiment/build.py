@@ -27,11 +27,32 @@ async def check_components(plan: Plan) -> None:
         await manager.build(plan.entry(algorithm), **algorithm.params).close()
 
 
-def build_rewards(plan: Plan, upstreams: Iterable[Upstream] = ()) -> list[tuple[str, RewardEmitter]]:
-    """The reward emitters by the names that they are used under; ``upstreams`` are the running policies."""
+class _Policies(dict[str, LLM]):
+    """Policies by name; raises when one is asked for that this machine cannot reach."""
+
+    def __init__(self, policies: Mapping[str, LLM], unreachable: Mapping[str, str]) -> None:
+        super().__init__(policies)
+        self._unreachable = unreachable
+
+    def __getitem__(self, name: str) -> LLM:
+        if name in self._unreachable:
+            raise ConfigError(self._unreachable[name])
+        return super().__getitem__(name)
+
+
+def build_rewards(
+    plan: Plan, upstreams: Iterable[Upstream] = (), *, unreachable: Mapping[str, str] | None = None
+) -> list[tuple[str, RewardEmitter]]:
+    """The reward emitters by the names that they are used under.
+
+    Args:
+        plan: The experiment.
+        upstreams: The running policies.
+        unreachable: Policies that this machine cannot reach, with the reason; a reward that asks for one is refused.
+    """
     manager = plan.manager
-    policies = {name: LLM() for name in plan.config.policy}
-    policies |= {up.name: LLM(endpoint=up.base_url, model=up.model, api_key_env=up.api_key_env) for up in upstreams}
+    running = {up.name: LLM(endpoint=up.base_url, model=up.model, api_key_env=up.api_key_env) for up in upstreams}
+    policies = _Policies({name: LLM() for name in plan.config.policy} | running, unreachable or {})
 
     def build(use: str, params: Mapping[str, Any]) -> RewardEmitter:
         entry = manager.reward(use)

@@ -20,7 +20,7 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         use: ``async``, ``process``, ``command`` or a plugin's.
-        concurrency: Attempts at once.
+        concurrency: Attempts at once in the experiment's own process; 0 leaves them all to ``agl worker``.
         timeout_s: Seconds one attempt may take.
         max_attempts: Attempts per rollout at most.
         retry_on: Outcomes that lead to another attempt; by default only a lost worker.
@@ -118,9 +118,16 @@ class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[gateway]``: the capture proxy; ``use = "none"`` records calls in the agent's process instead."""
+    """``[gateway]``: the capture proxy; ``use = "none"`` records calls in the agent's process instead.
+
+    Attributes:
+        use: ``auto``, ``none``, or a plugin's.
+        advertise: Host name or URL by which other machines reach it; by default the address that it listens at.
+        params: Further arguments of the gateway.
+    """
 
     use: str = "auto"
+    advertise: str = ""
     params: dict[str, Json] = {}
 
 

@@ -1,6 +1,6 @@
 """The live version of every resource, and what an agent gets of them."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -8,6 +8,9 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import LLM, JsonResource, NamedResources, Resource, ResourceVersion, Rollout
+
+_CACHED = 256
+"""Versions that a worker elsewhere keeps; rollouts of a step share theirs."""
 
 
 class LiveResources:
@@ -80,7 +83,44 @@ class LiveResources:
         return self._cache[key]
 
     def _for_agent(self, name: str, version: ResourceVersion) -> Resource | Any:
-        if name in self._endpoints:
-            return self._endpoints[name]
-        resource = version.resource
-        return resource.value if isinstance(resource, JsonResource) else resource
+        return resource_for_agent(self._endpoints, name, version)
+
+
+class PinnedResources:
+    """What an agent gets where the experiment runs elsewhere: the pinned versions, read from the store.
+
+    Args:
+        store: Where versions are kept.
+        endpoints: For every policy the LLM that agents get.
+        live: Gives the live versions, for rollouts that pin none.
+    """
+
+    def __init__(
+        self, store: Store, endpoints: Mapping[str, LLM], *, live: Callable[[], Awaitable[Mapping[str, str]]]
+    ) -> None:
+        self._store = store
+        self._endpoints = endpoints
+        self._live = live
+        self._cache: dict[tuple[str, str], ResourceVersion] = {}
+
+    async def for_rollout(self, rollout: Rollout) -> NamedResources:
+        """The resources of one rollout."""
+        versions = {**await self._live(), **rollout.resources}
+        found = {name: await self._version(name, version) for name, version in versions.items()}
+        return {name: resource_for_agent(self._endpoints, name, version) for name, version in found.items()}
+
+    async def _version(self, name: str, version: str) -> ResourceVersion:
+        key = (name, version)
+        if key not in self._cache:
+            if len(self._cache) >= _CACHED:
+                self._cache.clear()
+            self._cache[key] = await self._store.resource(name, version)
+        return self._cache[key]
+
+
+def resource_for_agent(endpoints: Mapping[str, LLM], name: str, version: ResourceVersion) -> Resource | Any:
+    """A version as an agent gets it: a policy as the LLM that serves it, JSON as its value."""
+    if name in endpoints:
+        return endpoints[name]
+    resource = version.resource
+    return resource.value if isinstance(resource, JsonResource) else resource

@@ -13,11 +13,11 @@ import msgspec
 from agl.capture.roles import check_patterns
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.experiment.config import AlgorithmConfig, ExperimentConfig
+from agl.experiment.config import AlgorithmConfig, ExperimentConfig, RunnerConfig
 from agl.experiment.dataset import as_tasks, check_hidden
 from agl.plugins import PluginManager
 from agl.records import AlgorithmEntry
-from agl.run.agent import BUILT_IN_PARAMETERS, AgentSpec
+from agl.run.agent import BUILT_IN_PARAMETERS, AgentSpec, LoadedAgent
 from agl.run.setup import PLACEHOLDER_KEY, environment
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 
@@ -55,9 +55,14 @@ class Plan:
         return self.config.experiment.name
 
     def renamed(self, name: str) -> "Plan":
-        """The same experiment under another name and with a work directory of its own, which a dry run uses."""
+        """The same experiment under another name and with a work directory of its own, which a dry run uses.
+
+        It runs its attempts itself, because workers elsewhere know the experiment by its own name.
+        """
+        concurrency = self.config.runner.concurrency or RunnerConfig().concurrency
         section = msgspec.structs.replace(self.config.experiment, name=name)
-        config = msgspec.structs.replace(self.config, experiment=section)
+        runner = msgspec.structs.replace(self.config.runner, concurrency=concurrency)
+        config = msgspec.structs.replace(self.config, experiment=section, runner=runner)
         return replace(self, config=config, workdir=self.workdir / name)
 
     def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
@@ -145,8 +150,10 @@ def _check_section(plan: Plan) -> None:
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
     _check_first(config)
-    if config.runner.concurrency < 1 or config.runner.max_attempts < 1 or config.schedule.every < 1:
-        raise ConfigError("runner.concurrency, runner.max_attempts and schedule.every must be at least 1")
+    if config.runner.concurrency < 0:
+        raise ConfigError("runner.concurrency must be at least 1, or 0 to leave every attempt to `agl worker`")
+    if config.runner.max_attempts < 1 or config.schedule.every < 1:
+        raise ConfigError("runner.max_attempts and schedule.every must be at least 1")
     if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
         raise ConfigError("runner.timeout_s must be above 0 seconds")
     if plan.agent.command and config.runner.use == "async":
@@ -196,8 +203,8 @@ def _check_components(plan: Plan) -> None:
         raise ConfigError(f"{sorted(both)} are both policies and resources; names must be unique")
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
-    if config.gateway.use == "none" and config.gateway.params:
-        raise ConfigError('gateway.params are ignored with use = "none"; remove them')
+    if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):
+        raise ConfigError('gateway.params and gateway.advertise are ignored with use = "none"; remove them')
     if plan.store is None:
         manager.store_entry(config.experiment.store.partition("://")[0])
 
@@ -311,12 +318,17 @@ def _tunable(plan: Plan) -> list[str]:
     return sorted({*plan.config.policy, *plan.resources})
 
 
+def load_agent(spec: AgentSpec) -> LoadedAgent:
+    """The agent, imported with a placeholder for keys that are not set; raises :class:`ConfigError`."""
+    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
+    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # a client made at the top of the module asks for one
+        return spec.load()
+
+
 def _check_agent(plan: Plan) -> None:
     if plan.agent.command:
         return
-    missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
-    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # a client made at the top of the module asks for one
-        loaded = plan.agent.load()
+    loaded = load_agent(plan.agent)
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
     for parameter in loaded.parameters[1:]:
         if parameter not in known:

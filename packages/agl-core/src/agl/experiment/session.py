@@ -2,25 +2,28 @@
 
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
 import msgspec
 
 from agl.capture.token import load_secret
-from agl.contracts import Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Tracer, Upstream
+from agl.contracts import Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
-from agl.experiment.build import build_rewards, no_token_ids
+from agl.experiment.address import advertised_url, local_url
+from agl.experiment.build import no_token_ids
 from agl.experiment.collect import FinishFeed
 from agl.experiment.labels import labelled
 from agl.experiment.live import LiveResources
 from agl.experiment.lock import ExperimentLock
 from agl.experiment.plan import Plan
+from agl.experiment.serving import Announcement, Serving, make_serving
 from agl.experiment.state import ExperimentState
+from agl.experiment.waiting import WorkerWatch
+from agl.experiment.worker_setup import Surroundings, make_tracers, worker_setup
 from agl.run.liveness import worker_is_dead
-from agl.run.setup import RunSetup, environment
-from agl.run.worker import Worker, WorkerSetup
+from agl.run.worker import Worker
 from agl.schemas import LLM, Outcome, ResourceVersion
 
 _LOG = logging.getLogger("agl.experiment")
@@ -48,6 +51,8 @@ class Session:
         self._endpoints: dict[str, LLM] = {}
         self._gateway: Gateway | None = None
         self._gateway_url = ""
+        self._advertised_url = ""
+        self._announcement: Announcement | None = None
         self._stack = AsyncExitStack()
 
     async def open_store(self) -> Store:
@@ -60,8 +65,13 @@ class Session:
             self._stack.push_async_callback(self.store.close)
         return self.store
 
-    async def start(self, state: ExperimentState) -> None:
-        """Start the rest: policies at their live versions, the gateway, the worker."""
+    async def start(self, state: ExperimentState, *, say: Callable[[str], None] | None = None) -> None:
+        """Start the rest: policies at their live versions, the gateway, the worker, or the wait for others.
+
+        Args:
+            state: Where the experiment stands.
+            say: Told when rollouts wait and no worker claims them, in an experiment that leaves them to others.
+        """
         await self._reclaim_lost()
         self._endpoints = endpoints = await self._start_policies()
         upstreams = self._upstreams(endpoints)
@@ -69,7 +79,13 @@ class Session:
         self.live = LiveResources(self.store, self._agent_llms(endpoints))
         await self._make_live(state)
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
-        self.worker = await self._stack.enter_async_context(Worker(self._worker_setup(upstreams)))
+        around = self._surroundings(upstreams)
+        tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
+        self.worker = await self._stack.enter_async_context(Worker(worker_setup(self.plan, around, tracers)))
+        announcement = Announcement(self.store, self.plan.name, self._serving(state, around, endpoints))
+        self._announcement = await self._stack.enter_async_context(announcement)
+        if not around.concurrency and say is not None:
+            await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
 
     async def close(self) -> None:
         """Stop everything in reverse order."""
@@ -88,6 +104,8 @@ class Session:
         if policy is not None:
             await self._load(version.name, policy, version)
         self.live.set(version)
+        if self._announcement is not None:
+            await self._announcement.update(self.live.versions())
         self.plan.manager.notify("agl_resources_published", version=version)
         return version
 
@@ -160,8 +178,9 @@ class Session:
             return
         gateway: Gateway = manager.build(entry, **config.params)
         self._stack.push_async_callback(gateway.stop)
-        self._gateway_url = await gateway.start(store=self.store, upstreams=upstreams, secret=load_secret())
-        self._gateway = gateway
+        url = await gateway.start(store=self.store, upstreams=upstreams, secret=load_secret())
+        self._gateway, self._gateway_url = gateway, local_url(url)
+        self._advertised_url = advertised_url(url, config.advertise)
 
     def _agent_llms(self, endpoints: Mapping[str, LLM]) -> dict[str, LLM]:
         if not self._gateway_url:
@@ -196,39 +215,27 @@ class Session:
         self.live.set(version)
         return True
 
-    def _worker_setup(self, upstreams: list[Upstream]) -> WorkerSetup:
-        plan, manager = self.plan, self.plan.manager
-        config = plan.config
-        setup = RunSetup(
-            agent=plan.agent,
+    def _surroundings(self, upstreams: list[Upstream]) -> Surroundings:
+        return Surroundings(
             store=self.store,
-            secret=load_secret(),
             resources=self.live.for_rollout,
             gateway_url=self._gateway_url,
             gateway=self._gateway,
             upstreams=upstreams,
-            tracers=self._tracers(),
-            plugins=manager.worker_env(),
-            concurrency=config.runner.concurrency,
-        )
-        return WorkerSetup(
-            store=self.store,
-            runner=manager.build(manager.runner(config.runner.use), setup=setup, **config.runner.params),
-            experiment=plan.name,
-            concurrency=config.runner.concurrency,
-            rewards=build_rewards(plan, upstreams),
-            gateway=self._gateway,
-            requires_calls=bool(config.algorithm) and plan.needs_token_ids(),
-            notify=manager.notify,
+            requires_calls=bool(self.plan.config.algorithm) and self.plan.needs_token_ids(),
+            concurrency=self.plan.config.runner.concurrency,
         )
 
-    def _tracers(self) -> list[tuple[str, Tracer]]:
-        manager = self.plan.manager
-        names = dict.fromkeys((*self.plan.config.tracers, "otel", "wire"))
-        tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
-        for _, tracer in tracers:
-            self._stack.enter_context(environment(tracer.worker_env()))
-        return tracers
+    def _serving(self, state: ExperimentState, around: Surroundings, endpoints: Mapping[str, LLM]) -> Serving:
+        return make_serving(
+            self.plan,
+            run=state.run,
+            gateway_url=self._advertised_url,
+            upstreams=around.upstreams,
+            endpoints=self._agent_llms(endpoints),
+            live=self.live.versions(),
+            requires_calls=around.requires_calls,
+        )
 
 
 def _replicas(policy: Policy) -> tuple[str, ...]:

@@ -226,7 +226,7 @@ class Trainer:
             store = await session.open_store()
             state = await begin(store, plan, resume=resume, fresh=fresh)
             loggers = _loggers(plan)
-            await session.start(state)
+            await session.start(state, say=progress.say)
             driver = Driver(session, state, progress=progress, loggers=loggers)
             before, after = await _run(driver)
             steps = {c.label: (await driver.load(c)).step for c in plan.config.algorithm}

@@ -1,23 +1,45 @@
 """Who a worker is, and whether it still lives: so that a restarted trainer need not wait for leases to lapse."""
 
 import ctypes
+import hashlib
 import os
 import socket
+import uuid
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from agl.ids import new_trace_id
 
+_MULTICAST = 1 << 40
+"""Bit of a hardware address that says it is made up, where the machine has none."""
+
 
 def worker_name() -> str:
-    """``host:pid:random``: says which process holds an attempt, and whether that process still lives."""
-    return f"{socket.gethostname()}:{os.getpid()}:{new_trace_id()[:8]}"
+    """``host@place:pid:random``: says which process holds an attempt, and whether that process still lives."""
+    return f"{socket.gethostname()}@{place()}:{os.getpid()}:{new_trace_id()[:8]}"
+
+
+def place() -> str:
+    """A digest of where this process runs: processes of one place see each other's ids and loopback addresses.
+
+    Machines and containers may have equal host names. On Linux the boot and the namespaces of the process tell them
+    apart, elsewhere the hardware address.
+    """
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+        facts.extend(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    if len(facts) == 1 and not (address := uuid.getnode()) & _MULTICAST:
+        facts.append(f"{address:x}")
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
 
 
 def worker_is_dead(name: str) -> bool:
-    """Whether a worker of this host certainly no longer runs; false when it cannot be known."""
-    host, _, rest = name.partition(":")
+    """Whether a worker of this place certainly no longer runs; false when it cannot be known."""
+    where, _, rest = name.partition(":")
     pid = rest.partition(":")[0]
-    return host == socket.gethostname() and pid.isdigit() and not process_is_alive(int(pid))
+    return where == f"{socket.gethostname()}@{place()}" and pid.isdigit() and not process_is_alive(int(pid))
 
 
 def process_is_alive(pid: int) -> bool:

@@ -4,13 +4,26 @@ import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from agl.contracts import Gateway, Store, Tracer, Upstream
+from agl.contracts import Store, Tracer, Upstream
 from agl.run.agent import AgentSpec
 from agl.schemas import NamedResources, Rollout
 
 PLACEHOLDER_KEY = "agl-no-key-needed"
 """What ``OPENAI_API_KEY`` holds in a process whose calls get their token from the wire hook."""
+
+
+class Settles(Protocol):
+    """What who runs attempts needs of the gateway, wherever that is."""
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every call of the attempt that was answered is in the store.
+
+        Raises:
+            GatewayLostError: The gateway went away meanwhile; the worker gives the attempt back.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +36,7 @@ class RunSetup:
         secret: Key that signs attempt tokens; never stored.
         resources: Gives the resources of a rollout, pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
-        gateway: The gateway when it runs here, so that an attempt ends only after its calls are in the store.
+        gateway: The gateway, here or elsewhere, so that an attempt ends only after its calls are in the store.
         upstreams: The configured policies, so that the wire hook knows which calls to redirect.
         tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
         plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
@@ -35,7 +48,7 @@ class RunSetup:
     secret: bytes
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str = ""
-    gateway: Gateway | None = None
+    gateway: Settles | None = None
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])

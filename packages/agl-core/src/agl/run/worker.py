@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.contracts import Gateway, RewardEmitter, Runner, Store
-from agl.errors import FencedError, NoModelCallsError, StoreError
+from agl.contracts import RewardEmitter, Runner, Store
+from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreError
 from agl.ids import new_trace_id
 from agl.run.attempt import make_reward_span
 from agl.run.liveness import worker_name
 from agl.run.result import describe_error, read_result
+from agl.run.setup import Settles
 from agl.schemas import Claim, Outcome, Reward, Rollout, Span
 from agl.stores.paging import all_spans
 from agl.train.agreement import find_disagreement
@@ -43,7 +44,7 @@ class WorkerSetup:
         store: Where rollouts come from and outcomes go.
         runner: Executes attempts; started and stopped by the worker.
         experiment: Only this experiment's rollouts are claimed, ``None`` for all.
-        concurrency: Attempts at once.
+        concurrency: Attempts at once; 0 claims none, because workers elsewhere do.
         rewards: Reward emitters by name, run after the agent, hidden task fields included.
         gateway: Waited for before an attempt ends, so that its calls are in the store.
         requires_calls: Whether a successful attempt without any model call is a failure.
@@ -55,7 +56,7 @@ class WorkerSetup:
     experiment: str | None = None
     concurrency: int = 8
     rewards: Sequence[tuple[str, RewardEmitter]] = ()
-    gateway: Gateway | None = None
+    gateway: Settles | None = None
     requires_calls: bool = False
     notify: Callable[..., None] = _ignore
 
@@ -160,6 +161,10 @@ class Worker:
         except asyncio.CancelledError:
             await self._give_back(claim)
             raise
+        except GatewayLostError as error:
+            _LOG.info("attempt %s is given back: %s", claim.attempt.attempt_id, error)
+            await self._give_back(claim)
+            return
         except Exception as error:  # noqa: BLE001  # the attempt boundary: what breaks here harms one attempt only
             _LOG.warning("attempt %s could not be run or judged", claim.attempt.attempt_id, exc_info=error)
             outcome = msgspec.structs.replace(outcome, status="failed", error=describe_error(error))

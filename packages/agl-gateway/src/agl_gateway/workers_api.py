@@ -1,0 +1,56 @@
+"""What workers on other machines ask of a gateway: which one it is, and to wait for an attempt's calls.
+
+``GET /identity`` and ``POST /settle`` both answer with the gateway's id, which every start makes anew: a worker whose
+gateway was replaced while an attempt ran knows by it that calls may be missing.
+"""
+
+import msgspec
+from aiohttp import web
+
+from agl.errors import CaptureError
+from agl.ids import new_trace_id
+from agl_gateway.bodies import read_body
+from agl_gateway.identity import Identities, key_of
+from agl_gateway.problems import Problem
+from agl_gateway.recorder import Recorder
+
+_MAX_BODY = 64 * 1024
+
+
+class Settling(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``POST /settle``."""
+
+    attempt_id: str
+
+
+class WorkersApi:
+    """Answers workers; used in the gateway's event loop."""
+
+    def __init__(self, *, identities: Identities, recorder: Recorder) -> None:
+        self._identities = identities
+        self._recorder = recorder
+        self._id = new_trace_id()
+
+    async def identity(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Which gateway this is, for whoever holds a token of its secret."""
+        self._identities.verify(key_of(request.headers))
+        return web.json_response({"gateway": self._id})
+
+    async def settle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer once every answered call of the attempt is in the store.
+
+        Raises:
+            Problem: 403 for another attempt's token, 409 when the store refused some of the calls.
+        """
+        claim = self._identities.verify(key_of(request.headers))
+        try:
+            asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=Settling)
+        except msgspec.DecodeError as error:
+            raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
+        if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:
+            raise Problem(403, f"the token is not that of attempt {asked.attempt_id!r}; use its own, or an admin token")
+        try:
+            await self._recorder.settle(asked.attempt_id)
+        except CaptureError as error:
+            raise Problem(409, str(error), code="calls_lost") from error
+        return web.json_response({"gateway": self._id})
