@@ -7,12 +7,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 from agl.contracts import RolloutQuery
+from agl.schemas import Attempt, Rollout
 from agl.stores.sqlite import SQLiteStore
 
 from .test_crash import check_end, wait_for_a_step
@@ -44,20 +46,48 @@ def elsewhere(file: Path, name: str) -> Path:
     return folder / file.name
 
 
-def workers_of(file: Path) -> set[str]:
-    """Process ids of those who ran the experiment's attempts."""
+def store_of(file: Path) -> Path:
+    """The experiment's store."""
+    return file.parent / "runs" / "toy.db"
 
-    async def work() -> set[str]:
-        store = SQLiteStore(f"sqlite:///{file.parent / 'runs' / 'toy.db'}")
+
+def rollouts_of(file: Path) -> list[Rollout]:
+    """Everything that was asked for."""
+    return [rollout for rollout, _ in tried(file)]
+
+
+def attempts_of(file: Path) -> list[Attempt]:
+    """Everything that was tried."""
+    return [attempt for _, attempts in tried(file) for attempt in attempts]
+
+
+def tried(file: Path) -> list[tuple[Rollout, list[Attempt]]]:
+    """Every rollout with its attempts."""
+
+    async def work() -> list[tuple[Rollout, list[Attempt]]]:
+        store = SQLiteStore(f"sqlite:///{store_of(file)}")
         rollouts = await store.rollouts(RolloutQuery(experiment="toy", limit=10_000))
-        attempts = [attempt for rollout in rollouts for attempt in await store.attempts(rollout.rollout_id)]
+        found = [(rollout, await store.attempts(rollout.rollout_id)) for rollout in rollouts]
         await store.close()
-        return {attempt.worker.split(":")[1] for attempt in attempts}
+        return found
 
     return asyncio.run(work())
 
 
-def end_of(process: "subprocess.Popen[str]", *, seconds: float = 120.0) -> tuple[str, str]:
+def pid_of(attempt: Attempt) -> int:
+    """Who ran it."""
+    return int(attempt.worker.split(":")[1])
+
+
+def wait_until(what: Callable[[], bool], *, seconds: float = 60.0) -> None:
+    """Return once ``what`` holds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def end_of(process: "subprocess.Popen[str]", *, seconds: float = 180.0) -> tuple[str, str]:
     """What a process printed until it ended with status 0."""
     out, err = process.communicate(timeout=seconds)
     assert 0 == process.returncode, out + err
@@ -65,22 +95,135 @@ def end_of(process: "subprocess.Popen[str]", *, seconds: float = 120.0) -> tuple
 
 
 def test_workers_elsewhere_run_what_a_local_run_would(agl: StartAgl, experiment: Callable[..., Path]) -> None:
-    file = experiment(steps=4)
+    file = experiment(steps=4, pause_s=0.3)
     url = leave_to_workers(file, free_port())
     homes = [elsewhere(file, name) for name in ("first", "second")]
-    early = agl(
-        "worker", str(homes[0]), "--store", url, "--json", cwd=homes[0].parent, XDG_STATE_HOME=str(homes[0].parent)
-    )
+    options = {"cwd": homes[0].parent, "XDG_STATE_HOME": str(homes[0].parent)}
+    early = agl("worker", str(homes[0]), "--store", url, "--json", **options)
     trainer = agl("run", str(file), "--quiet", cwd=file.parent)
     late = agl("worker", str(homes[1]), "--store", url, "--concurrency", "2", cwd=homes[1].parent)
+    wait_for_a_step(file, trainer)
+    os.kill(trainer.pid, signal.SIGSTOP)  # nobody hears of it for a while, as if the network were gone
+    time.sleep(4)
+    os.kill(trainer.pid, signal.SIGCONT)
     _, err = end_of(trainer)
     out, _ = end_of(early)
     said, _ = end_of(late)
 
     assert "" == err
-    events = [json.loads(line) for line in out.splitlines()]
-    assert ["joined", "left", "finished"] == [event["event"] for event in events if event["event"] != "waiting"]
+    events = [json.loads(line)["event"] for line in out.splitlines()]
+    assert ["joined", "left", "finished"] == [event for event in events if event not in ("waiting", "progress")]
     assert "experiment 'toy' is finished" in said
     assert "async, 2 at once" in said
-    assert workers_of(file) <= {str(early.pid), str(late.pid)}
+    attempts = attempts_of(file)
+    assert {1} == {attempt.number for attempt in attempts}
+    assert {early.pid, late.pid} >= {pid_of(attempt) for attempt in attempts}
     check_end(file, steps=4)
+
+
+def test_killed_worker_and_killed_trainer_cost_no_rollout(agl: StartAgl, experiment: Callable[..., Path]) -> None:
+    file = experiment(steps=8, pause_s=0.3)
+    url = leave_to_workers(file, free_port(), more="\nmax_attempts = 2")
+    doomed, stopped, last = (elsewhere(file, name) for name in ("doomed", "stopped", "last"))
+    (doomed.parent / "toy_agent.py").write_text("import time\n\n\ndef solve(task):\n    time.sleep(600)\n")
+    trainer = agl("run", str(file), "--quiet", cwd=file.parent)
+    killed = agl("worker", str(doomed), "--store", url, "--concurrency", "1", cwd=doomed.parent)
+    wait_until(lambda: store_of(file).exists() and any(pid_of(a) == killed.pid for a in attempts_of(file)))
+    killed.kill()
+    killed.communicate()
+    leaving = agl("worker", str(stopped), "--store", url, "--concurrency", "2", cwd=stopped.parent)
+    staying = agl("worker", str(last), "--store", url, "--stay", cwd=last.parent)
+    wait_for_a_step(file, trainer)
+    leaving.terminate()
+    said, _ = end_of(leaving)
+    trainer.kill()
+    trainer.communicate()
+    again = agl("run", str(file), "--quiet", "--resume", cwd=file.parent)
+    end_of(again)
+    staying.send_signal(signal.SIGINT)
+    heard, _ = end_of(staying)
+
+    assert said.endswith("stopped; what ran was given back\n")
+    assert 2 == heard.count("joined experiment 'toy'")
+    assert ["lost"] == [attempt.status for attempt in attempts_of(file) if pid_of(attempt) == killed.pid]
+    check_end(file, steps=8)
+
+
+def test_worker_that_cannot_take_part_says_why(agl: StartAgl, experiment: Callable[..., Path]) -> None:
+    file = experiment(steps=1)
+    port = free_port()
+    url = leave_to_workers(file, port)
+    trainer = agl("run", str(file), cwd=file.parent)
+    wait_until(store_of(file).exists)
+    copy = elsewhere(file, "elsewhere")
+    other = copy.with_name("other.toml")
+    other.write_text(copy.read_text().replace('hidden = ["answer"]', "hidden = []"))
+    store = f"sqlite:///{store_of(file)}"
+
+    def refused(*words: str, **more: str) -> "subprocess.Popen[str]":
+        return agl("worker", *words, cwd=copy.parent, **more)
+
+    closed = f"http://127.0.0.1:{free_port()}"
+    found = {
+        "no store": refused(str(copy)),
+        "secret": refused(str(copy), "--store", store, AGL_SECRET="y" * 32),
+        "store's secret": refused(str(copy), "--store", url, AGL_SECRET="y" * 32),
+        "gateway": refused(str(copy), "--store", store, "--gateway", closed),
+        "settings": refused(str(other), "--store", url),
+    }
+    errors = {}
+    for name, process in found.items():
+        _, errors[name] = process.communicate(timeout=120)
+        assert 1 == process.returncode, name
+        assert "Traceback" not in errors[name]
+    assert f"there is no store sqlite:///{copy.parent / 'runs' / 'toy.db'} on this machine" in errors["no store"]
+    assert "it signs with another secret. Set AGL_SECRET to the same value" in errors["secret"]
+    assert "the store refuses this machine" in errors["store's secret"]
+    assert f"the gateway {closed} of the experiment on" in errors["gateway"]
+    assert "give its address with --gateway" in errors["gateway"]
+    assert 'experiment.hidden is ["answer"] there and [] here' in errors["settings"]
+    assert {"queued"} == {rollout.status for rollout in rollouts_of(file)}
+    trainer.terminate()
+    out, _ = trainer.communicate(timeout=60)
+    assert "rollouts wait and no worker claims them" in out
+
+
+PROGRAM = """
+import json
+import os
+import sys
+import urllib.request
+
+task = json.load(sys.stdin)
+messages = [{"role": "user", "content": task["question"]}]
+key = "Bearer " + os.environ["OPENAI_API_KEY"]
+for _ in range(2):
+    body = json.dumps({"model": "scripted", "messages": messages}).encode()
+    headers = {"Authorization": key, "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}]
+print(text)
+"""
+
+
+def test_commands_run_elsewhere_with_a_served_store(agl: StartAgl, experiment: Callable[..., Path]) -> None:
+    file = experiment(steps=2, runner="command", agent=PROGRAM)
+    port = free_port()
+    leave_to_workers(file, free_port())
+    text = file.read_text().replace('"toy_agent:solve"', json.dumps([sys.executable, "toy_agent.py"]))
+    file.write_text(text.replace("sqlite:///runs/toy.db", f"http://127.0.0.1:{port}"))
+    copy = elsewhere(file, "elsewhere")
+    token = {"AGL_TOKEN": "an-admin-token-of-the-tests"}
+    words = ("--store", f"sqlite:///{store_of(file)}", "--port", str(port))
+    server = agl("serve", *words, cwd=file.parent, **token)
+    worker = agl("worker", str(copy), cwd=copy.parent, **token)
+    trainer = agl("run", str(file), "--quiet", cwd=file.parent, **token)
+    end_of(trainer)
+    said, _ = end_of(worker)
+    server.terminate()
+    end_of(server)
+
+    assert "12 rollouts finished (12 succeeded) here" in said
+    check_end(file, steps=2)

@@ -17,7 +17,7 @@ import msgspec
 
 from agl.capture.token import load_secret
 from agl.contracts import Store
-from agl.errors import ConfigError, GatewayLostError, StoreError
+from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.experiment.joining import Obstacle, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl.experiment.live import PinnedResources
 from agl.experiment.plan import Plan
@@ -112,6 +112,11 @@ class RemoteWorker:
                 serving = await load_serving(self._store, self._plan.name)
                 if serving is None and await self._look_for_end():
                     return None
+            except TokenError as error:
+                raise ConfigError(
+                    f"the store refuses this machine: {error} Set AGL_SECRET to the same value there and here, or for a "
+                    "store of `agl serve` AGL_TOKEN to its admin token"
+                ) from error
             except StoreError as error:
                 self._say_once("waiting", f"the store does not answer; waiting: {error}")
                 await asyncio.sleep(LOOK_S)
