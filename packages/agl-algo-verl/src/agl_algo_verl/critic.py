@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.numbers import reported
-from agl_algo_verl.opening import engine_config, model_config, start
+from agl_algo_verl.opening import engine_config, model_config, start, use_rate_of_schedule
 from agl_algo_verl.rows import micro_batched, responses
 from agl_algo_verl.typed import verl_part
 
@@ -77,6 +77,7 @@ class Critic:
                 "Resume where the run's files are, or start the run under a new name."
             )
         self._worker.load_checkpoint(str(source), del_local_after_load=False)
+        use_rate_of_schedule(self._worker.engine)
 
     def _batch(self, samples: Sequence[Sample], **options: Any) -> Any:
         critic = self._settings

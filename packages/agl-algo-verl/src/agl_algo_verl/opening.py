@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from agl.errors import ConfigError
+from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -60,12 +61,11 @@ def open_policy(path: str, settings: Settings, *, role: Role, steps: int, device
 
 def model_config(path: str, *, use_remove_padding: bool, **options: Any) -> Any:
     """Return VERL's description of the model at `path`; raises ConfigError where there is none."""
-    attention = "flash_attention_2" if use_remove_padding else "sdpa"
     try:
         return verl_part("verl.workers.config:HFModelConfig")(
             path=path,
             use_remove_padding=use_remove_padding,
-            override_config={"attn_implementation": attention},
+            override_config={"attn_implementation": attention(use_remove_padding=use_remove_padding)},
             **options,
         )
     except (OSError, ValueError) as error:
@@ -152,3 +152,15 @@ def _optimizer(optim: Optim, *, steps: int) -> Any:
         num_cycles=optim.num_cycles,
         total_training_steps=steps,
     )
+
+
+def use_rate_of_schedule(engine: Any) -> None:
+    """Give the optimizer the rate of its schedule's next update.
+
+    A checkpoint brings the rate that was next when it was saved. Where the run has more steps than it had then, the
+    schedule falls more slowly.
+    """
+    scheduler = engine.lr_scheduler
+    places = zip(engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+    for group, rate, shape in places:
+        group["lr"] = rate * shape(scheduler.last_epoch)

@@ -19,8 +19,9 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.numbers import reported
-from agl_algo_verl.opening import open_policy
-from agl_algo_verl.rows import micro_batched, per_rollout, responses
+from agl_algo_verl.opening import open_policy, use_rate_of_schedule
+from agl_algo_verl.probe import put_probe
+from agl_algo_verl.rows import Sample, micro_batched, per_rollout, responses
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.typed import verl_part
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.rows import Sample
     from agl_algo_verl.settings import Settings
 
 ORIGIN = "origin.json"
@@ -71,6 +71,7 @@ class Worker:
         origin = Weights(uri=json.loads((source / ORIGIN).read_text(encoding="utf-8"))["uri"])
         worker = cls(origin=origin, settings=settings, steps=steps, threads=threads)
         worker._worker.load_checkpoint(str(source), del_local_after_load=False)
+        use_rate_of_schedule(worker._worker.engine)
         return worker
 
     def use_threads(self) -> None:
@@ -127,7 +128,10 @@ class Worker:
         prune(workdir / "state", step=step, keep=max(2, keep))
 
     def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
-        """Write the weights to serve as a Hugging Face directory and return the resource that names it."""
+        """Write the weights to serve as a Hugging Face directory and return the resource that names it.
+
+        Beside them what they say about a fixed text (`agl.schemas.probe`), so that a server of them can be checked.
+        """
         target = step_directory(workdir.absolute() / "weights", step)
         write_directory(target, self._fill)
         prune(workdir / "weights", step=step, keep=keep)
@@ -149,6 +153,21 @@ class Worker:
         with no_bars():
             shell.save_pretrained(directory, state_dict=state)
         engine.model_config.tokenizer.save_pretrained(directory)
+        put_probe(directory, engine.model_config.tokenizer, self._score)
+
+    def _score(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of every token but the first, by the engine."""
+        others = torch.ones(len(token_ids) - 1)
+        row = Sample(
+            rollout="probe",
+            group=0,
+            ids=torch.tensor(token_ids),
+            mask=others.bool(),
+            advantages=torch.zeros_like(others),
+            behaviour=torch.zeros_like(others),
+            temperature=1.0,
+        )
+        return [float(value) for value in self._infer(self._worker, [row])[0]]
 
     def _infer(self, worker: Any, samples: Sequence[Sample], **options: Any) -> list[Tensor]:
         if not samples:

@@ -1,0 +1,57 @@
+"""How probable weights find a fixed text, put beside them for whoever serves them elsewhere to compare with.
+
+See `agl.schemas.probe`. In one process VERL's engine is asked, which has the weights in memory. After a step on Ray
+the files are: VERL's trainer says nothing of its weights after the last update, and its replicas are what is checked.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from agl.schemas.probe import WeightsProbe, write_probe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from agl.schemas import Weights
+
+TEXT = 'Water boils at 100 degrees, and 12 + 30 is 42. {"name": "probe"} is an object in JSON.'
+MOST_TOKENS, FEWEST_TOKENS = 48, 8
+
+
+def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Sequence[float]]) -> None:
+    """Write the probe into `folder`; nothing where the tokenizer cannot write the text.
+
+    Args:
+        folder: A directory of weights.
+        tokenizer: Theirs.
+        score: Gives the log-probability of every token but the first of a text, [N - 1].
+    """
+    token_ids = list(tokenizer.encode(TEXT, add_special_tokens=False))[:MOST_TOKENS]
+    if len(token_ids) >= FEWEST_TOKENS:
+        write_probe(folder, WeightsProbe(token_ids=tuple(token_ids), logprobs=tuple(score(token_ids))))
+
+
+def probe_files(weights: Weights) -> None:
+    """Load what was saved and put the probe beside it: one forward pass on the CPU, in the saved precision."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(weights.uri)
+    load: Any = cast("Any", AutoModelForCausalLM).from_pretrained
+    model = load(weights.base_model or folder, dtype="auto")
+    if weights.format == "lora":
+        from peft import PeftModel
+
+        model = cast("Any", PeftModel).from_pretrained(model, folder)
+    tokenizer = cast("Any", AutoTokenizer).from_pretrained(weights.base_model or folder)
+    put_probe(folder, tokenizer, lambda token_ids: _score(model.eval(), token_ids))
+
+
+@torch.no_grad()
+def _score(model: Any, token_ids: Sequence[int]) -> list[float]:
+    ids_T = torch.tensor(token_ids)
+    logp_TV = model(input_ids=ids_T[None]).logits[0, :-1].float().log_softmax(-1)
+    return logp_TV.gather(-1, ids_T[1:, None])[:, 0].tolist()
