@@ -88,12 +88,8 @@ def test_writes_that_collide_are_repeated_until_they_pass(url: str) -> None:
                 for at in range(8)
             ]
             rollouts = [rollout(f"{number}-{at}") for at in range(8)]
-            await asyncio.gather(
-                one.publish(versions),
-                two.publish(versions[::-1]),
-                one.enqueue(rollouts),
-                two.enqueue(rollouts[::-1]),
-            )
+            await asyncio.gather(one.publish(versions), two.publish(versions[::-1]))
+            await asyncio.gather(one.enqueue(rollouts), two.enqueue(rollouts[::-1]))
         assert 12 * 8 == len(await one.rollouts(RolloutQuery()))
         assert 12 * 16 == await two.cursor() == len(await one.changes())
         await one.close()

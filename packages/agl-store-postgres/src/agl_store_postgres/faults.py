@@ -1,63 +1,52 @@
 """What PostgreSQL's errors mean for whoever runs the program, and which of them pass by themselves."""
 
+import re
+
 import psycopg
 from psycopg import errors
 
 from agl.errors import StoreError
 
-UNREACHABLE = (
-    "refused",
-    "starting up",
-    "shutting down",
-    "in recovery mode",
-    "closed the connection",
-    "connection is closed",
-    "connection is lost",
-    "consuming input failed",
-    "terminating connection",
-    "timeout",
-    "timed out",
-    "reset by peer",
-    "not yet accepting",
-    "broken pipe",
-    "no such file",
-    "unreachable",
+_UNREACHABLE = re.compile(
+    "refused|starting up|shutting down|in recovery mode|closed the connection|connection is (closed|lost)|"
+    "consuming input failed|terminating connection|timeout expired|timed out|reset by peer|not yet accepting|"
+    "broken pipe|no such file|unreachable"
 )
-"""Parts of messages about a server that is not there now and may be soon."""
+"""Messages about a server that is not there now and may be soon."""
 
-_HINTS: tuple[tuple[tuple[str, ...], str], ...] = (
+_HINTS: tuple[tuple[str, str], ...] = (
     (
-        ("password authentication failed", "no password supplied"),
+        "password authentication failed|no password supplied",
         "correct user and password, in the URL, in PGPASSWORD or in ~/.pgpass",
     ),
-    (("no pg_hba.conf entry",), "the server's pg_hba.conf admits neither this user from here nor this way to connect"),
+    ("no pg_hba.conf entry", "the server's pg_hba.conf admits neither this user from here nor this way to connect"),
     (
-        ("translate host name", "resolve host", "name or service not known", "nodename nor servname"),
+        "translate host name|resolve host|name or service not known|nodename nor servname",
         "no machine of that name is known here; correct the host in the URL",
     ),
-    (("database", "does not exist"), "create it (createdb NAME), or correct the last part of the URL's path"),
-    (("role", "does not exist"), "create it (createuser NAME), or correct the user in the URL"),
+    ("database .* does not exist", "create it (createdb NAME), or correct the last part of the URL's path"),
+    ("role .* does not exist", "create it (createuser NAME), or correct the user in the URL"),
     (
-        ("permission denied",),
+        "permission denied",
         "let the owner of the database run: GRANT CREATE ON DATABASE ... TO ..., or, for tables that are there, "
         "GRANT USAGE ON SCHEMA and ALL ON ALL TABLES and SEQUENCES IN SCHEMA to this user",
     ),
     (
-        ("too many clients", "remaining connection slots", "too many connections"),
+        "too many clients|remaining connection slots|too many connections",
         "a store object takes up to 2 connections and its readers; raise max_connections, or set readers=1 in the URL",
     ),
     (
-        ("no space left", "could not extend file"),
+        "no space left|could not extend file",
         "the server's disk is full: make room and run again; what was acknowledged is safe",
     ),
     (
-        ("read-only transaction",),
+        "read-only transaction",
         "that server is a replica or set to read only; name the primary, or several hosts with "
         "target_session_attrs=read-write",
     ),
-    (("lock timeout",), "somebody holds a lock on the store's tables: end that session (see pg_stat_activity)"),
-    (("nul",), "PostgreSQL keeps no NUL character in ids, names and keys: leave it out"),
-    (("ssl",), "see sslmode and sslrootcert in the URL, and the server's ssl settings"),
+    ("lock timeout", "somebody holds a lock on the store's tables: end that session (see pg_stat_activity)"),
+    (r"nul \(0x00\)", "PostgreSQL keeps no NUL character in ids, names and keys: leave it out"),
+    (r"\bssl\b", "see sslmode and sslrootcert in the URL, and the server's ssl settings"),
 )
 
 
@@ -70,8 +59,7 @@ def is_lost(error: BaseException, connection: "psycopg.Connection[tuple[object, 
 
 def is_passing(error: psycopg.Error) -> bool:
     """Whether a server that cannot be reached may be reached soon."""
-    text = str(error).lower()
-    return any(part in text for part in UNREACHABLE)
+    return _UNREACHABLE.search(str(error).lower()) is not None
 
 
 def is_collision(error: psycopg.Error) -> bool:
@@ -83,15 +71,11 @@ def explain(error: Exception, shown: str) -> StoreError:
     """What an error of psycopg means, and what to do about it."""
     text = " ".join(str(error).split()) or type(error).__name__
     lower = text.lower()
-    for parts, hint in _HINTS:
-        if any(part in lower for part in parts) if parts[0] not in ("database", "role") else _all(parts, lower):
+    for pattern, hint in _HINTS:
+        if re.search(pattern, lower):
             return StoreError(f"the store {shown} failed: {text}; {hint}")
-    if any(part in lower for part in UNREACHABLE):
+    if _UNREACHABLE.search(lower):
         return StoreError(
             f"the store {shown} cannot be reached: {text}; is the server running there, and is the port open?"
         )
     return StoreError(f"the store {shown} failed: {text}; the server's log may say more")
-
-
-def _all(parts: tuple[str, ...], text: str) -> bool:
-    return all(part in text for part in parts)

@@ -101,7 +101,7 @@ class Reader:
                 return
             except psycopg.Error as error:
                 if not is_lost(error, db):
-                    db.execute(b"ROLLBACK")
+                    db.rollback()
                     raise
                 link.drop()
                 if time.monotonic() > end:

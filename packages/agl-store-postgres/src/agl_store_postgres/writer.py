@@ -134,12 +134,11 @@ class Writer:
             except BaseException as error:
                 self._packer.clear()
                 is_repeat |= self._is_committing
-                if is_lost(error, db):
+                if is_lost(error, db) or not _rolled_back(db):
                     self._link.drop()
                     if time.monotonic() > end:
                         raise
                     continue
-                db.execute(b"ROLLBACK")
                 collisions += 1
                 if not isinstance(error, psycopg.Error) or not is_collision(error) or collisions > MAX_COLLISIONS:
                     raise
@@ -148,7 +147,7 @@ class Writer:
         needs = [job.work.repeat_needs or job.work.needs if is_repeat else job.work.needs for job in jobs]
         loaded = begin(db, needs)
         if loaded.next_deadline <= loaded.now:
-            db.execute(b"ROLLBACK")
+            db.rollback()
             self._expire(db)
             loaded = begin(db, needs)
         tables = PostgresTables(loaded, self._packer, is_repeat=is_repeat)
@@ -172,6 +171,15 @@ class Writer:
         self._is_committing = True
         commit(db, tables.changes, feed=self._feed)
         self._is_committing = False
+
+
+def _rolled_back(db: Connection) -> bool:
+    """Roll back, which also makes psycopg forget the statements that were prepared in vain; false when that fails."""
+    try:
+        db.rollback()
+    except psycopg.Error:
+        return False
+    return True
 
 
 def _groups(jobs: Sequence[_Job]) -> list[list[_Job]]:

@@ -1,0 +1,152 @@
+"""``kill -9`` of the server in mid-run: what was acknowledged stays, and who works goes on when it is back."""
+
+import asyncio
+import time
+
+import psycopg
+import pytest
+
+from agl.contracts import RolloutQuery
+from agl.errors import StoreError
+from agl.schemas import RetryPolicy, Rollout
+from agl_store_postgres import links
+from agl_store_postgres.store import PostgresStore
+from agl_testing.stores.samples import make_span, outcome_of
+
+ONE_ATTEMPT = RetryPolicy(max_attempts=1)
+
+
+async def work(store: PostgresStore, name: str, until: asyncio.Event, done: list[str]) -> None:
+    """Run rollouts one after the other; a rollout that was lost on the way would fail, having one attempt only."""
+    number = 0
+    while not until.is_set():
+        number += 1
+        rollout_id = f"{name}-{number}"
+        await store.enqueue([Rollout(rollout_id=rollout_id, task=number, experiment=name, retry=ONE_ATTEMPT)])
+        (claim,) = await store.claim(worker=name, experiment=name, wait_s=5)
+        await store.append_spans([make_span(claim, name="work")])
+        await store.finish([outcome_of(claim, spans=[make_span(claim, name="last")])])
+        done.append(rollout_id)
+
+
+def test_work_goes_on_after_the_server_was_killed(server, url: str) -> None:
+    async def body() -> None:
+        stores = [PostgresStore(url) for _ in range(2)]
+        until, done = asyncio.Event(), list[str]()
+        workers = [
+            asyncio.create_task(work(store, f"{at}{number}", until, done))
+            for at, store in enumerate(stores)
+            for number in range(2)
+        ]
+        waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=60))
+        for _ in range(3):
+            before = len(done)
+            while len(done) < before + 8:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
+        before = len(done)
+        while len(done) < before + 8:
+            await asyncio.sleep(0.01)
+        until.set()
+        await asyncio.gather(*workers)
+        await stores[1].enqueue([Rollout(rollout_id="late", task=None, experiment="late")])
+        begin = time.monotonic()
+        assert ["late"] == [claim.rollout.rollout_id for claim in await waiting]
+        assert time.monotonic() - begin < 1.5, "who waited before the restart is woken as before"
+        await check(stores[0], done)
+        for store in stores:
+            await store.close()
+
+    asyncio.run(body())
+
+
+async def check(store: PostgresStore, done: list[str]) -> None:
+    """Everything succeeded at the first attempt, each span is there once, and the feed tells it all in order."""
+    rollouts = await store.rollouts(RolloutQuery(ids=tuple(done)))
+    assert {("succeeded", 1)} == {(rollout.status, rollout.attempts) for rollout in rollouts}
+    assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
+    feed = await store.changes(limit=100_000)
+    assert sorted({change.cursor for change in feed}) == [change.cursor for change in feed]
+    for rollout_id in done:
+        assert ["work", "last"] == [span.name for span in await store.spans(rollout_id)]
+        life = [change.status for change in feed if (change.key, change.kind) == (rollout_id, "rollout")]
+        assert ["queued", "running", "succeeded"] == life
+
+
+@pytest.mark.parametrize("is_lost_before", [True, False])
+def test_answer_that_was_lost_with_the_connection_is_found_again(
+    url: str, monkeypatch: pytest.MonkeyPatch, is_lost_before: bool
+) -> None:
+    """The connection breaks right before or right after the commit: the same rollouts, each attempt once."""
+    from agl_store_postgres import writer
+
+    commit = writer.commit
+    breaks = iter([True])
+
+    def breaking(db: links.Connection, changes: object, *, feed: int) -> None:
+        is_breaking = next(breaks, False)
+        if is_breaking and is_lost_before:
+            end_of(db)
+        commit(db, changes, feed=feed)  # type: ignore[arg-type]
+        if is_breaking and not is_lost_before:
+            db.close()
+            raise psycopg.OperationalError("the connection is closed")
+
+    def end_of(db: links.Connection) -> None:
+        with psycopg.connect(url.partition("?")[0], autocommit=True) as other:
+            other.execute("SELECT pg_terminate_backend(%s, 2000)", (db.info.backend_pid,))
+
+    async def body() -> None:
+        store = PostgresStore(url)
+        rollouts = [Rollout(rollout_id=f"r{at}", task=at, retry=ONE_ATTEMPT) for at in range(3)]
+        nonlocal breaks
+        await store.enqueue(rollouts)
+        monkeypatch.setattr(writer, "commit", breaking)
+        breaks = iter([True])
+        claims = await store.claim(worker="w", limit=2)
+        assert ["r0.1", "r1.1"] == [claim.attempt.attempt_id for claim in claims]
+        breaks = iter([True])
+        await store.append_spans([make_span(claims[0])])
+        breaks = iter([True])
+        assert ["succeeded"] == [each.status for each in await store.finish([outcome_of(claims[0])])]
+        breaks = iter([True])
+        if is_lost_before:
+            assert 1 == await store.delete(["r0"])
+        else:
+            with pytest.raises(StoreError, match="went away while"):
+                await store.delete(["r0"])
+        assert ["r1", "r2"] == [each.rollout_id for each in await store.rollouts(RolloutQuery())]
+        statuses = [change.status for change in await store.changes() if change.key == "r1"]
+        assert ["queued", "running"] == statuses
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
+    server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "RESTART_WAIT_S", 1.0)
+
+    async def body() -> None:
+        store = PostgresStore(url)
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await asyncio.to_thread(server.stop)
+        try:
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await store.enqueue([Rollout(rollout_id="b", task=None)])
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await store.cursor()
+            monkeypatch.setattr(links, "RESTART_WAIT_S", 30.0)
+            waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
+            await asyncio.sleep(0.2)
+            begin = time.monotonic()
+            await store.close()
+            with pytest.raises(StoreError):
+                await waiting
+            assert time.monotonic() - begin < 5
+        finally:
+            await asyncio.to_thread(server.start)
+
+    asyncio.run(body())
