@@ -1,5 +1,6 @@
 """One algorithm learns from the rollouts that another paid for: in every schedule, with staleness, over restarts."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 
 import agl
 from agl.errors import ConfigError
+from agl.experiment.elsewhere import finished
 from agl.experiment.progress import Quiet
-from agl.schemas import PromptTemplate
+from agl.schemas import Outcome, PromptTemplate
+from agl.stores.memory import MemoryStore
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''
@@ -202,3 +205,61 @@ def test_source_that_runs_later_or_pays_for_nothing_is_refused(trainer: Callable
 def test_context_without_a_source_says_what_to_set(trainer: Callable[..., agl.Trainer]) -> None:
     with pytest.raises(ConfigError, match="has no source; name the algorithm"):
         trainer(student={"source": ()}).fit(solve, train_dataset=["a"])
+
+
+def test_rollouts_of_another_experiment_are_learned_from_without_tasks_of_its_own(
+    trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/runs.db"
+    payer = agl.Algorithm("payer", tunes="own")
+    trainer(student={}, algorithm=payer, store=url).fit(solve, train_dataset=["a", "b", "mute"])
+
+    student = agl.Algorithm("student", tunes="prompt", source="experiment:experiment")
+    result = trainer(student={}, name="offline", algorithm=student, store=url).fit(solve)
+
+    assert {"student": 1} == result.steps
+    ((step, ids, dropped, groups),) = log
+    assert (1, {"no reward": 3}, 6) == (step, dropped, groups)
+    assert sorted(i for s in (1, 2, 3) for i in ids_of(range(s, s + 1))) == sorted(ids)
+
+
+async def finish(store: MemoryStore, name: str, **changes: Any) -> None:
+    await store.enqueue([agl.Rollout(rollout_id=name, task={}, **{"experiment": "served", **changes})])
+    (claim,) = await store.claim(worker="test")
+    await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
+
+
+def test_finished_rollouts_come_in_the_order_of_their_ends_and_each_once() -> None:
+    async def read() -> list[tuple[list[str], bool]]:
+        store, seen, after = MemoryStore("memory://"), list[tuple[list[str], bool]](), 0
+        for name in ("c", "a", "b"):
+            await finish(store, name)
+        await finish(store, "validation", mode="val")
+        await finish(store, "another", experiment="another")
+        for step in range(4):
+            found = await finished(store, "served", after=after, limit=2)
+            after = found.cursor
+            seen.append(([rollout.rollout_id for rollout in found.rollouts], found.is_all))
+            if step == 1:
+                await finish(store, "late")
+                await finish(store, "gone")
+                await store.delete(["gone"])
+        return seen
+
+    assert [(["c", "a"], False), (["b"], True), (["late"], True), ([], True)] == asyncio.run(read())
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("experiment:", "names no other experiment"),
+        ("experiment:experiment", "names no other experiment"),
+        (("payer", "experiment:served"), "both algorithms and other experiments"),
+        ("experiment:served", "no finished training rollouts of the experiment 'served'"),
+    ],
+)
+def test_experiment_that_cannot_be_a_source_is_refused(
+    trainer: Callable[..., agl.Trainer], source: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(student={"source": source}).fit(solve, train_dataset=["a"])

@@ -168,6 +168,7 @@ class Conversations:
             rollout_id=rollout_id,
             task={CONVERSATION: conversation},
             experiment=CONVERSATIONS,
+            group_id=rollout_id,
             retry=RetryPolicy(max_attempts=_ATTEMPTS),
             metadata={CONVERSATION: conversation},
         )

@@ -162,15 +162,19 @@ class CollectFn(Protocol):
 
 
 class Recorded(Record, frozen=True, kw_only=True):
-    """Finished training rollouts that other algorithms of the run paid for, in order of their ids.
+    """Finished training rollouts that others paid for.
+
+    Those of other algorithms of the run are in order of their ids, those of other experiments in the order in which
+    they finished.
 
     Who paid is in each rollout's ``metadata`` (``algorithm`` and ``step``), with what in its ``resources``.
 
     Attributes:
         episodes: Those that the experiment's policies for failed rollouts and missing rewards keep.
         dropped: Rollouts per reason that were left out; ``stale`` for those older than was asked for.
-        steps: The last finished step of every source, for the next request's ``after``.
-        is_over: No source will take another step.
+        steps: The last finished step of every source, or the place in the feed of another experiment, for the next
+            request's ``after``.
+        is_over: No source will take another step; of other experiments, nothing more has finished.
     """
 
     episodes: tuple[Episode, ...] = ()

@@ -69,7 +69,8 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
         tunes: The resource, or the resources, that it changes.
         name: Its name within the experiment; ``use`` by default.
         agents: Regular expression over agent names: whose calls it trains on; ``""`` for all.
-        source: Names of the algorithms whose rollouts it learns from instead of collecting its own.
+        source: Names of the algorithms whose rollouts it learns from instead of collecting its own, or
+            ``experiment:NAME`` for the finished ones of another experiment in the store.
         credit: Its own credit assignment; by default the experiment's.
         params: Its own arguments.
     """
@@ -94,7 +95,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Names of the algorithms that it learns from."""
+        """Names of the algorithms, or of experiments with their prefix, that it learns from."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
 

@@ -14,6 +14,7 @@ from agl.errors import AglError, ConfigError
 from agl.experiment import state as saved
 from agl.experiment.collect import Collector
 from agl.experiment.config import AlgorithmConfig
+from agl.experiment.elsewhere import experiment_of
 from agl.experiment.progress import Progress
 from agl.experiment.recorded import Reader, Sources
 from agl.experiment.replays import check_replays
@@ -120,7 +121,8 @@ class Driver:
         sources = Sources(
             experiment=plan.name,
             run=self.state.run,
-            labels=algorithm.sources,
+            labels=tuple(source for source in algorithm.sources if not experiment_of(source)),
+            experiments=tuple(filter(None, map(experiment_of, algorithm.sources))),
             tunes=algorithm.resources,
             waits=plan.config.schedule.mode == "concurrent",
         )

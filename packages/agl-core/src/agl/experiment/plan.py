@@ -15,6 +15,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.experiment.config import AlgorithmConfig, ExperimentConfig, RunnerConfig
 from agl.experiment.dataset import as_tasks, check_hidden
+from agl.experiment.elsewhere import PREFIX, experiment_of
 from agl.plugins import PluginManager
 from agl.records import AlgorithmEntry
 from agl.run.agent import BUILT_IN_PARAMETERS, AgentSpec, LoadedAgent
@@ -175,10 +176,10 @@ def _check_first(config: ExperimentConfig) -> None:
 
 
 def _check_tasks(plan: Plan) -> None:
-    section = plan.config.experiment
-    if plan.config.algorithm and not plan.train:
+    section, algorithms = plan.config.experiment, plan.config.algorithm
+    if not plan.train and not all(map(_learns_elsewhere, algorithms)):
         raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
-    if not (plan.train or plan.val):
+    if not (plan.train or plan.val or algorithms):
         raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
     if section.validate_every and not plan.val:
         raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
@@ -277,6 +278,9 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
         )
     others = {other.label: other for other in plan.config.algorithm if other.label != algorithm.label}
     for source in algorithm.sources:
+        if source.startswith(PREFIX):
+            _check_experiment(plan, algorithm, source)
+            continue
         if source not in others:
             near = get_close_matches(source, others, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"the others are {sorted(others)}"
@@ -291,6 +295,25 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
                 f"algorithm {algorithm.label!r} learns from {source!r}, which runs after it; put it behind {source!r}, "
                 'or use mode = "alternate" or "concurrent" without naming it in schedule.first'
             )
+
+
+def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> None:
+    """Refuse a source that is no other experiment, or that is mixed with algorithms."""
+    if experiment_of(source) in ("", plan.name):
+        raise ConfigError(
+            f"algorithm {algorithm.label!r} has the source {source!r}, which names no other experiment; write "
+            f"{PREFIX}NAME with one that agl runs lists, or an algorithm of this experiment"
+        )
+    if not _learns_elsewhere(algorithm):
+        raise ConfigError(
+            f"algorithm {algorithm.label!r} has both algorithms and other experiments as its source; use two "
+            "algorithms, one for each"
+        )
+
+
+def _learns_elsewhere(algorithm: AlgorithmConfig) -> bool:
+    """Whether all that it learns from is in other experiments, so that it needs no tasks."""
+    return bool(algorithm.sources) and all(source.startswith(PREFIX) for source in algorithm.sources)
 
 
 def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:

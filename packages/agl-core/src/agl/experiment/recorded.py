@@ -1,7 +1,7 @@
-"""Rollouts that one algorithm paid for, given to another: which they are, how old, and when there are new ones.
+"""Rollouts that others paid for, given to an algorithm: which they are, how old, and when there are new ones.
 
 Only whole steps are shared: a step that is finished is never repeated, so what it collected is final and what another
-algorithm learns from it is the same after a restart.
+algorithm learns from it is the same after a restart. Rollouts of another experiment come as they have finished.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import msgspec
 from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.experiment.collect import Collector, step_name
+from agl.experiment.elsewhere import PREFIX, Finished, finished
 from agl.experiment.state import AlgorithmState, load_algorithm
 from agl.schemas import Record, ResourceVersion, Rollout
 
@@ -26,6 +27,7 @@ class Sources(Record, frozen=True, kw_only=True):
         experiment: The experiment's name.
         run: Number of the fresh start.
         labels: Names of the algorithms that pay.
+        experiments: Names of other experiments whose rollouts are read.
         tunes: Resources of the one who asks, whose versions are what rollouts grow old by.
         waits: Whether the sources go on while the one who asks waits.
     """
@@ -35,6 +37,7 @@ class Sources(Record, frozen=True, kw_only=True):
     labels: tuple[str, ...]
     tunes: tuple[str, ...]
     waits: bool
+    experiments: tuple[str, ...] = ()
 
 
 class Reader:
@@ -58,26 +61,42 @@ class Reader:
 
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
         """See :class:`agl.contracts.RecordedFn`."""
-        if not self._sources.labels:
+        if not (self._sources.labels or self._sources.experiments):
             raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
         known = dict(after or {})
         states = await self._news(known)
+        elsewhere = {PREFIX + name: await self._elsewhere(name, known) for name in self._sources.experiments}
+        rollouts = [
+            rollout
+            for label, state in states.items()
+            async for rollout in self._rollouts(label, after=known.get(label, 0), last=state.step)
+        ]
+        rollouts += [rollout for part in elsewhere.values() for rollout in part.rollouts]
         ages = await self._ages(max_age)
-        found: list[Rollout] = []
-        dropped: Counter[str] = Counter()
-        for label, state in states.items():
-            async for rollout in self._rollouts(label, after=known.get(label, 0), last=state.step):
-                if max_age is not None and not _is_young(rollout, ages):
-                    dropped["stale"] += 1
-                else:
-                    found.append(rollout)
-        kept, left_out = await self._collector.read(found)
+        young = [rollout for rollout in rollouts if max_age is None or _is_young(rollout, ages)]
+        kept, left_out = await self._collector.read(young)
+        dropped = Counter(left_out) + Counter(stale=len(rollouts) - len(young))
+        is_over = all(state.is_finished for state in states.values()) and all(p.is_all for p in elsewhere.values())
         return Recorded(
             episodes=tuple(kept),
-            dropped=dict(dropped + Counter(left_out)),
-            steps={label: state.step for label, state in states.items()},
-            is_over=all(state.is_finished for state in states.values()),
+            dropped=dict(dropped),
+            steps={
+                **{label: state.step for label, state in states.items()},
+                **{source: part.cursor for source, part in elsewhere.items()},
+            },
+            is_over=is_over,
         )
+
+    async def _elsewhere(self, experiment: str, known: Mapping[str, int]) -> Finished:
+        """What finished in another experiment since; raises :class:`ConfigError` where nothing ever did."""
+        after = known.get(PREFIX + experiment, 0)
+        found = await finished(self._store, experiment, after=after)
+        if not after and not found.rollouts:
+            raise ConfigError(
+                f"the store has no finished training rollouts of the experiment {experiment!r} to learn from; "
+                "agl runs lists what it has, and [experiment] store names the store"
+            )
+        return found
 
     async def _news(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
         """The sources' states, when there is something new in them or nothing more will be."""

@@ -1,0 +1,105 @@
+"""From production to training: conversations that a gateway served and people rated are what `rft` imitates."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import openai
+
+import agl
+from agl.capture.token import AttemptTokens
+from agl.contracts import RolloutQuery, Upstream
+from agl.experiment.progress import Quiet
+from agl.schemas import Reward, Span
+from agl.stores.sqlite import SQLiteStore
+from agl_gateway.service import GatewayService, Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from agl_algo_torch.policy import TorchPolicy
+
+CLIENT = "a-client-token-of-the-tests"
+LIKED = (0, 2, 3)
+COUNT = 6
+
+
+async def serve_people(policy: TorchPolicy, url: str) -> list[str]:
+    """Conversations of two turns each, ended, and some of them liked; the ids of these, in order."""
+    store = SQLiteStore(url)
+    service = GatewayService(
+        store=store,
+        upstreams=[Upstream(name="llm", base_url=policy.base_url, model=policy.model_name, is_trained=True)],
+        tokens=AttemptTokens(b"a secret of these tests"),
+        settings=Settings(conversation_idle_s=0.4),
+        client_key=CLIENT,
+    )
+    base_url = f"{await service.start()}/v1"
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=CLIENT, max_retries=0) as client:
+        ends = [await converse(client, store, f"c{number}", is_liked=number in LIKED) for number in range(COUNT)]
+    while await store.rollouts(RolloutQuery(status=("running",))):
+        await asyncio.sleep(0.05)
+    await service.stop()
+    await store.close()
+    return sorted(rollout for number, rollout in enumerate(ends) if number in LIKED)
+
+
+async def converse(client: openai.AsyncOpenAI, store: SQLiteStore, name: str, *, is_liked: bool) -> str:
+    """Two calls of a conversation, and what its user thought of it; the rollout's id."""
+    said: list[dict[str, str]] = []
+    about: dict[str, str] = {}
+    for word in ("a", "b"):
+        said.append({"role": "user", "content": word})
+        reply = await client.chat.completions.with_raw_response.create(
+            model="llm",
+            messages=said,  # type: ignore[arg-type]
+            max_tokens=4,
+            extra_headers={"x-agl-conversation-id": name},
+        )
+        said.append({"role": "assistant", "content": reply.parse().choices[0].message.content or ""})
+        about = dict(reply.headers)
+    ids = {"rollout_id": about["x-agl-rollout-id"], "attempt_id": about["x-agl-attempt-id"]}
+    thumb = Span(**ids, span_id="a" * 16, name="thumb", reward=Reward(value=float(is_liked), source="human"))
+    await store.append_spans([thumb])
+    return ids["rollout_id"]
+
+
+async def solve(task: str) -> float:
+    raise AssertionError("nobody runs the agent")
+
+
+def test_liked_conversations_are_imitated_and_no_agent_runs(
+    serve: Callable[..., TorchPolicy], model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    url = f"sqlite:///{tmp_path}/served.db"
+    liked = asyncio.run(serve_people(serve(), url))
+
+    source = "experiment:served-conversations"
+    trainer = agl.Trainer(
+        name="offline",
+        store=url,
+        folder=tmp_path,
+        algorithm=agl.Algorithm("rft", tunes="llm", source=source, min_reward=0.5, lr=1e-2, device="cpu", threads=1),
+        policies={"llm": agl.Policy("torch", model=str(model_dir), device="cpu", threads=1)},
+        progress=Quiet(),
+    )
+    result = trainer.fit(solve)
+
+    async def known() -> tuple[dict[str, float], list[str]]:
+        store = SQLiteStore(url)
+        metrics = {m.name: m.value for m in await store.metrics("offline")}
+        rollouts = await store.rollouts(RolloutQuery(experiment="offline"))
+        await store.close()
+        return metrics, [rollout.rollout_id for rollout in rollouts]
+
+    metrics, own = asyncio.run(known())
+    assert {"rft": 1} == result.steps
+    assert (len(liked), []) == (metrics["imitated"], own)
+    assert (COUNT, COUNT) == (metrics["groups"], metrics["rollouts"])
+    assert "llm" in result.resources
+    assert result.resources["llm"].startswith("offline-1-rft-")
