@@ -19,7 +19,7 @@ from agl.stores.sqlite import SQLiteStore
 
 from .test_crash import check_end, wait_for_a_step
 
-StartAgl = Callable[..., "subprocess.Popen[str]"]
+StartAgl = Callable[..., subprocess.Popen[str]]
 
 
 def free_port() -> int:
@@ -87,7 +87,7 @@ def wait_until(what: Callable[[], bool], *, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def end_of(process: "subprocess.Popen[str]", *, seconds: float = 180.0) -> tuple[str, str]:
+def end_of(process: subprocess.Popen[str], *, seconds: float = 180.0) -> tuple[str, str]:
     """What a process printed until it ended with status 0."""
     out, err = process.communicate(timeout=seconds)
     assert 0 == process.returncode, out + err
@@ -160,7 +160,7 @@ def test_worker_that_cannot_take_part_says_why(agl: StartAgl, experiment: Callab
     other.write_text(copy.read_text().replace('hidden = ["answer"]', "hidden = []"))
     store = f"sqlite:///{store_of(file)}"
 
-    def refused(*words: str, **more: str) -> "subprocess.Popen[str]":
+    def refused(*words: str, **more: str) -> subprocess.Popen[str]:
         return agl("worker", *words, cwd=copy.parent, **more)
 
     closed = f"http://127.0.0.1:{free_port()}"

@@ -114,8 +114,8 @@ class RemoteWorker:
                     return None
             except TokenError as error:
                 raise ConfigError(
-                    f"the store refuses this machine: {error} Set AGL_SECRET to the same value there and here, or for a "
-                    "store of `agl serve` AGL_TOKEN to its admin token"
+                    f"the store refuses this machine: {error} Set AGL_SECRET to the same value there and here, or for "
+                    "a store of `agl serve` AGL_TOKEN to its admin token"
                 ) from error
             except StoreError as error:
                 self._say_once("waiting", f"the store does not answer; waiting: {error}")
@@ -224,21 +224,21 @@ class RemoteWorker:
         return serving.live if serving is not None else {}
 
     async def _until_over(self, serving: Serving, gateway: RemoteGateway | None, worker: Worker) -> None:
-        failure = worker.failure
-        if failure is None:
+        if worker.failure is None:
             raise RuntimeError("the worker is not running")
+        lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
         summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
-        while True:
-            await asyncio.wait({failure}, timeout=LOOK_S)
-            if failure.done():
-                failure.result()
-            over = await self._over(serving, gateway)
-            if over:
-                self._tell("left", over)
-                return
-            if time.monotonic() >= summary_at and self.tally.total != shown:
-                summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
-                self._tell("progress", self.tally.text(), finished=dict(self.tally.finished))
+        try:
+            while not (over := await self._over(serving, gateway)):
+                await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if worker.failure.done():
+                    worker.failure.result()
+                if time.monotonic() >= summary_at and self.tally.total != shown:
+                    summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+                    self._tell("progress", self.tally.text(), finished=dict(self.tally.finished))
+        finally:
+            lost.cancel()
+        self._tell("left", over)
 
     async def _over(self, serving: Serving, gateway: RemoteGateway | None) -> str:
         """Why this start of the experiment is over, ``""`` while it runs."""
@@ -254,6 +254,5 @@ class RemoteWorker:
             problem = await gateway.look()
         except GatewayLostError as error:
             return str(error)
-        if problem and gateway.silence_s() > PATIENCE_S:
-            return f"the gateway {gateway.url} {problem}"
-        return ""
+        is_gone = gateway.lost.is_set() or gateway.silence_s() > PATIENCE_S
+        return f"the gateway {gateway.url} {problem or 'went away'}" if is_gone else ""

@@ -81,6 +81,11 @@ async def load_serving(store: Store, name: str) -> Serving | None:
     return None if data is None else msgspec.json.decode(data, type=Serving)
 
 
+async def withdraw(store: Store, name: str) -> None:
+    """Remove the record of an experiment that ended, or that starts anew and was killed before."""
+    await store.save_state({serving_key(name): b""})
+
+
 def settings_of(plan: Plan) -> dict[str, Json]:
     """The settings that decide what an attempt does and earns, wherever it runs."""
     config = plan.config
@@ -114,7 +119,7 @@ class Announcement:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
         try:
-            await self._store.save_state({serving_key(self._name): b""})
+            await withdraw(self._store, self._name)
             await self._see_workers_off()
         except StoreError as error:
             _LOG.warning("workers elsewhere could not be told that experiment %r ended: %s", self._name, error)

@@ -18,7 +18,7 @@ from agl.experiment.labels import labelled
 from agl.experiment.live import LiveResources
 from agl.experiment.lock import ExperimentLock
 from agl.experiment.plan import Plan
-from agl.experiment.serving import Announcement, Serving, make_serving
+from agl.experiment.serving import Announcement, Serving, make_serving, withdraw
 from agl.experiment.state import ExperimentState
 from agl.experiment.waiting import WorkerWatch
 from agl.experiment.worker_setup import Surroundings, make_tracers, worker_setup
@@ -72,6 +72,7 @@ class Session:
             state: Where the experiment stands.
             say: Told when rollouts wait and no worker claims them, in an experiment that leaves them to others.
         """
+        await withdraw(self.store, self.plan.name)
         await self._reclaim_lost()
         self._endpoints = endpoints = await self._start_policies()
         upstreams = self._upstreams(endpoints)

@@ -19,10 +19,11 @@ LONGEST_S = 120.0
 class WorkerWatch:
     """Looks now and then whether anybody claims: ``async with WorkerWatch(store, name, say=print):``."""
 
-    def __init__(self, store: Store, name: str, *, say: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = FIRST_S) -> None:
         self._store = store
         self._name = name
         self._say = say
+        self._first_s = first_s
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "WorkerWatch":
@@ -37,7 +38,7 @@ class WorkerWatch:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _watch(self) -> None:
-        pause = FIRST_S
+        pause = self._first_s
         while True:
             await asyncio.sleep(pause)
             try:
@@ -52,7 +53,7 @@ class WorkerWatch:
                 )
                 pause = min(2 * pause, LONGEST_S)
             else:
-                pause = FIRST_S
+                pause = self._first_s
 
     async def _has(self, status: RolloutStatus) -> bool:
         query = RolloutQuery(experiment=self._name, status=(status,), limit=1)

@@ -18,7 +18,7 @@ from agl.errors import CaptureError, GatewayLostError
 from agl.schemas import Claim, Outcome
 
 TIMEOUT_S = 10.0
-"""Seconds that one request may take; a settling answer waits for the store at most as long."""
+"""Seconds that one request may take."""
 
 PATIENCE_S = 30.0
 """Seconds without an answer after which a gateway counts as gone; as long as a worker's lease."""
@@ -34,10 +34,16 @@ class RemoteGateway:
     Args:
         url: As this machine reaches it.
         secret: The key that signs attempt tokens, equal here and there.
+        patience_s: Seconds without an answer after which it counts as gone.
+
+    Attributes:
+        lost: Set once it is gone, or another one answers in its place.
     """
 
-    def __init__(self, url: str, *, secret: bytes) -> None:
+    def __init__(self, url: str, *, secret: bytes, patience_s: float = PATIENCE_S) -> None:
         self.url = url
+        self.lost = asyncio.Event()
+        self._patience_s = patience_s
         self._key = AdminKey(secret)
         self._id = ""
         self._answered_at = float("-inf")
@@ -70,13 +76,15 @@ class RemoteGateway:
         return self._failed_at >= moment
 
     async def ready(self) -> None:
-        """Return once it answers; raises :class:`GatewayLostError` when it does not for long."""
+        """Return once it answers; raises :class:`GatewayLostError` when it is gone, or silent for long."""
+        if self.lost.is_set():
+            raise self._gone("is gone")
         if self.silence_s() < FRESH_S:
             return
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while problem := await self.look():
             if time.monotonic() > deadline:
-                raise GatewayLostError(f"the gateway {self.url} {problem}")
+                raise self._gone(problem)
             await asyncio.sleep(RETRY_S)
 
     async def settle(self, attempt_id: str) -> None:
@@ -86,7 +94,7 @@ class RemoteGateway:
             GatewayLostError: It does not answer for long, or another gateway does.
             CaptureError: The store refused some of the calls.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         while True:
             status, answer = await self._ask("POST", "/settle", {"attempt_id": attempt_id})
             if status == 200:
@@ -95,14 +103,18 @@ class RemoteGateway:
                 raise CaptureError(answer)
             self._failed_at = time.monotonic()
             if self._failed_at > deadline:
-                raise GatewayLostError(f"the gateway {self.url} went away while attempt {attempt_id!r} ran ({answer})")
+                raise self._gone(f"went away while attempt {attempt_id!r} ran ({answer})")
             await asyncio.sleep(RETRY_S)
 
     def _recognise(self, gateway_id: str) -> None:
         self._id = self._id or gateway_id
         if gateway_id != self._id:
-            raise GatewayLostError(f"the gateway {self.url} was started again; calls of running attempts may be lost")
+            raise self._gone("was started again; calls of running attempts may be lost")
         self._answered_at = time.monotonic()
+
+    def _gone(self, what: str) -> GatewayLostError:
+        self.lost.set()
+        return GatewayLostError(f"the gateway {self.url} {what}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
         """Status, and the gateway's id or what is wrong; status 0 when there was no answer."""
@@ -150,8 +162,15 @@ class GuardedRunner:
         await self._runner.start()
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt; raises :class:`GatewayLostError` for one that must be repeated."""
-        await self._gateway.ready()
+        """Run one attempt; raises :class:`GatewayLostError` for one that must be repeated.
+
+        Where the gateway is gone for good it never returns: the worker is about to be stopped, and would only claim
+        the rollout again.
+        """
+        try:
+            await self._gateway.ready()
+        except GatewayLostError:
+            await asyncio.Event().wait()
         started = time.monotonic()
         outcome = await self._runner.execute(claim)
         if outcome.status == "failed":
