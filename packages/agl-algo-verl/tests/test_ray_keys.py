@@ -16,7 +16,9 @@ from agl_algo_verl.keys import leaves, verl_keys
 from agl_algo_verl.ray_config import compose
 from agl_algo_verl.ray_engine import RayVERL
 from agl_algo_verl.ray_keys import ALLOWED, DECIDED, HERE, REFUSED, RaySettings, check_machine, read_ray_settings
+from agl_algo_verl.runtime import check_attention
 
+from .test_settings import GUIDE
 from .world import config as small
 
 
@@ -37,7 +39,7 @@ def composed(**keys: Any) -> dict[str, Any]:
     ("keys", "message"),
     [
         ({"rollout.name": "hf"}, "one of agl_hf, vllm, sglang"),
-        ({"actor.ppo_mini_batch_size": 1}, "all rows of a step share one update"),
+        ({"actor.ppo_mini_batch_size": 1}, "all rows of a step share one update; make it equal to data"),
         ({"actor.optim.lrr": 1.0}, "did you mean actor_rollout_ref.actor.optim.lr"),
         ({"algorithm.use_kl_in_reward": True}, "use actor.use_kl_loss"),
         ({"trainer.v1.trainer_mode": "separate_async"}, "devices of its own"),
@@ -90,19 +92,38 @@ def test_verl_gets_what_was_written_and_what_this_engine_needs() -> None:
     assert expected == {name: found[name] for name in expected}
 
 
+def test_a_guides_configuration_is_taken_and_passed_on() -> None:
+    from verl.utils.config import validate_config
+
+    read = read_ray_settings(GUIDE)
+    assert 13 == len(read.notes)
+    assert ("vllm", 32) == (read.rollout, read.settings.data.train_batch_size)
+    whole = compose(read, model="m", folder=Path("f"), steps=3, tasks=32, checkpoint=None, threads=0)
+    served = whole.actor_rollout_ref.rollout
+    assert (4, {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}) == (served.n, served.engine_kwargs.vllm)
+    assert whole.actor_rollout_ref.ref.fsdp_config.param_offload
+    assert "flash_attention_2" == whole.actor_rollout_ref.model.override_config.attn_implementation
+    validate_config(whole, use_reference_policy=False, use_critic=False)
+
+
 def test_only_the_cpu_gets_what_the_cpu_needs() -> None:
     found = composed(**{"rollout.name": "vllm"})
     assert "cuda" == found["trainer.device"]
     assert found["actor_rollout_ref.model.external_lib"] is None
     assert found["actor_rollout_ref.rollout.free_cache_engine"]
+    assert "sdpa" == found["actor_rollout_ref.model.override_config.attn_implementation"]
 
 
 def test_a_machine_without_what_serves_is_told_what_to_do() -> None:
     gpu = read_ray_settings(config(**{"rollout.name": "vllm"}))
     with pytest.raises(ConfigError, match=r"needs GPUs.*ray_init\.address"):
         check_machine(gpu, has_gpu=False)
-    with pytest.raises(ConfigError, match="vllm is not installed here"):
+    with pytest.raises(ConfigError, match=r"vllm is not installed here.*agl-algo-verl\[vllm\]"):
         check_machine(gpu, has_gpu=True)
+    with pytest.raises(ConfigError, match=r"sglang is not installed here.*contradicts itself"):
+        check_machine(read_ray_settings(config(**{"rollout.name": "sglang"})), has_gpu=True)
+    with pytest.raises(ConfigError, match="use_remove_padding = true needs flash-attn"):
+        check_attention(read_ray_settings(GUIDE).settings)
     check_machine(read_ray_settings(config()), has_gpu=False)
     check_machine(at("auto"), has_gpu=False)
 

@@ -205,8 +205,9 @@ def test_settings_that_cannot_work_are_refused(keys: dict[str, Any], message: st
         ({"keep": 0}, "keep = 0"),
         ({"reward": {"num_workers": 2}}, r"reward\.num_workers: rewards are the experiment's"),
         ({"extra": 1}, "extra: VERL has no such key"),
+        ({"agentlightning": {"port": 9999}}, r"agentlightning\.port: this is Agent Lightning's own"),
     ],
-    ids=["engine", "keep", "reward", "unknown"],
+    ids=["engine", "keep", "reward", "unknown", "agentlightning"],
 )
 def test_parameters_beside_verls_keys_are_checked(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

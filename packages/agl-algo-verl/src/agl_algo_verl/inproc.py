@@ -27,7 +27,7 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.learning import Learner
-from agl_algo_verl.runtime import check_version
+from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.supply import Supply
 
@@ -174,10 +174,10 @@ def advice(settings: Settings) -> list[str]:
 
 def check_machine(settings: Settings) -> None:
     """Raise ConfigError for settings that this machine cannot run, before anything is paid for."""
-    from agl_algo_verl.runtime import own_device
     from agl_algo_verl.worker import check_device
 
     check_device(settings, own_device())
+    check_attention(settings)
 
 
 def own_weights(resource: Any, *, name: str) -> Weights:

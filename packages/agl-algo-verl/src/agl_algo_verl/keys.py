@@ -145,6 +145,8 @@ def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
             f"{name}: rewards are the experiment's [[reward]] and what agents emit; a penalty for overlong answers, as "
             "DAPO has it, is such a reward too"
         )
+    if name.split(".")[0] == "agentlightning":
+        return f"{name}: this is Agent Lightning's own; calls become rows by their tokens here, without a setting"
     if is_verl_key(name):
         return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
     return misspelt(name, shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
         "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio if low is None else low,
         "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio if high is None else high,
         "actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding,
+        "actor_rollout_ref.model.override_config.attn_implementation": attention(
+            use_remove_padding=settings.actor_rollout_ref.model.use_remove_padding
+        ),
         "actor_rollout_ref.model.enable_gradient_checkpointing": (
             settings.actor_rollout_ref.model.enable_gradient_checkpointing
         ),
@@ -69,7 +73,6 @@ def _on_cpu(threads: int) -> dict[str, Any]:
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.model.external_lib": "agl_algo_verl.ray_model",
-        "actor_rollout_ref.model.override_config.attn_implementation": "sdpa",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.mixed_precision": float32,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
 from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelt, put
+from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -29,15 +30,22 @@ CONNECT_S = 5.0
 SERVING = "actor_rollout_ref.rollout."
 """Keys of serving, which VERL does here; the few of them that others decide are in `DECIDED`."""
 
+REFERENCE = "actor_rollout_ref.ref"
+"""Keys of the frozen reference, which has an engine of its own on the cluster."""
+
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
 DECIDED = {
     name: who
     for name, who in DECIDED_ELSEWHERE.items()
-    if not name.startswith(SERVING)
+    if not name.startswith((SERVING, REFERENCE))
     or name.removeprefix(SERVING) in ("temperature", "top_p", "top_k", "val_kwargs", "multi_turn")
 } | {
     "actor_rollout_ref.rollout.mode": "this engine, which serves while it collects",
     "actor_rollout_ref.rollout.skip_tokenizer_init": "this engine, whose agents send text",
     "actor_rollout_ref.rollout.calculate_log_probs": "this engine, which always records them",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "ppo_max_token_len_per_gpu, by which micro-batches are "
+    "cut, as rows differ in number and length; no update depends on the cut",
 }
 """Keys that guides set, and who decides them with this engine."""
 
@@ -54,11 +62,9 @@ REFUSED = {
     "actor_rollout_ref.model.lora_rank": 'this engine trains whole weights; use engine = "inproc" for adapters',
     "actor_rollout_ref.model.lora_adapter_path": "training starts from whole weights; merge the adapter first",
     "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "rows differ in number and length; micro-batches are cut "
-    "by ppo_max_token_len_per_gpu",
     "actor_rollout_ref.actor.use_dynamic_bsz": "micro-batches are always cut by tokens, as if it were true",
-    "actor_rollout_ref.actor.ppo_mini_batch_size": "all rows of a step share one update; make data.train_batch_size "
-    "as small as an update should be",
+    MINI_BATCH: "all rows of a step share one update; make it equal to data.train_batch_size, and that as small as an "
+    "update should be",
     "trainer.v1": "groups are collected ahead by agl, with trainer_mode, colocate_async.num_warmup_batches, "
     "sampler.max_off_policy_threshold and sampler.max_off_policy_strategy",
     "trainer.use_v1": "the trainer is VERL's V1",
@@ -128,9 +134,10 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     wrong = [f"ray_kwargs.{name}: only ray_kwargs.ray_init is used" for name in ray_kwargs if name != "ray_init"]
     given: dict[str, Any] = {}
     notes: list[str] = []
-    for path, value in leaves({name: group for name, group in config.items() if name != "ray_kwargs"}):
-        name = ".".join(path)
-        problem, note = _judge(name, value)
+    written = {".".join(path): value for path, value in leaves(config) if path[0] != "ray_kwargs"}
+    for name, value in written.items():
+        holds = name == MINI_BATCH and value == written.get("data.train_batch_size")
+        problem, note = ("", f"{name} holds anyway") if holds else _judge(name, value)
         if problem:
             wrong.append(problem)
         elif note:
@@ -190,6 +197,12 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
+INSTALL_SERVER = {
+    "vllm": 'it with: pip install "agl-algo-verl[vllm]"',
+    "sglang": "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)",
+}
+
+
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     """Raise ConfigError for what is missing on this machine; a cluster elsewhere is asked later."""
     absent = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
@@ -211,8 +224,9 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     if find_spec(read.rollout) is None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name = {read.rollout!r}, and {read.rollout} is not installed here. "
-            f'Run: pip install "verl[{read.rollout}]"'
+            f"Install {INSTALL_SERVER[read.rollout]}, or use another server."
         )
+    check_attention(read.settings)
 
 
 def _check_address(address: str) -> None:

@@ -11,12 +11,15 @@ import importlib
 import os
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+
+    from agl_algo_verl.settings import Settings
 
 OLDEST, BELOW = (0, 9, 1), (0, 10)
 """The versions of VERL that this package was written against."""
@@ -35,6 +38,20 @@ def check_version() -> None:
         raise ConfigError(
             f"VERL {found} is installed, and agl-algo-verl works with verl>=0.9.1,<0.10: VERL moves its classes "
             f"between versions. Run: {INSTALL}"
+        )
+
+
+def attention(*, use_remove_padding: bool) -> str:
+    """Return transformers' name of the attention; VERL's default needs flash-attn, which only packed rows ask for."""
+    return "flash_attention_2" if use_remove_padding else "sdpa"
+
+
+def check_attention(settings: Settings) -> None:
+    """Raise ConfigError where the model would need flash-attn, which is not installed; imports nothing."""
+    if settings.actor_rollout_ref.model.use_remove_padding and find_spec("flash_attn") is None:
+        raise ConfigError(
+            "actor_rollout_ref.model.use_remove_padding = true needs flash-attn, which is not installed. "
+            "Run: pip install flash-attn --no-build-isolation, or set it to false."
         )
 
 
