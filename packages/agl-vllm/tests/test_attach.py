@@ -61,6 +61,17 @@ def test_a_server_of_another_model_or_none_at_all_is_refused(base):
     asyncio.run(run())
 
 
+def test_a_server_whose_logprobs_leave_the_temperature_out_is_refused(base, fake):
+    fake("raw-logprobs")
+
+    async def run():
+        with pytest.raises(PolicyError, match=r"at temperature 1 whatever.*--logprobs-mode processed_logprobs"):
+            async with serving(base):
+                pass
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_a_server_without_the_modes_that_updates_need_says_which(base, make_weights, kind):
     weights = make_weights("new", shift=0.5, base=base if kind == "adapter" else None)

@@ -45,7 +45,8 @@ def test_a_started_server_gets_its_command_and_environment(base, monkeypatch):
     said = " ".join(found["argv"])
     for part in (f"--model {base.uri}", "--served-model-name main_llm", "--dtype float32", "--host 127.0.0.1"):
         assert part in said
-    assert "--generation-config vllm --enable-lora --max-lora-rank 8 --max-loras 1 --enforce-eager" in said
+    kept = "--generation-config vllm --logprobs-mode processed_logprobs"
+    assert f"{kept} --enable-lora --max-lora-rank 8 --max-loras 1 --enforce-eager" in said
     environ = found["environ"]
     expected = ("1", "3", "1", "1", "True")
     names = ("EXTRA", "CUDA_VISIBLE_DEVICES", "VLLM_SERVER_DEV_MODE", "VLLM_NO_USAGE_STATS")
@@ -84,9 +85,9 @@ def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weig
 
     found = run(policy, act)
     update = ["/pause?mode=wait", "/v1/load_lora_adapter", "/reset_prefix_cache", "/resume", "/v1/completions"]
-    assert ["/v1/completions", *update, *update] == found["paths"]
+    assert [*["/v1/completions"] * 3, *update, *update] == found["paths"]
     body = {"lora_name": "main_llm-adapter", "lora_path": second.uri, "load_inplace": True}
-    assert body == found["bodies"][7]
+    assert body == found["bodies"][9]
     assert "main_llm-adapter" == found["bodies"][-1]["model"]
 
 

@@ -81,6 +81,33 @@ class ServerClient:
             )
         return [float(scores[at][str(token)]["logprob"]) for at, token in enumerate(token_ids) if at]
 
+    async def check_logprobs_mode(self, token_ids: Sequence[int], *, model: str) -> None:
+        """Raise :class:`PolicyError` where log-probabilities are not those of the distribution that is sampled from.
+
+        At twice the temperature, the difference between the two likeliest tokens must be half as large.
+        """
+        plain, halved = [await self._lead(token_ids, model=model, temperature=t) for t in (1.0, 2.0)]
+        if abs(halved - plain) < abs(halved - plain / 2):
+            raise PolicyError(
+                f"the server at {self.base_url} reports log-probabilities at temperature 1 whatever a request's "
+                "temperature is, and training compares them with those at that temperature; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+
+    async def _lead(self, token_ids: Sequence[int], *, model: str, temperature: float) -> float:
+        """By how much the likeliest next token leads, in nats."""
+        body = {
+            "model": model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": temperature,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,  # tokens that are written alike would be one
+        }
+        answer = await self._call("POST", f"{self.base_url}/completions", body)
+        likely = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
+        return float(likely[0]) - float(likely[1])
+
     async def pause(self) -> None:
         """Hold new requests once those in flight have ended."""
         await self._call("POST", f"{self._root}/pause?mode=wait")

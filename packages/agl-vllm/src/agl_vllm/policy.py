@@ -106,6 +106,7 @@ class VLLMPolicy:
         else:
             await self._find_model()
         await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
+        await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
         self._is_well = True
         return LLM(endpoint=self._clients[0].base_url, model=self._base_name, api_key_env=self._settings.api_key_env)
 

@@ -57,6 +57,8 @@ class ServerSettings:
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype),
             # else the model's generation_config.json would change the distribution behind everybody's back
             *("--generation-config", "vllm"),
+            # else log-probabilities would be those at temperature 1, whatever the request's is
+            *("--logprobs-mode", "processed_logprobs"),
             *(adapters if self.lora_rank else ()),
             *self.args,
         ]

@@ -13,7 +13,10 @@ from agl.errors import ConfigError
 from agl.schemas import Record
 
 Sync = Literal["auto", "reload", "restart"]
-_OWN_ARGS = ("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank", "--generation-config")
+_OWN_ARGS = (
+    *("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank"),
+    *("--generation-config", "--logprobs-mode"),
+)
 _START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
 
 

@@ -32,6 +32,7 @@ class Server:
         self.model = args.model
         self.max_rank = args.max_lora_rank if args.enable_lora else 0
         self.shift = shift_in(args.model)
+        self.is_processed = args.logprobs_mode == "processed_logprobs" and FAKE != "raw-logprobs"
         self.adapters: dict[str, float] = {}
         self.paths: list[str] = []
         self.bodies: list[Any] = []
@@ -84,6 +85,9 @@ class Server:
         gives_ids = body.get("return_token_ids") and FAKE != "no-ids"
         choice: dict[str, Any] = {"index": 0, "text": "x", "finish_reason": "length", "stop_reason": None}
         choice["logprobs"] = {"token_logprobs": [logprob(ANSWER[0], shift)], "tokens": ["x"], "text_offset": [0]}
+        if body.get("logprobs", 0) > 1:
+            scale = body["temperature"] if self.is_processed else 1.0
+            choice["logprobs"]["top_logprobs"] = [{"x": -0.5 / scale, "y": -1.5 / scale}]
         choice["token_ids"] = [ANSWER[0]] if gives_ids else None
         choice["prompt_token_ids"] = prompt if gives_ids else None
         if body.get("prompt_logprobs") is not None:
@@ -142,7 +146,7 @@ class Server:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name in ("--model", "--served-model-name", "--host", "--dtype", "--generation-config"):
+    for name in ("--model", "--served-model-name", "--host", "--dtype", "--generation-config", "--logprobs-mode"):
         parser.add_argument(name)
     for name in ("--port", "--max-lora-rank", "--max-loras"):
         parser.add_argument(name, type=int)
