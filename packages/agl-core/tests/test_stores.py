@@ -26,6 +26,7 @@ from agl.schemas import (
 )
 from agl.stores.memory import MemoryStore
 from agl.stores.sqlite import SQLiteStore
+from agl.stores.urls import shown_url
 
 Opener = Callable[[], Store]
 
@@ -431,3 +432,20 @@ def test_pages_follow_each_other(opener: Opener) -> None:
             await store.rollouts(RolloutQuery(ids=("r01", "zz")))
 
     run(opener, body)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sqlite:///runs/a@b.db", "sqlite:///runs/a@b.db"),
+        ("memory://", "memory://"),
+        ("http://:token@host:4747", "http://host:4747"),
+        ("postgresql://me:p@ss@host:5432/runs?sslmode=require", "postgresql://host:5432/runs?sslmode=require"),
+        (
+            "postgres://host/runs?password=secret&sslpassword=x&schema=a",
+            "postgres://host/runs?password=***&sslpassword=***&schema=a",
+        ),
+    ],
+)
+def test_url_is_shown_without_secrets(url: str, shown: str) -> None:
+    assert shown == shown_url(url)

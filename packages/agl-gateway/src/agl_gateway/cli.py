@@ -16,6 +16,7 @@ from agl.cli.query import seconds_of
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.experiment.split import Split, parse_split
+from agl.stores.urls import shown_url
 from agl_gateway.service import GatewayService, Settings
 
 _ENV = "AGL_TOKEN"
@@ -161,8 +162,9 @@ async def _serve(service: GatewayService, store_url: str, token_source: str, spl
     _on_signals(stopping)
     try:
         url = await service.start()
-        for line in [*_banner(service, url, store_url, token_source), *_split_banner(split, url), "stop with Ctrl-C"]:
+        for line in [*_banner(service, url, store_url, token_source), *_conversation_banner(service, url, split)]:
             click.echo(line)
+        click.echo("stop with Ctrl-C")
         while not stopping.is_set():
             await _wait(stopping)
     finally:
@@ -199,7 +201,7 @@ def _setter(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> Callabl
 def _banner(service: GatewayService, url: str, store_url: str, token_source: str) -> list[str]:
     policies = ", ".join(service.router.targets) or "none; add one with --upstream NAME=URL"
     return [
-        f"serving {store_url} at {url}",
+        f"serving {shown_url(store_url)} at {url}",
         f"  admin token  in {token_source}",
         f'  runners      AGL_TOKEN=<admin token>, store = "{url}"',
         f"  agents       OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<the attempt's token>",
@@ -208,11 +210,10 @@ def _banner(service: GatewayService, url: str, store_url: str, token_source: str
     ]
 
 
-def _split_banner(split: Split | None, url: str) -> list[str]:
+def _conversation_banner(service: GatewayService, url: str, split: Split | None) -> list[str]:
+    clients = f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<{_CLIENT_ENV}, or the admin token>"
     if split is None:
-        return []
+        return [clients] if service.has_conversations else []
     shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
-    return [
-        f"  split        {shares}; the report is {url}/split, or: agl resources split {' '.join(split.shares)}",
-        f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<{_CLIENT_ENV}, or the admin token>",
-    ]
+    report = f"{shares}; the report is {url}/split, or: agl resources split {' '.join(split.shares)}"
+    return [f"  split        {report}", clients]
