@@ -102,6 +102,11 @@ class GatewayService:
         self._runner: web.ServerRunner | None = None
         self.url = ""
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether clients may call models without an attempt."""
+        return self._conversations is not None
+
     async def start(self) -> str:
         """Listen; returns the base URL.
 
