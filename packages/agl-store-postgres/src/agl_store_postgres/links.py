@@ -52,7 +52,7 @@ def connect(target: Target) -> Connection:
 
 
 class Link:
-    """One connection for one thread, opened when it is needed.
+    """One connection for one thread of an open store, opened when it is needed.
 
     Args:
         stopping: Set when the store is closed; nobody waits for a server then.
@@ -62,7 +62,6 @@ class Link:
         self._target = target
         self._stopping = stopping
         self._connection = connection
-        self._has_answered = connection is not None
 
     @property
     def current(self) -> Connection | None:
@@ -72,9 +71,9 @@ class Link:
     def open(self) -> Connection:
         """The connection, opened if need be; raises :class:`StoreError` when the server cannot be reached in time."""
         if self._connection is None or self._connection.closed:
-            limit_s = RESTART_WAIT_S if self._has_answered else START_WAIT_S
-            self._connection = wait_for(lambda: connect(self._target), self._target, self._stopping, limit_s)
-            self._has_answered = True
+            self._connection = wait_for(
+                lambda: connect(self._target), self._target, self._stopping, limit_s=RESTART_WAIT_S
+            )
         return self._connection
 
     def drop(self) -> None:
@@ -85,10 +84,9 @@ class Link:
 
 
 def wait_for(
-    make: Callable[[], Connection], target: Target, stopping: threading.Event | None, limit_s: float
+    make: Callable[[], Connection], target: Target, stopping: threading.Event, *, limit_s: float
 ) -> Connection:
     """What ``make`` gives as soon as the server can be reached; errors that waiting cannot heal are raised at once."""
-    stopping = stopping or threading.Event()
     end = time.monotonic() + limit_s
     delays = iter(_DELAYS_S)
     while True:

@@ -8,6 +8,7 @@ matter. A server that goes away in between is waited for, about half a minute.
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -199,7 +200,7 @@ class PostgresStore:
 
 def _open(target: Target) -> tuple[Connection, int]:
     """The first connection and the number of the store's feed, once the tables are there."""
-    connection = wait_for(lambda: connect(target), target, None, START_WAIT_S)
+    connection = wait_for(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
     try:
         return connection, prepare(connection, target)
     except BaseException as error:
