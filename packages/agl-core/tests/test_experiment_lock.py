@@ -13,6 +13,7 @@ from agl.errors import ConfigError
 from agl.experiment import lock as module
 from agl.experiment.lock import ExperimentLock
 
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 HOLDER = """
 import sys, time
 from pathlib import Path
@@ -28,6 +29,21 @@ from agl.experiment.lock import ExperimentLock
 ExperimentLock(Path(sys.argv[1])).acquire()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
+"""
+
+
+FORKER = """
+import os, sys, time
+from pathlib import Path
+from agl.experiment.lock import ExperimentLock
+lock = ExperimentLock(Path(sys.argv[1]))
+lock.acquire()
+child = os.fork()
+if child == 0:
+    os.close(1)
+    time.sleep(600)
+print(child, flush=True)
+os._exit(0)
 """
 
 
@@ -59,8 +75,9 @@ def test_file_that_names_a_process_which_lives_and_is_something_else_does_not_bl
     lock.release()
 
 
-def test_program_that_outlives_the_trainer_which_started_it_does_not_block(tmp_path):
-    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+@pytest.mark.parametrize("program", [STARTER, pytest.param(FORKER, marks=needs_fork)], ids=["started", "forked"])
+def test_process_that_outlives_its_trainer_does_not_block(tmp_path, program):
+    command = [sys.executable, "-c", program, str(tmp_path)]
     child = int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     try:
         ExperimentLock(tmp_path).acquire()

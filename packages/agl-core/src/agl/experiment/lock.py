@@ -7,6 +7,7 @@ ids, which a restarted container uses again. The holder's id is in the file for 
 import errno
 import os
 import sys
+import weakref
 from pathlib import Path
 
 from agl.errors import ConfigError
@@ -24,9 +25,8 @@ _LOCKED_BYTE = 1 << 30
 class ExperimentLock:
     """Held while an experiment runs; released when its process ends or is killed.
 
-    Protects against a second trainer on this machine by mistake; it is no distributed lock. A process that was forked
-    from the holder, without another program in it, holds the lock too until it ends. The file stays, because a file
-    that is removed and made again could be locked twice.
+    Protects against a second trainer on this machine by mistake; it is no distributed lock. What the holder starts or
+    forks does not hold it. The file stays, because a file that is removed and made again could be locked twice.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -51,6 +51,7 @@ class ExperimentLock:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
         self._descriptor = descriptor
+        self._close_in_forks()
 
     def release(self) -> None:
         """Give it back; idempotent."""
@@ -58,6 +59,20 @@ class ExperimentLock:
             os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _close_in_forks(self) -> None:
+        """Let the lock end with this process: one that is forked from it would go on holding it."""
+        if sys.platform == "win32":
+            return
+        lock = weakref.ref(self)
+
+        def close() -> None:
+            held = lock()
+            if held is not None and held._descriptor is not None:
+                os.close(held._descriptor)
+                held._descriptor = None
+
+        os.register_at_fork(after_in_child=close)
 
     def _refusal(self, error: OSError, holder: str) -> ConfigError:
         if error.errno not in _BUSY:
