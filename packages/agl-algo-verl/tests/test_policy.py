@@ -170,8 +170,28 @@ def test_calls_of_a_dead_replica_go_to_another_and_are_counted() -> None:
             assert {found[1].address} == {answer["address"] for answer in answers}
             assert 12 == sum(found[1].seen.values())
             assert 0 < policy.counts()["replica_failures"] <= 12
+
+    asyncio.run(body())
+
+
+def test_calls_wait_for_other_replicas_where_all_are_dead() -> None:
+    async def body() -> None:
+        async with replicas(2) as (found, runners), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address])
+            await runners[0].cleanup()
+            waiting = asyncio.create_task(call(llm, "task"))
+            await asyncio.wait_for(policy.lost(), 30)
+            await policy.detach()  # which starts nobody at home for an experiment that ends
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await policy.attach([found[1].address])
+            assert found[1].address == (await waiting)["address"]
+
             await runners[1].cleanup()
-            assert "none of VERL's replicas" in (await call(llm, "task"))["error"]["message"]
+            waiting = asyncio.create_task(call(llm, "task"))
+            await asyncio.wait_for(policy.lost(), 30)
+            await policy.stop()
+            assert "stopped" in (await waiting)["error"]["message"]
 
     asyncio.run(body())
 

@@ -113,15 +113,19 @@ class VerlPolicy:
         known = self._replicas
         same = known if known is not None and known.urls == urls else None
         model = same.model if same else await self._there(self._relay.model_of(urls[0]))
-        await self._there(self._attach(Backend(urls=urls, model=model, version=version)))
+        await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
 
     async def hold(self) -> None:
         """Let calls that are under way end, and new ones wait until `attach`, `detach` or `stop`."""
         await self._there(self._relay.gate.hold())
 
     async def detach(self) -> None:
-        """Send calls home from now on; idempotent."""
+        """Send calls home from now on; idempotent. Calls whose replicas are gone wait on, for `attach` or `stop`."""
         await self._there(self._attach(None))
+
+    async def lost(self) -> None:
+        """Return when none of the replicas can be reached any more, which the first call finds out."""
+        await self._there(self._relay.lost.wait())
 
     def counts(self) -> dict[str, int]:
         """Calls that replicas answered, and calls that went to another because one could not be reached."""
@@ -140,7 +144,10 @@ class VerlPolicy:
     async def _attach(self, replicas: Backend | None) -> None:
         async with self._lock:
             self._replicas = replicas
-        self._relay.gate.release()
+        if replicas is not None:
+            self._relay.lost.clear()
+        if not self._relay.lost.is_set():
+            self._relay.gate.release()
         if replicas is not None:
             await self._leave_home()
 

@@ -71,11 +71,22 @@ class Cluster:
         """
         return await self._unless_over(asyncio.wrap_future(self._bridge.question.remote().future()))
 
+    async def ended(self) -> None:
+        """Return when VERL's trainer has ended, for whatever reason."""
+        if self._run is not None:
+            await asyncio.wait({self._run})
+
+    def failure(self) -> AglError | None:
+        """What ended VERL's trainer too early; None while it runs, and after its last step."""
+        run = self._run
+        error = run.exception() if run is not None and run.done() else None
+        return None if error is None else _ended(error)
+
     async def answer(self, answer: Answer) -> None:
         """Give the rows of a step."""
         ray: Any = verl_part("importlib:import_module")("ray")
         self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
-        await asyncio.wrap_future(self._bridge.answer.remote([self._given]).future())
+        await self._unless_over(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
 
     async def stop(self) -> None:
         """End VERL's trainer, and Ray where it was started here; call it once, whatever `start` did."""
@@ -99,12 +110,10 @@ class Cluster:
         finally:
             is_asked = wanted.done()
             wanted.cancel()  # nobody hears of it any more when this is cancelled
-        if is_asked:
-            return wanted.result()
-        error = run.exception()
+        error = wanted.exception() if is_asked else run.exception()
         if error is not None:
-            raise AglError(f"VERL's trainer on Ray ended with an error: {_told(error)}") from error
-        return None
+            raise _ended(error) from error
+        return wanted.result() if is_asked else None
 
     def _launch(self, config: Callable[[], Any]) -> Any:
         check_version()
@@ -187,6 +196,13 @@ def _small(ranks: int) -> dict[str, Any]:
         "object_store_memory": STORE_MB * 2**20,
         "_system_config": {"memory_monitor_refresh_ms": 0, "prestart_worker_first_driver": False, "worker_niceness": 0},
     }
+
+
+def _ended(error: BaseException) -> AglError:
+    return AglError(
+        f"VERL's trainer on Ray ended with an error: {_told(error)} Every finished step is kept; mend the cause if it "
+        "was no accident, and continue with: agl run --resume"
+    )
 
 
 def _told(error: BaseException) -> str:

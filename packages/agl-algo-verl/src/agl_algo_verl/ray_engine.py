@@ -24,7 +24,7 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
@@ -38,7 +38,7 @@ from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import Supply
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Coroutine, Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows import Prepared
 
 REPORTED = {
+T = TypeVar("T")
+
     "actor/pg_loss": "loss",
     "actor/grad_norm": "grad_norm",
     "actor/entropy": "entropy",
@@ -125,7 +127,7 @@ class RayVERL:
                 "continue with agl run --resume"
             )
         started = time.perf_counter()
-        supplied = await self._supply.take(step)
+        supplied = await self._while_served(cluster, self._supply.take(step))
         metrics = supplied.metrics | {"collect_s": time.perf_counter() - started, **self._policy.counts()}
         prepared = await asyncio.to_thread(self._prepare, supplied.groups)
         answer = self._answer(prepared, step=step)
@@ -234,6 +236,23 @@ class RayVERL:
             steps=self._steps - self._base,
             tasks=self._tasks,
             checkpoint=Path(self._checkpoint) if self._checkpoint else None,
+    async def _while_served(self, cluster: Cluster, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; raises AglError, and leaves its rollouts to be repeated, when VERL is gone meanwhile."""
+        task = asyncio.ensure_future(work)
+        gone = {asyncio.ensure_future(self._policy.lost()), asyncio.ensure_future(cluster.ended())}
+        try:
+            await asyncio.wait({task, *gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+        finally:
+            for each in (task, *gone):
+                each.cancel()
+            await asyncio.gather(task, *gone, return_exceptions=True)
+        raise cluster.failure() or AglError(
+            "none of VERL's replicas answers any more. Every finished step is kept, and rollouts that were under way "
+            "are repeated: continue with agl run --resume"
+        )
+
             threads=self._threads,
         )
 

@@ -4,12 +4,13 @@ Calls of one conversation go to one replica, chosen by its first messages: so do
 task share its cached prefix. A replica that cannot be reached, or hangs up before it answers, is left out and the
 call goes to the next; nothing was answered then, so nothing is recorded twice. Answers are passed on as they arrive;
 one that does not say which weights gave it is told so here, because calls that were held reach newer weights than
-those that were live when the agent made them.
+those that were live when the agent made them. Where all replicas are gone, calls wait: no agent fails for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -36,11 +37,15 @@ DROPPED = frozenset({"connection", "keep-alive", "transfer-encoding", "content-l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Who serves: base URLs with `/v1`, the model name that they know, and the version that they serve if known."""
+    """Who serves: base URLs with `/v1`, the model name that they know, and the version that they serve if known.
+
+    `is_awaited`: calls wait for others where none of these can be reached any more.
+    """
 
     urls: tuple[str, ...]
     model: str
     version: str = ""
+    is_awaited: bool = False
 
 
 class Gate:
@@ -67,8 +72,12 @@ class Gate:
 
     async def hold(self) -> None:
         """Hold new calls; return once none is under way."""
-        self._open.clear()
+        self.close()
         await self._empty.wait()
+
+    def close(self) -> None:
+        """Hold new calls; idempotent."""
+        self._open.clear()
 
     def release(self) -> None:
         """Let calls through; idempotent."""
@@ -86,7 +95,9 @@ class Relay:
         self._backend = backend
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
+        self._is_over = False
         self.gate = Gate()
+        self.lost = asyncio.Event()  # set while nobody can be reached and calls wait
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
@@ -104,6 +115,7 @@ class Relay:
 
     async def stop(self) -> None:
         """Stop listening; idempotent."""
+        self._is_over = True
         self.gate.release()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -125,14 +137,20 @@ class Relay:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         content = await request.read()
-        async with self.gate:
-            try:
-                backend = await self._backend()
-            except Exception as error:  # noqa: BLE001 - isolation point: the agent is told why nobody serves
-                return _problem(503, f"nobody serves this model: {error}")
-            return await self._ask(request, content, backend)
+        while True:
+            async with self.gate:
+                if self._is_over:
+                    return _problem(503, "the policy has stopped")
+                try:
+                    backend = await self._backend()
+                except Exception as error:  # noqa: BLE001 - isolation point: the agent is told why nobody serves
+                    return _problem(503, f"nobody serves this model: {error}")
+                answer = await self._ask(request, content, backend)
+            if answer is not None:
+                return answer
 
-    async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse:
+    async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
+        """The answer; None where the call has to wait for other replicas, because these are gone."""
         body, key = _rewritten(content, backend.model)
         for url in in_order(backend.urls, key):
             path = request.match_info["path"].removeprefix("v1/")
@@ -140,7 +158,18 @@ class Relay:
                 return await self._pass_on(request, f"{url}/{path}", body, version=backend.version)
             except (aiohttp.ClientConnectionError, TimeoutError):
                 self.failures[url] += 1
-        return _problem(502, f"none of VERL's replicas can be reached: {', '.join(backend.urls)}")
+        if backend.is_awaited and not await self._any_answers(backend.urls):
+            self.gate.close()
+            self.lost.set()
+            return None
+        return _problem(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
+
+    async def _any_answers(self, urls: Sequence[str]) -> bool:
+        for url in urls:
+            with contextlib.suppress(PolicyError):
+                await self.model_of(url)
+                return True
+        return False
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes, *, version: str) -> web.StreamResponse:
         """Raise aiohttp.ClientConnectionError while nothing was answered yet."""
