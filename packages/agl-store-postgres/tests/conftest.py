@@ -68,6 +68,7 @@ class Server:
 
     def _spawn(self) -> None:
         command = [self.binaries / "postgres", "-D", self.data, "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]
+        command += ["-c", "fsync=off"]  # processes are killed here, machines are not: nothing has to reach the disk
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, user=self.user, stdout=log, stderr=log)
 

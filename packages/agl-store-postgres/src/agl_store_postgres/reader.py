@@ -71,7 +71,6 @@ class Reader:
         """Runs in a thread until nothing waits; whoever comes while it reads calls another one."""
         while batch := self._take():
             self._look(batch)
-            answer(batch, take_back=_nothing)
 
     def _take(self) -> list[_Read]:
         with self._lock:
@@ -84,11 +83,12 @@ class Reader:
             self._patiently(batch)
         except Exception as error:  # noqa: BLE001  # each caller hears of it
             is_shared = len(batch) > 1 and isinstance(error, psycopg.Error)
-            for read in batch:
-                if is_shared:
-                    self._look([read])
-                else:
-                    read.error = explain(error, self._target.shown) if isinstance(error, psycopg.Error) else error
+            for read in batch if is_shared else ():
+                self._look([read])
+            for read in () if is_shared else batch:
+                read.error = explain(error, self._target.shown) if isinstance(error, psycopg.Error) else error
+            if not is_shared:
+                answer(batch, take_back=_nothing)
 
     def _patiently(self, batch: Sequence[_Read]) -> None:
         """Read, again on a new connection while the server is away."""
@@ -126,18 +126,21 @@ class _Unchecked:
 
 
 def _read_all(db: Connection, batch: Sequence[_Read]) -> None:
+    """Answer every read. The transaction begins with the first query that waits for rows, and ends after the answer."""
     with db.pipeline():
         db.execute(_BEGIN)
         cursor = db.execute(_IS_OVERDUE)
-    is_overdue = cursor.fetchone() == (True,)
-    for read in batch:
-        read.error = OverdueError() if is_overdue and not isinstance(read.work, _Unchecked) else None
-        if read.error is None:
+        for read in batch:
             _one(db, read)
-    db.execute(b"COMMIT")
+        if cursor.fetchone() == (True,):
+            for read in batch:
+                read.error = read.error if isinstance(read.work, _Unchecked) else OverdueError()
+        answer(batch, take_back=_nothing)
+        db.execute(b"COMMIT")
 
 
 def _one(db: Connection, read: _Read) -> None:
+    read.error = None
     try:
         read.answer = read.work(db)
     except psycopg.Error:

@@ -17,6 +17,19 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
 
 
+_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
+"""The attempt whose spans are meant: the one with that number, else the deciding or running one, else none."""
+
+_ATTEMPT = (
+    "SELECT k.key, EXISTS (SELECT 1 FROM attempts a WHERE a.id = k.key) "
+    f"FROM (SELECT {_KEY} AS key FROM rollouts r WHERE r.rollout_id = %s) AS k"
+).encode()
+_SPANS = (
+    f"SELECT s.sequence, s.data FROM rollouts r JOIN spans s ON s.attempt = {_KEY} "
+    "WHERE r.rollout_id = %s AND s.sequence > %s ORDER BY s.sequence LIMIT %s"
+).encode()
+
+
 def changes(db: Connection, after: int, limit: int) -> list[Change]:
     """See :meth:`agl.contracts.Store.changes`."""
     rows = _all(
@@ -134,46 +147,39 @@ def _experiments(db: Connection) -> list[str]:
 
 def attempts(db: Connection, rollout_id: str) -> list[Attempt]:
     """See :meth:`agl.contracts.Store.attempts`."""
-    low = _seq(db, rollout_id)[0] << ATTEMPT_BITS
-    rows = _all(db, "SELECT data FROM attempts WHERE id BETWEEN %s AND %s ORDER BY id", low, low | NUMBER_MASK)
-    return [codec.decode(data, Attempt) for (data,) in rows]
+    rows = _all(
+        db,
+        f"SELECT a.data FROM rollouts r LEFT JOIN attempts a ON a.id BETWEEN r.seq << {ATTEMPT_BITS} "
+        f"AND (r.seq << {ATTEMPT_BITS} | {NUMBER_MASK}) WHERE r.rollout_id = %s ORDER BY a.id",
+        rollout_id,
+    )
+    if not rows:
+        raise NotFoundError("rollout", rollout_id)
+    return [codec.decode(data, Attempt) for (data,) in rows if data is not None]
 
 
 def spans(db: Connection, rollout_id: str, attempt_id: str | None, *, after: int, limit: int) -> list[Span]:
     """See :meth:`agl.contracts.Store.spans`."""
-    attempt = _attempt(db, rollout_id, attempt_id)
+    number = None if attempt_id is None else number_of(attempt_id) if attempt_id else 0
+    where = (number, rollout_id)
+    known = db.execute(_ATTEMPT, where, binary=True)
+    page = db.execute(_SPANS, (*where, min(after, MAX_SEQUENCE), limit), binary=True)
+    attempt = _known_attempt(known.fetchone(), rollout_id, attempt_id)
 
     def fetch(sequence: int) -> bytes:
         ((data,),) = _all(db, "SELECT data FROM spans WHERE attempt = %s AND sequence = %s", attempt, sequence)
         return data
 
     unpacker = Unpacker(fetch)
-    rows = _all(
-        db,
-        "SELECT sequence, data FROM spans WHERE attempt = %s AND sequence > %s ORDER BY sequence LIMIT %s",
-        attempt,
-        min(after, MAX_SEQUENCE),
-        limit,
-    )
-    return [unpacker.unpack(data, sequence=sequence) for sequence, data in rows]
+    return [unpacker.unpack(data, sequence=sequence) for sequence, data in page.fetchall()]
 
 
-def _seq(db: Connection, rollout_id: str) -> tuple[int, int | None]:
-    """A rollout's number, and the key of its running or deciding attempt."""
-    rows = _all(db, "SELECT seq, attempt FROM rollouts WHERE rollout_id = %s", rollout_id)
-    if not rows:
+def _known_attempt(row: Row | None, rollout_id: str, attempt_id: str | None) -> int:
+    """The attempt's key; raises :class:`NotFoundError` where rollout or attempt are unknown."""
+    if row is None:
         raise NotFoundError("rollout", rollout_id)
-    return rows[0][0], rows[0][1]
-
-
-def _attempt(db: Connection, rollout_id: str, attempt_id: str | None) -> int:
-    """The key of the attempt whose spans are meant."""
-    seq, current = _seq(db, rollout_id)
-    if not attempt_id:
-        return seq << ATTEMPT_BITS if attempt_id == "" or current is None else current
-    key = seq << ATTEMPT_BITS | number_of(attempt_id)
-    is_known = _all(db, "SELECT 1 FROM attempts WHERE id = %s", key)
-    if not is_known or rollout_id_of(attempt_id) != rollout_id:
+    key, is_known = row
+    if attempt_id and (not is_known or rollout_id_of(attempt_id) != rollout_id):
         raise engine.unknown_attempt(rollout_id, attempt_id)
     return key
 
