@@ -1,25 +1,62 @@
-"""The example for a GPU is read as a whole here, for no test runs it."""
+"""The examples for a GPU are read as a whole here, for no test runs them."""
 
 from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from verl.utils.config import validate_config
 
 from agl.errors import ConfigError
-from agl_algo_verl.ray_keys import check_machine, read_ray_settings
+from agl_algo_verl.ray_config import compose
+from agl_algo_verl.ray_keys import RaySettings, check_machine, read_ray_settings
 
-CALC = Path(__file__).parents[3] / "examples" / "calc"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SAME = ("agent", "train", "val", "hidden")
 
 
-def test_the_gpu_file_is_the_cpu_file_with_a_large_model_and_vllm() -> None:
-    cpu, gpu = (tomllib.loads((CALC / name).read_text()) for name in ("verl-ray-cpu.toml", "verl-gpu.toml"))
-    same = ("agent", "train", "val", "hidden")
-    assert [cpu["experiment"][key] for key in same] == [gpu["experiment"][key] for key in same]
-    assert ["calc-lm"] == list(gpu["policy"])
-    assert {"ray"} == {content["algorithm"][-1]["params"].pop("engine") for content in (cpu, gpu)}
-    settings = read_ray_settings(gpu["algorithm"][-1]["params"])
+def read(name: str) -> dict[str, Any]:
+    return tomllib.loads((EXAMPLES / name).read_text())
+
+
+def params(content: dict[str, Any]) -> RaySettings:
+    given: dict[str, Any] = content["algorithm"][-1]["params"]
+    assert "ray" == given.pop("engine")
+    return read_ray_settings(given)
+
+
+def check(settings: RaySettings) -> Any:
+    """What VERL gets, by its own checks; this machine is told what it lacks."""
     assert ("vllm", 1) == (settings.rollout, settings.ranks)
     with pytest.raises(ConfigError, match="needs GPUs, and this machine has none"):
         check_machine(settings, has_gpu=False)
+    options: dict[str, Any] = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 32}
+    whole = compose(settings, **options, checkpoint=None, threads=0)
+    validate_config(whole, use_reference_policy=False, use_critic=False)
+    return whole.actor_rollout_ref
+
+
+def test_the_gpu_file_is_the_cpu_file_with_a_large_model_and_vllm() -> None:
+    cpu, gpu = read("calc/verl-ray-cpu.toml"), read("calc/verl-gpu.toml")
+    assert [cpu["experiment"][key] for key in SAME] == [gpu["experiment"][key] for key in SAME]
+    assert ["calc-lm"] == list(gpu["policy"])
+    assert "ray" == cpu["algorithm"][-1]["params"]["engine"]
+    whole = check(params(gpu))
+    assert {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"} == whole.rollout.engine_kwargs.vllm
+
+
+def test_the_sql_file_has_the_published_settings() -> None:
+    small, gpu = read("sql/experiment.toml"), read("sql/verl-gpu.toml")
+    assert [small["experiment"][key] for key in SAME] == [gpu["experiment"][key] for key in SAME]
+    assert "write|rewrite" == gpu["algorithm"][0]["agents"]
+    read_back = params(gpu)
+    settings, whole = read_back.settings, check(read_back)
+    assert ("grpo", 32, 4096, 2048) == (
+        settings.algorithm.adv_estimator,
+        settings.data.train_batch_size,
+        settings.data.max_prompt_length,
+        settings.data.max_response_length,
+    )
+    assert (4, 1e-6, True) == (whole.rollout.n, whole.actor.optim.lr, whole.actor.fsdp_config.param_offload)

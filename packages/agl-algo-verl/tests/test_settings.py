@@ -129,7 +129,7 @@ def test_the_settings_are_keys_that_verl_has() -> None:
     assert [] == absent
 
 
-@pytest.mark.parametrize("name", ["calc/verl-inproc.toml", "sql/large.toml", "sql/verl-gpu.toml", "rag/large.toml"])
+@pytest.mark.parametrize("name", ["calc/verl-inproc.toml", "sql/large.toml", "rag/large.toml"])
 def test_the_examples_keys_are_taken(name: str) -> None:
     content = tomllib.loads((EXAMPLES / name).read_text())
     entry = next(item for item in content["algorithm"] if item["use"] == "verl")
