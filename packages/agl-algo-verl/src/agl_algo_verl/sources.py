@@ -1,0 +1,17 @@
+"""Whether the installed VERL still has the lines that are replaced at run time."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from agl_algo_verl.runtime import INSTALL, check_version
+
+
+def expect(place: Any, line: str) -> None:
+    """Raise RuntimeError unless the source of `place` has `line`, and ConfigError for another version of VERL."""
+    check_version()
+    if line not in inspect.getsource(place):
+        raise RuntimeError(
+            f"agl-algo-verl replaces {line} in {place.__module__}, and this VERL has no such line. Run: {INSTALL}"
+        )
