@@ -25,6 +25,7 @@ from torch.utils.data import Dataset
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from agl_algo_verl.bridge import NAME, AnswerRow, Question
+from agl_algo_verl.ray_gap import report_gap
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class AgentLoops:
 
     @classmethod
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
-        """Called by VERL."""
+        """Called by VERL, in its trainer's process."""
+        report_gap()
         return cls(config=config, balancer=llm_client._load_balancer)  # VERL's client has no public way to its servers
 
     def generate_sequences(self, prompts: TensorDict) -> None:
