@@ -26,7 +26,7 @@ from agl.experiment.joining import (
 )
 from agl.experiment.live import PinnedResources
 from agl.experiment.plan import Plan
-from agl.experiment.serving import Announcement, Serving, load_serving, make_serving, worker_key
+from agl.experiment.serving import Announcement, Serving, load_serving, make_serving, require_alone, worker_key
 from agl.experiment.waiting import WorkerWatch
 from agl.plugins import PluginManager
 from agl.records import RewardEntry
@@ -129,6 +129,23 @@ def test_experiment_is_joined_while_it_runs_and_versions_follow(tmp_path: Path) 
             assert {"main": "v2"} == found.live
             assert differences(found, plan) is None
         assert await load_serving(store, "experiment") is None
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_experiment_that_another_machine_runs_is_refused_and_one_that_was_killed_there_is_not(tmp_path: Path) -> None:
+    async def work() -> None:
+        store = MemoryStore()
+        elsewhere = a_serving(a_plan(tmp_path), host="trainer", place="elsewhere")
+        async with Announcement(store, "experiment", elsewhere, beat_s=0.05):
+            with pytest.raises(ConfigError, match="runs already on 'trainer'"):
+                await require_alone(store, "experiment", patience_s=0.5)
+            await require_alone(store, "another", patience_s=600)
+        async with Announcement(store, "experiment", elsewhere, beat_s=600):
+            await require_alone(store, "experiment", patience_s=0.2)
+        async with Announcement(store, "experiment", a_serving(a_plan(tmp_path)), beat_s=0.05):
+            await require_alone(store, "experiment", patience_s=600)
         await store.close()
 
     asyncio.run(work())

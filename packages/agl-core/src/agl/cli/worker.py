@@ -63,7 +63,7 @@ def worker(
     try:
         asyncio.run(work())
     except KeyboardInterrupt:
-        tell("stopped", "stopped; what ran was given back")
+        tell("stopped", "stopped; what ran here runs again elsewhere")
 
 
 def _open(plan: Plan, given: str | None) -> Store:

@@ -238,7 +238,8 @@ class RemoteWorker:
                     self._tell("progress", self.tally.text(), finished=dict(self.tally.finished))
         finally:
             lost.cancel()
-        self._tell("left", over)
+        if not self._is_over:
+            self._tell("left", over)
 
     async def _over(self, serving: Serving, gateway: RemoteGateway | None) -> str:
         """Why this start of the experiment is over, ``""`` while it runs."""

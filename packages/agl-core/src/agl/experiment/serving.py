@@ -14,7 +14,7 @@ import msgspec
 
 import agl
 from agl.contracts import Store, Upstream
-from agl.errors import StoreError
+from agl.errors import ConfigError, StoreError
 from agl.experiment.address import without_credentials
 from agl.experiment.plan import Plan
 from agl.experiment.state import PREFIX
@@ -81,6 +81,24 @@ async def load_serving(store: Store, name: str) -> Serving | None:
     return None if data is None else msgspec.json.decode(data, type=Serving)
 
 
+async def require_alone(store: Store, name: str, *, patience_s: float = 1.5 * BEAT_S) -> None:
+    """Refuse to run an experiment that another machine runs; takes ``patience_s`` when one there was killed.
+
+    Raises:
+        ConfigError: It runs there; names the machine. Two trainers of one machine meet at their lock instead.
+    """
+    found = await load_serving(store, name)
+    if found is None or found.place == place():
+        return
+    await asyncio.sleep(patience_s)
+    again = await load_serving(store, name)
+    if again is not None and again.session == found.session and again.beat != found.beat:
+        raise ConfigError(
+            f"experiment {name!r} runs already on {found.host!r}, with the same store; wait for it, stop it, or use "
+            "another [experiment] name. To run its rollouts here too, use `agl worker`"
+        )
+
+
 async def withdraw(store: Store, name: str) -> None:
     """Remove the record of an experiment that ended, or that starts anew and was killed before."""
     await store.save_state({serving_key(name): b""})
@@ -101,10 +119,11 @@ def settings_of(plan: Plan) -> dict[str, Json]:
 class Announcement:
     """Keeps the record of a running experiment: ``async with Announcement(store, name, serving) as announcement:``."""
 
-    def __init__(self, store: Store, name: str, serving: Serving) -> None:
+    def __init__(self, store: Store, name: str, serving: Serving, *, beat_s: float = BEAT_S) -> None:
         self._store = store
         self._name = name
         self._serving = serving
+        self._beat_s = beat_s
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Announcement":
@@ -134,7 +153,7 @@ class Announcement:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(self._beat_s)
             self._serving = msgspec.structs.replace(self._serving, beat=self._serving.beat + 1)
             try:
                 await self._write()

@@ -18,7 +18,7 @@ from agl.experiment.labels import labelled
 from agl.experiment.live import LiveResources
 from agl.experiment.lock import ExperimentLock
 from agl.experiment.plan import Plan
-from agl.experiment.serving import Announcement, Serving, make_serving, withdraw
+from agl.experiment.serving import Announcement, Serving, make_serving, require_alone, withdraw
 from agl.experiment.state import ExperimentState
 from agl.experiment.waiting import WorkerWatch
 from agl.experiment.worker_setup import Surroundings, make_tracers, worker_setup
@@ -56,13 +56,18 @@ class Session:
         self._stack = AsyncExitStack()
 
     async def open_store(self) -> Store:
-        """Lock the experiment and open its store; the first thing to do."""
+        """Lock the experiment and open its store; the first thing to do.
+
+        Raises:
+            ConfigError: Another process runs the experiment, here or on another machine.
+        """
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
         self.store = self.plan.store or _open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(self.store.close)
+        await require_alone(self.store, self.plan.name)
         return self.store
 
     async def start(self, state: ExperimentState, *, say: Callable[[str], None] | None = None) -> None:
