@@ -112,7 +112,7 @@ def opened(weights):
     return PeftModel.from_pretrained(load_model(weights.base_model, device="cpu").model, weights.uri)
 
 
-def check_exact(call, model):
+def check_exact(call, model, *, tolerance=1e-5):
     """The recorded log-probabilities are those of a direct forward pass."""
     import torch
 
@@ -123,7 +123,7 @@ def check_exact(call, model):
     with torch.no_grad():
         logprobs = (model(torch.tensor([prompt + response])).logits[0].float() / temperature).log_softmax(-1)
     expected = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
-    assert expected == pytest.approx(unpack_floats(call.logprobs), abs=1e-5)
+    assert expected == pytest.approx(unpack_floats(call.logprobs), abs=tolerance)
 
 
 class Stage:
@@ -151,8 +151,8 @@ class Stage:
 
 
 @asynccontextmanager
-async def stage(model, **settings):
-    policy = VLLMPolicy(name="main_llm", model=str(model), dtype="float32", args=ARGS, env=ENV, **settings)
+async def stage(model, *, dtype="float32", args=(), **settings):
+    policy = VLLMPolicy(name="main_llm", model=str(model), dtype=dtype, args=[*ARGS, *args], env=ENV, **settings)
     gateway, store = EmbeddedGateway(), MemoryStore()
     try:
         llm = await policy.start()
@@ -248,6 +248,40 @@ def test_full_weights_are_exact_after_a_restart_and_a_killed_replica_is_replaced
         for call in calls:
             assert "full-1" == call.model_version
             check_exact(call, opened(whole.resource))
+
+
+def has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_VLLM or not has_gpu(), reason="needs a GPU that torch can use")
+def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model, tmp_path):
+    from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
+
+    base = load_model(str(model), device="cpu")
+    adapted = add_lora(load_model(str(model), device="cpu").model, LoraSettings(rank=4))
+    tuned = LoadedModel(name=str(model), model=adapted, tokenizer=base.tokenizer, device=base.device)
+    whole, adapters = publish(base, tmp_path, "full-1"), publish(tuned, tmp_path, "lora-02")
+
+    async def run():
+        memory = ["--gpu-memory-utilization", "0.2"]
+        async with stage(model, dtype="bfloat16", args=memory, lora_rank=4, sync="reload") as it:
+            client = await it.begin("ro-1")
+            async with client:
+                for version in (adapters, whole):
+                    await it.load(version)
+                    await ask_every_way(client)
+            return await it.calls("ro-1")
+
+    calls = asyncio.run(run())
+    assert 12 == len(calls)
+    for version, served in ((adapters, calls[:6]), (whole, calls[6:])):
+        expected = opened(version.resource)
+        for call in served:
+            check_exact(call, expected, tolerance=3e-2)
 
 
 def program_below(pid):
