@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,19 +229,45 @@ async def test_without_a_client_token_and_a_split_nobody_converses(tmp_path, bac
         assert "AGL_CLIENT_TOKEN" in answer["error"]["message"]
 
 
-async def test_killed_gateway_goes_on_with_its_conversations(tmp_path, backend):
+@pytest.fixture
+def start(tmp_path: Path, backend: ScriptedModelServer) -> Iterator[Callable[[int], "subprocess.Popen[str]"]]:
+    """Starts `agl serve` on a port, for conversations that may be silent for two seconds."""
+    started: list[subprocess.Popen[str]] = []
+
+    def make(port: int) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "agl", "serve", "--store", "sqlite:///served.db", "--port", str(port)]
+        command += ["--upstream", f"main_llm={backend.base_url},model=scripted,trained=1", "--conversation-idle", "2s"]
+        keys = {"AGL_TOKEN": ADMIN, "AGL_CLIENT_TOKEN": CLIENT, "AGL_SECRET": SECRET.decode()}
+        environment = {**os.environ, **keys}
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout is not None
+        assert "serving" in started[-1].stdout.readline()
+        return started[-1]
+
+    yield make
+    for process in started:
+        stop(process)
+
+
+def stop(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+async def test_killed_gateway_goes_on_with_its_conversations(tmp_path, start):
     """The conversation is one attempt before and after, and ends as long after its last call as any other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     talk = Talk(url=f"http://127.0.0.1:{port}", store=SQLiteStore(f"sqlite:///{tmp_path}/served.db"))
-    first = start(tmp_path, backend, port)
+    first = start(port)
     silent = await talk.say("silent", "hi")
     headers = await talk.say("c", "hi")
-    first.kill()
-    first.communicate()
+    stop(first)
     assert ["running"] * 2 == [(await talk.rollout(told)).status for told in (silent, headers)]
-    second = start(tmp_path, backend, port)
+    start(port)
     for _ in range(8):
         assert headers["x-agl-attempt-id"] == (await talk.say("c", "hi", "yes", "why?"))["x-agl-attempt-id"]
         await asyncio.sleep(0.5)
@@ -250,20 +276,7 @@ async def test_killed_gateway_goes_on_with_its_conversations(tmp_path, backend):
     await talk.until_ended(headers)
     episode = await talk.episode(headers)
     assert ([""] * 9, 1.0) == ([call.reject for call in episode.transitions], episode.reward)
-    second.kill()
-    second.communicate()
     await talk.store.close()
-
-
-def start(folder: Path, backend: ScriptedModelServer, port: int) -> "subprocess.Popen[str]":
-    """`agl serve` for conversations that may be silent for two seconds."""
-    command = [sys.executable, "-m", "agl", "serve", "--store", "sqlite:///served.db", "--port", str(port)]
-    command += ["--upstream", f"main_llm={backend.base_url},model=scripted,trained=1", "--conversation-idle", "2s"]
-    keys = {"AGL_TOKEN": ADMIN, "AGL_CLIENT_TOKEN": CLIENT, "AGL_SECRET": SECRET.decode()}
-    process = subprocess.Popen(command, cwd=folder, env={**os.environ, **keys}, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert "serving" in process.stdout.readline()
-    return process
 
 
 def test_idle_time_must_be_a_length_of_time(tmp_path, monkeypatch):
