@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from agl.experiment.schedule import concurrent, sequential
 from agl.experiment.state import ExperimentState
 from agl.experiment.trainer import Trainer
 from agl.run.agent import AgentSpec
+from agl.run.command import CommandRunner
 from agl.run.local import AsyncRunner
 from agl.run.process import ProcessRunner
 from agl.run.setup import RunSetup
@@ -140,3 +142,22 @@ def test_child_that_died_while_it_waited_is_replaced() -> None:
         return outcome.status
 
     assert "succeeded" == asyncio.run(run())
+
+
+def test_program_of_an_agent_finds_no_key_of_the_store_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_SECRET", "y" * 32)
+    monkeypatch.setenv("AGL_TOKEN", "an-admin-token")
+    monkeypatch.setenv("AGL_OTHER", "inherited")
+    code = (
+        "import os; print(*sorted(os.environ.get(f'AGL_{name}', 'none')[:5] for name in ('SECRET', 'TOKEN', 'OTHER')))"
+    )
+
+    async def run() -> object:
+        store = MemoryStore()
+        spec = AgentSpec(command=(sys.executable, "-c", code))
+        runner = CommandRunner(RunSetup(agent=spec, store=store, secret=b"x" * 32, resources=no_resources))
+        await store.enqueue([Rollout(rollout_id="r", task=1)])
+        outcome = await runner.execute((await store.claim(worker="w"))[0])
+        return outcome.spans[0].attributes["agl.output"]
+
+    assert "agl_W inher none\n" == asyncio.run(run())

@@ -27,7 +27,7 @@ from agl.ids import new_span_id, new_trace_id
 from agl.run.attempt import make_reward_span
 from agl.run.printed import Printed
 from agl.run.result import describe_error, read_result
-from agl.run.setup import RunSetup
+from agl.run.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl.run.spool import Spool
 from agl.run.tokens import issue_token
 from agl.schemas import Attempt, AttemptStatus, Claim, ErrorInfo, Outcome, Rollout, Span
@@ -91,12 +91,12 @@ class CommandRunner:
         setup = self._setup
         token = issue_token(self._tokens, rollout, attempt)
         return {
-            **os.environ,
+            **environment_for_agents(),
             **setup.environment(token),
             **({} if setup.gateway_url else spool.environment(setup.upstreams)),
             "AGL_ROLLOUT_ID": rollout.rollout_id,
             "AGL_ATTEMPT_ID": attempt.attempt_id,
-            "AGL_TOKEN": token,
+            ADMIN_TOKEN_ENV: token,
             "AGL_GATEWAY_URL": setup.gateway_url,
             "AGL_TASK_FILE": str(folder / "task.json"),
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",

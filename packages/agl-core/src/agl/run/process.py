@@ -5,7 +5,6 @@ crashes or is killed takes only its own attempt with it.
 """
 
 import asyncio
-import os
 import sys
 from contextlib import suppress
 
@@ -13,7 +12,7 @@ from agl.capture.token import AttemptTokens
 from agl.errors import ConfigError, RunError
 from agl.run.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
 from agl.run.replays import load_script
-from agl.run.setup import RunSetup
+from agl.run.setup import RunSetup, environment_for_agents
 from agl.run.tokens import issue_token
 from agl.schemas import Claim, ErrorInfo, Outcome
 
@@ -141,7 +140,7 @@ class _Child:
 
     @classmethod
     async def spawn(cls, setup: RunSetup) -> "_Child":
-        environment = {**os.environ, **setup.plugins, **setup.environment()}
+        environment = {**environment_for_agents(), **setup.plugins, **setup.environment()}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

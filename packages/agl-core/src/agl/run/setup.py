@@ -6,9 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from agl.capture.secret import ENV as SECRET_ENV
 from agl.contracts import Store, Tracer, Upstream
 from agl.run.agent import AgentSpec
 from agl.schemas import NamedResources, Rollout
+
+ADMIN_TOKEN_ENV = "AGL_TOKEN"
+"""Variable with the admin token of a served store; in the process of a command, the attempt's token."""
 
 PLACEHOLDER_KEY = "agl-no-key-needed"
 """What ``OPENAI_API_KEY`` holds in a process whose calls get their token from the wire hook."""
@@ -64,6 +68,11 @@ class RunSetup:
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
         """Variables by which clients find the model: for OpenAI's and Anthropic's libraries, and who read those."""
         return client_environment(self.base_url, token) if self.base_url else {}
+
+
+def environment_for_agents() -> dict[str, str]:
+    """This process's environment without the keys that open the store: an agent's process has no use for them."""
+    return {name: value for name, value in os.environ.items() if name not in (SECRET_ENV, ADMIN_TOKEN_ENV)}
 
 
 @contextmanager
