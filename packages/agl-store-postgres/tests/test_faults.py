@@ -84,11 +84,15 @@ def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
         store = PostgresStore(url)
         good = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(20)]
         bad = [store.enqueue([Rollout(rollout_id=f"nul\0{at}", task=at)]) for at in range(3)]
+        bad.append(store.enqueue([Rollout(rollout_id="half \ud800", task=None)]))
         mixed = [*good[:10], *bad, *good[10:]]
         results = await asyncio.gather(*mixed, return_exceptions=True)
         refused = [each for each in results if isinstance(each, StoreError)]
-        assert [3, 20] == [len(refused), len(results) - len(refused)]
+        assert [4, 20] == [len(refused), len(results) - len(refused)]
         assert "NUL" in str(refused[0])
+        assert "surrogate" in str(refused[3])
+        with pytest.raises(StoreError, match="NUL"):
+            await store.attempts("nul\0")
         assert 20 == await store.cursor()
         await store.close()
 

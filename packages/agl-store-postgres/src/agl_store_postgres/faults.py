@@ -46,6 +46,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("lock timeout", "somebody holds a lock on the store's tables: end that session (see pg_stat_activity)"),
     (r"nul \(0x00\)", "PostgreSQL keeps no NUL character in ids, names and keys: leave it out"),
+    ("surrogates not allowed", "that text is no Unicode: it holds half of a character"),
     (r"\bssl\b", "see sslmode and sslrootcert in the URL, and the server's ssl settings"),
 )
 
@@ -67,8 +68,10 @@ def is_collision(error: psycopg.Error) -> bool:
     return isinstance(error, errors.DeadlockDetected | errors.SerializationFailure | errors.UniqueViolation)
 
 
-def explain(error: Exception, shown: str) -> StoreError:
-    """What an error of psycopg means, and what to do about it."""
+def explain(error: Exception, shown: str) -> Exception:
+    """What an error of psycopg, or of a value that it cannot send, means and what to do; others stay as they are."""
+    if not isinstance(error, psycopg.Error | UnicodeEncodeError):
+        return error
     text = " ".join(str(error).split()) or type(error).__name__
     lower = text.lower()
     for pattern, hint in _HINTS:

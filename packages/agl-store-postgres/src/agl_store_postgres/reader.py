@@ -10,6 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 
+from agl.errors import StoreError
+from agl.stores import engine
 from agl.stores.jobs import Job, answer, new_job
 from agl_store_postgres.faults import explain, is_lost
 from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link, closed_here
@@ -54,6 +56,8 @@ class Reader:
             raise closed_here(self._target)
         read, future = new_job(look if is_checked else _Unchecked(look))
         with self._lock:
+            if self._stopping.is_set():
+                raise engine.closed(self._target.shown)
             if not self._is_called:
                 self._executor.submit(self._work)
                 self._is_called = True
@@ -62,7 +66,8 @@ class Reader:
 
     def close(self) -> None:
         """Finish what waits and close the connections. Blocks; safe to call twice."""
-        self._stopping.set()
+        with self._lock:
+            self._stopping.set()
         self._executor.shutdown(wait=True)
         while self._links:
             self._links.pop().drop()
@@ -82,11 +87,11 @@ class Reader:
         try:
             self._patiently(batch)
         except Exception as error:  # noqa: BLE001  # each caller hears of it
-            is_shared = len(batch) > 1 and isinstance(error, psycopg.Error)
+            is_shared = len(batch) > 1 and not isinstance(error, StoreError)
             for read in batch if is_shared else ():
                 self._look([read])
             for read in () if is_shared else batch:
-                read.error = explain(error, self._target.shown) if isinstance(error, psycopg.Error) else error
+                read.error = explain(error, self._target.shown)
             if not is_shared:
                 answer(batch, take_back=_nothing)
 
@@ -143,9 +148,7 @@ def _one(db: Connection, read: _Read) -> None:
     read.error = None
     try:
         read.answer = read.work(db)
-    except psycopg.Error:
-        raise
-    except Exception as error:  # noqa: BLE001  # a read's failure is its own caller's and harms no other
+    except StoreError as error:
         read.error = error
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import psycopg
 from psycopg import sql
 
-from agl.errors import StoreError
 from agl.stores.bell import Bell
 from agl_store_postgres.links import Connection, Link
 from agl_store_postgres.loading import NOW
@@ -76,7 +75,7 @@ class Watch:
         while not self._stopping.is_set():
             try:
                 self._listen(link.open())
-            except (psycopg.Error, StoreError):
+            except Exception:  # whoever waits depends on this thread
                 if not has_warned and not self._stopping.is_set():
                     _logger.warning("nobody hears of changes in %s until it answers", self._target.shown, exc_info=True)
                 has_warned = True

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 import psycopg
 
+from agl.errors import StoreError
 from agl.stores import engine
 from agl.stores.jobs import Job, answer, new_job
 from agl.stores.packing import Packer
@@ -115,11 +116,11 @@ class Writer:
         try:
             self._transact(jobs)
         except Exception as error:  # noqa: BLE001 - the thread outlives every failure, and each caller hears of it
-            is_shared = len(jobs) > 1 and isinstance(error, psycopg.Error) and not is_lost(error, self._link.current)
+            is_shared = len(jobs) > 1 and not isinstance(error, StoreError) and not is_lost(error, self._link.current)
             for job in jobs if is_shared else ():
                 self._commit([job])
             for job in () if is_shared else jobs:
-                job.error = explain(error, self._target.shown) if isinstance(error, psycopg.Error) else error
+                job.error = explain(error, self._target.shown)
 
     def _transact(self, jobs: Sequence[_Job]) -> None:
         """One transaction, repeated while it collides with others or the server is away."""
