@@ -13,9 +13,15 @@ from .rollouts import Script
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """LangChain leaves its HTTP clients to the garbage collector, so their sockets close unannounced."""
+    """Let two habits of LangChain pass.
+
+    It leaves its HTTP clients to the garbage collector, so their sockets close unannounced. And it silences warnings
+    of pydantic about tools for a moment, for all threads at once, so that of two threads that make tools one may
+    still warn.
+    """
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
+        item.add_marker(pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20"))
 
 
 @pytest.fixture(scope="session", autouse=True)
