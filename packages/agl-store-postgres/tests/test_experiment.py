@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -215,6 +216,36 @@ def test_killed_experiment_resumes_and_trains_every_rollout_once(agl: Start, exp
 
     trained = asyncio.run(check())
     read_with_every_command(agl, store_url, trained)
+
+
+def test_trainer_and_worker_share_the_store_and_outlive_a_restart_of_its_server(
+    agl: Start, experiment: Path, store_url: str, server
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with experiment.open("a") as file:
+        file.write(f"[gateway]\nparams = {{ port = {port} }}\n")
+    helping = agl("worker", str(experiment), "--quiet")
+    training = agl("run", str(experiment), "--quiet", "--set", "runner.concurrency=1")
+    wait_for_a_step(store_url, training)
+    server.kill()
+    server.start()
+    wait_for_a_step(store_url, training)
+    assert helping.poll() is None
+    ended(training)
+    ended(helping)
+
+    async def check() -> None:
+        store = PostgresStore(store_url)
+        rollouts = await store.rollouts(RolloutQuery(experiment="toy", limit=10_000))
+        assert {"succeeded"} == {rollout.status for rollout in rollouts}
+        assert STEPS * ROLLOUTS_PER_STEP == len(rollouts)
+        workers = {attempt.worker for each in rollouts for attempt in await store.attempts(each.rollout_id)}
+        assert 2 == len(workers), workers
+        await store.close()
+
+    asyncio.run(check())
 
 
 def read_with_every_command(agl: Start, store_url: str, trained: list[str]) -> None:
