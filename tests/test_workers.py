@@ -17,6 +17,7 @@ from agl.contracts import RolloutQuery
 from agl.schemas import Attempt, Rollout
 from agl.stores.sqlite import SQLiteStore
 
+from .conftest import AGENT
 from .test_crash import check_end, wait_for_a_step
 
 StartAgl = Callable[..., subprocess.Popen[str]]
@@ -79,7 +80,7 @@ def pid_of(attempt: Attempt) -> int:
     return int(attempt.worker.split(":")[1])
 
 
-def wait_until(what: Callable[[], bool], *, seconds: float = 60.0) -> None:
+def wait_until(what: Callable[[], bool], *, seconds: float = 120.0) -> None:
     """Return once ``what`` holds."""
     deadline = time.monotonic() + seconds
     while not what():
@@ -122,32 +123,38 @@ def test_workers_elsewhere_run_what_a_local_run_would(agl: StartAgl, experiment:
     check_end(file, steps=4)
 
 
-def test_killed_worker_and_killed_trainer_cost_no_rollout(agl: StartAgl, experiment: Callable[..., Path]) -> None:
-    file = experiment(steps=12, pause_s=2.0)
+def test_killed_worker_and_killed_trainer_cost_no_rollout(
+    agl: StartAgl, experiment: Callable[..., Path], tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    wait = f"    while os.path.exists({str(gate)!r}):\n        time.sleep(0.05)\n"
+    agent = f"import os\nimport time\n{AGENT}".replace("    with openai", f"{wait}    with openai")
+    file = experiment(steps=3, agent=agent)
     url = leave_to_workers(file, free_port(), more="\nmax_attempts = 2")
-    doomed, stopped, last = (elsewhere(file, name) for name in ("doomed", "stopped", "last"))
-    (doomed.parent / "toy_agent.py").write_text("import time\n\n\ndef solve(task):\n    time.sleep(600)\n")
+    homes = [elsewhere(file, name) for name in ("doomed", "leaving", "staying")]
     trainer = agl("run", str(file), "--quiet", cwd=file.parent)
-    killed = agl("worker", str(doomed), "--store", url, "--concurrency", "1", cwd=doomed.parent)
-    wait_until(lambda: store_of(file).exists() and any(pid_of(a) == killed.pid for a in attempts_of(file)))
-    killed.kill()
-    killed.communicate()
-    leaving = agl("worker", str(stopped), "--store", url, "--concurrency", "2", cwd=stopped.parent)
-    staying = agl("worker", str(last), "--store", url, "--stay", cwd=last.parent)
-    wait_for_a_step(file, trainer)
+    words = ("--store", url, "--stay", "--concurrency", "2")
+    doomed, leaving, staying = workers = [agl("worker", str(home), *words, cwd=home.parent) for home in homes]
+    wait_until(store_of(file).exists)
+    wait_until(lambda: {worker.pid for worker in workers} <= {pid_of(attempt) for attempt in attempts_of(file)})
+    doomed.kill()
+    doomed.communicate()
     leaving.terminate()
     said, _ = end_of(leaving)
     trainer.kill()
     trainer.communicate()
-    hurry = ("--set", "algorithm.counter.params.pause_s=0")
-    end_of(agl("run", str(file), "--quiet", "--resume", *hurry, cwd=file.parent))
-    staying.send_signal(signal.SIGINT)
+    again = agl("run", str(file), "--quiet", "--resume", cwd=file.parent)
+    gate.unlink()
+    end_of(again)
+    staying.terminate()
     heard, _ = end_of(staying)
 
     assert said.endswith("stopped; what ran here runs again elsewhere\n")
     assert 2 == heard.count("joined experiment 'toy'")
-    assert ["lost"] == [attempt.status for attempt in attempts_of(file) if pid_of(attempt) == killed.pid]
-    check_end(file, steps=12)
+    lost = [attempt for attempt in attempts_of(file) if pid_of(attempt) in (doomed.pid, leaving.pid)]
+    assert {"lost"} == {attempt.status for attempt in lost}
+    check_end(file, steps=3)
 
 
 def test_worker_that_cannot_take_part_says_why(agl: StartAgl, experiment: Callable[..., Path]) -> None:

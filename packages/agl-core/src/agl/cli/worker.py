@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -52,7 +53,7 @@ def worker(
     tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
 
     async def work() -> None:
-        signal.signal(signal.SIGTERM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
+        _stop_on_sigterm()
         store = _open(plan, store_url)
         try:
             remote = RemoteWorker(plan, store, tell=tell, concurrency=at_once, gateway_url=gateway_url, stays=stays)
@@ -62,8 +63,19 @@ def worker(
 
     try:
         asyncio.run(work())
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         tell("stopped", "stopped; what ran here runs again elsewhere")
+
+
+def _stop_on_sigterm() -> None:
+    """Cancel the current task when the process is asked to end, as asyncio does by itself for Ctrl-C."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        if task is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(signal.SIGTERM, stop)
 
 
 def _open(plan: Plan, given: str | None) -> Store:
