@@ -122,6 +122,22 @@ async def test_agent_that_failed_without_its_gateway_is_not_to_blame(stage: Stag
     assert remote.lost.is_set()
 
 
+async def test_agent_that_failed_while_the_network_was_gone_is_given_back(stage: StageFactory) -> None:
+    class Outage(Runner):
+        async def execute(self, claim: Claim) -> Outcome:
+            remote.url = "http://127.0.0.1:9"
+            await remote.look()
+            remote.url = it.url
+            return await super().execute(claim)
+
+    async with stage() as it:
+        remote = RemoteGateway(it.url, secret=SECRET)
+        with pytest.raises(GatewayLostError, match="did not answer while the attempt ran"):
+            await GuardedRunner(Outage(failing), remote).execute(a_claim())
+        assert not remote.lost.is_set()
+        assert "failed" == (await GuardedRunner(Runner(failing), remote).execute(a_claim())).status
+
+
 async def test_attempt_waits_for_a_gateway_that_is_gone_until_the_worker_stops() -> None:
     remote = RemoteGateway("http://127.0.0.1:9", secret=SECRET, patience_s=0.1)
     attempt = asyncio.create_task(GuardedRunner(Runner(failing), remote).execute(a_claim()))

@@ -101,7 +101,8 @@ class RemoteWorker:
             found = await self._wait()
             if found is not None:
                 await self._take_part(*found)
-        self._tell("finished", f"experiment {self._plan.name!r} is finished; {self.tally.text()} here")
+        text = f"experiment {self._plan.name!r} is finished; {self.tally.text()} here"
+        self._tell("finished", text, finished=dict(self.tally.finished))
         return self.tally
 
     async def _wait(self) -> tuple[Serving, RemoteGateway | None] | None:
