@@ -45,7 +45,15 @@ def composed(**keys: Any) -> dict[str, Any]:
         ({"trainer.v1.trainer_mode": "separate_async"}, "devices of its own"),
         ({"trainer.v1.sampler.custom_sampler.name": "Mine"}, "collected ahead by agl"),
         ({"actor.use_kl_loss": True, "actor.loss_agg_mode": "seq-mean-token-sum"}, "by rows, not by rollouts"),
-        ({"model.lora_rank": 8}, "for adapters"),
+        ({"model.lora.rank": 8}, "described by model.lora_rank"),
+        ({"critic.shuffle": True}, "has no critic"),
+        (
+            {"algorithm.adv_estimator": "gae", "model.lora_rank": 4, "actor.use_kl_loss": True},
+            "that the critic has not",
+        ),
+        ({"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 1}, "one update of the critic"),
+        ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 4}, "value head as it began"),
+        ({"algorithm.adv_estimator": "gae", "actor.loss_agg_mode": "seq-mean-token-mean"}, "with a critic and engine"),
         ({"trainer.n_gpus_per_node": 0}, "whole numbers from 1"),
     ],
 )
@@ -55,8 +63,8 @@ def test_keys_that_would_not_do_what_they_say_are_refused(keys: dict[str, Any], 
 
 
 def test_every_wrong_key_is_in_one_message() -> None:
-    wrong = config() | {"critic": {"optim": {"lr": 1.0}}, "reward": {"num_workers": 2}, "ray_kwargs": {"a": 1}}
-    with pytest.raises(ConfigError, match=r"(?s)ray_kwargs\.a.*critic\.optim\.lr.*reward\.num_workers"):
+    wrong = config() | {"skip": {"enable": True}, "reward": {"num_workers": 2}, "ray_kwargs": {"a": 1}}
+    with pytest.raises(ConfigError, match=r"(?s)ray_kwargs\.a.*skip\.enable.*reward\.num_workers"):
         read_ray_settings(wrong)
 
 
@@ -106,6 +114,28 @@ def test_a_guides_configuration_is_taken_and_passed_on() -> None:
     validate_config(whole, use_reference_policy=False, use_critic=False)
 
 
+def test_a_critic_is_verls_own_with_verls_own_gae() -> None:
+    found = composed(**{"algorithm.adv_estimator": "gae", "algorithm.lam": 0.9, "critic.optim.lr": 1e-3})
+    expected = {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": 0.9,
+        "critic.enable": True,
+        "critic.optim.lr": 1e-3,
+        "critic.model.path": "m",
+        "critic.ppo_infer_max_token_len_per_gpu": 32768,
+        "critic.model.override_config.attn_implementation": "sdpa",
+    }
+    assert expected == {name: found[name] for name in expected}
+    warm = read_ray_settings(config(**{"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 5}))
+    options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
+    assert [5, 1, 0] == [compose(warm, **options, before=done).trainer.critic_warmup for done in (0, 4, 9)]
+
+
+def test_adapters_are_merged_where_a_server_would_serve_them_to_verl_alone() -> None:
+    assert not composed(**{"model.lora_rank": 4})["actor_rollout_ref.model.lora.merge"]
+    assert composed(**{"model.lora_rank": 4, "rollout.name": "vllm"})["actor_rollout_ref.model.lora.merge"]
+
+
 def test_only_the_cpu_gets_what_the_cpu_needs() -> None:
     found = composed(**{"rollout.name": "vllm"})
     assert "cuda" == found["trainer.device"]
@@ -151,8 +181,8 @@ def test_the_engine_is_chosen_by_name() -> None:
 def test_every_configuration_on_the_page_is_accepted() -> None:
     page = (Path(__file__).parents[3] / "docs/how-to/cluster.md").read_text(encoding="utf-8")
     blocks = [tomllib.loads(text) for text in re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)]
-    engines = [make(**block["algorithm"][0]["params"]) for block in blocks]
-    assert ["VERL", "RayVERL", "RayVERL"] == [type(engine).__name__ for engine in engines]
+    engines = [make(**block["algorithm"][0]["params"]) for block in blocks if "algorithm" in block]
+    assert ["VERL", "RayVERL", "RayVERL", "RayVERL"] == [type(engine).__name__ for engine in engines]
 
 
 def test_the_example_differs_from_the_one_in_one_process_where_the_page_says() -> None:

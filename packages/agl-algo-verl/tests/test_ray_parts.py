@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from agl.errors import AglError
+from agl.schemas import CallCredit
 from agl_algo_verl.ray_engine import forget_after, prune
 from agl_algo_verl.ray_process import expect
 from agl_algo_verl.ray_rows import rows_for_verl
+from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.rows import Prepared, Sample
 
 if TYPE_CHECKING:
@@ -49,7 +54,45 @@ def test_a_mean_over_sequences_counts_rollouts_even_those_without_rows() -> None
         prepared(*samples, rollouts=[("a", 0), ("b", 0)]), mode="seq-mean-token-mean", step=1
     )
     assert 2 == answer.rollouts
-    assert [[4.0, 4.0], [2.0]] == [row.advantages.tolist() for row in answer.rows]
+    assert [[4.0, 4.0], [2.0]] == [row.scores.tolist() for row in answer.rows]
+
+
+def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None:
+    row = replace(sample("a", tokens=3), calls=(("a/0", 0, 2), ("a/1", 2, 3)))
+    credits = (
+        (CallCredit(span_id="a/0", value=3.0, baseline="t"), CallCredit(span_id="a/1", value=1.0, baseline="t")),
+    )
+    batch = replace(prepared(row, rollouts=[("a", 0)]), credits=credits)
+    answer: Answer = rows_for_verl(batch, mode="token-mean", step=1, has_critic=True)
+    assert [[0.0, 2.0, 1.0]] == [row.scores.tolist() for row in answer.rows]
+
+
+def test_saved_adapters_are_added_to_their_weights(tmp_path: Path) -> None:
+    name, layer = "base_model.model.model.norm.weight", "base_model.model.model.q_proj"
+    state = {
+        name: torch.ones(2),
+        f"{layer}.base_layer.weight": torch.eye(2),
+        f"{layer}.base_layer.bias": torch.zeros(2),
+        f"{layer}.lora_A.default.weight": torch.tensor([[1.0, 2.0]]),
+        f"{layer}.lora_B.default.weight": torch.tensor([[1.0], [0.0]]),
+    }
+    save_file(dict(list(state.items())[:2]), tmp_path / "model-00001-of-00002.safetensors")
+    save_file(dict(list(state.items())[2:]), tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").touch()
+    merge_saved(tmp_path, scaling=2.0)
+    assert ["model.safetensors"] == [path.name for path in tmp_path.iterdir()]
+    found = load_file(tmp_path / "model.safetensors")
+    assert {"model.norm.weight", "model.q_proj.weight", "model.q_proj.bias"} == found.keys()
+    assert [[3.0, 4.0], [0.0, 1.0]] == found["model.q_proj.weight"].tolist()
+    with pytest.raises(AglError, match="saved no adapters"):
+        merge_saved(tmp_path, scaling=2.0)
+
+
+def test_the_configuration_says_which_precision_the_weights_have(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1), "v": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16", "hidden_size": 2}')
+    say_precision(tmp_path)
+    assert {"dtype": "float32", "hidden_size": 2} == json.loads((tmp_path / "config.json").read_text())
 
 
 def test_rows_that_verl_cannot_train_are_refused() -> None:

@@ -47,10 +47,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRow:
-    """One row; `ids` int64 [T]; `mask` int64, `advantages` and `logprobs` float32 [R], the last R of its tokens.
+    """One row; `ids` int64 [T]; `mask` int64, `scores` and `logprobs` float32 [R], the last R of its tokens.
 
-    `group` is the row's place among the step's tasks, `rollout` that of its rollout within the group and `part` its
-    own within the rollout.
+    `scores` are advantages, or rewards where VERL's critic makes advantages of them. `group` is the row's place among
+    the step's tasks, `rollout` that of its rollout within the group and `part` its own within the rollout.
     """
 
     group: int
@@ -58,7 +58,7 @@ class AnswerRow:
     part: int
     ids: Tensor
     mask: Tensor
-    advantages: Tensor
+    scores: Tensor
     logprobs: Tensor
 
 

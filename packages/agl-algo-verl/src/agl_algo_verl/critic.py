@@ -95,6 +95,20 @@ def critic_config(critic: CriticSettings) -> Any:
     )
 
 
+def check_model(path: str) -> None:
+    """Raise ConfigError for a model that cannot be found, or of whose family there is no token classifier."""
+    from transformers import AutoConfig
+
+    try:
+        config = cast("Any", AutoConfig).from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"The model {path!r} cannot be loaded: {error}. "
+            "Give a directory in Hugging Face's format (config.json, model.safetensors, tokenizer.json) or a hub name."
+        ) from error
+    check_family(config, path=path)
+
+
 def check_family(config: Any, *, path: str) -> None:
     """Raise ConfigError for a model of whose family there is no token classifier."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING

@@ -40,13 +40,8 @@ def probe_files(weights: Weights) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(weights.uri)
-    load: Any = cast("Any", AutoModelForCausalLM).from_pretrained
-    model = load(weights.base_model or folder, dtype="auto")
-    if weights.format == "lora":
-        from peft import PeftModel
-
-        model = cast("Any", PeftModel).from_pretrained(model, folder)
-    tokenizer = cast("Any", AutoTokenizer).from_pretrained(weights.base_model or folder)
+    model: Any = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
+    tokenizer = cast("Any", AutoTokenizer).from_pretrained(folder)
     put_probe(folder, tokenizer, lambda token_ids: _score(model.eval(), token_ids))
 
 

@@ -19,9 +19,20 @@ CHECKPOINTS = "global_step_{}"
 METRICS = "metrics.jsonl"
 """Where VERL's file logger writes, in the directory of the checkpoints."""
 
+FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+"""Precision on the CPU, where bfloat16 is slow."""
+
 
 def compose(
-    read: RaySettings, *, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None, threads: int
+    read: RaySettings,
+    *,
+    model: str,
+    folder: Path,
+    steps: int,
+    tasks: int,
+    checkpoint: Path | None,
+    threads: int,
+    before: int = 0,
 ) -> Any:
     """Return VERL's configuration, an OmegaConf `DictConfig`.
 
@@ -33,12 +44,17 @@ def compose(
         tasks: Tasks of a step.
         checkpoint: The directory of a step to continue after.
         threads: Torch's threads in a process on the CPU.
+        before: Steps that were done before VERL's count begins.
     """
     initialize, compose_file = verl_part("hydra:initialize_config_module"), verl_part("hydra:compose")
     omega, open_dict = verl_part("omegaconf:OmegaConf"), verl_part("omegaconf:open_dict")
     with initialize(config_module="verl.trainer.config", version_base=None):
         config = compose_file("ppo_trainer")
     needed = _needed(model=model, folder=folder, steps=steps, tasks=tasks, checkpoint=checkpoint)
+    needed |= _critic(read, model=model, before=before) if read.settings.has_critic else {}
+    if read.settings.is_lora and not read.is_cpu:
+        # A replica with adapters serves them to VERL's own client only; others would get the weights without them.
+        needed["actor_rollout_ref.model.lora.merge"] = True
     here = _on_cpu(threads) if read.is_cpu else {}
     with open_dict(config):
         for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
@@ -67,15 +83,40 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
     }
 
 
+def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
+    """VERL's critic on the network of the policy, with VERL's own GAE."""
+    critic = read.settings.critic
+    own: dict[str, Any] = {
+        "algorithm.adv_estimator": "gae",
+        "critic.enable": True,
+        "critic.strategy": "fsdp2",
+        "critic.use_dynamic_bsz": True,
+        "critic.model.path": model,
+        "critic.model.use_remove_padding": read.settings.actor_rollout_ref.model.use_remove_padding,
+        "critic.model.override_config.attn_implementation": attention(
+            use_remove_padding=read.settings.actor_rollout_ref.model.use_remove_padding
+        ),
+        "critic.model.enable_gradient_checkpointing": critic.model.enable_gradient_checkpointing,
+        "critic.ppo_infer_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,  # what VERL reads for training
+        "trainer.critic_warmup": max(0, read.settings.trainer.critic_warmup - before),
+    }
+    if read.is_cpu:
+        own |= {
+            "critic.fsdp.use_torch_compile": False,
+            "critic.fsdp.mixed_precision": FLOAT32,
+        }
+    return own
+
+
 def _on_cpu(threads: int) -> dict[str, Any]:
     """What has no other value on the CPU, or would be slow."""
-    float32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.model.external_lib": "agl_algo_verl.ray_model",
         "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.actor.fsdp_config.use_torch_compile": False,
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision": float32,
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision": FLOAT32,
+        "actor_rollout_ref.rollout.load_format": "auto",  # a replica loads the model itself, so adapters are enough
         "actor_rollout_ref.rollout.free_cache_engine": False,
         "actor_rollout_ref.rollout.engine_kwargs.agl_hf.threads": threads or 1,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,

@@ -30,10 +30,13 @@ from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.bridge import Question
+from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice, own_weights
 from agl_algo_verl.policy import VerlPolicy
+from agl_algo_verl.probe import probe_files
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
+from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import Supply
 
@@ -46,9 +49,9 @@ if TYPE_CHECKING:
     from agl_algo_verl.ray_cluster import Cluster
     from agl_algo_verl.rows import Prepared
 
-REPORTED = {
 T = TypeVar("T")
 
+REPORTED = {
     "actor/pg_loss": "loss",
     "actor/grad_norm": "grad_norm",
     "actor/entropy": "entropy",
@@ -56,10 +59,19 @@ T = TypeVar("T")
     "actor/pg_clipfrac": "pg_clipfrac",
     "actor/ppo_kl": "ppo_kl",
     "actor/kl_loss": "kl_loss",
+    "agl/logprob_gap": "logprob_gap",
+    "agl/logprob_gap_mean": "logprob_gap_mean",
     "training/rollout_probs_diff_max": "probability_gap",
     "training/rollout_probs_diff_mean": "probability_gap_mean",
     "timing_s/old_log_prob": "old_log_prob_s",
+    "critic/vf_loss": "vf_loss",
+    "critic/vf_clipfrac": "vf_clipfrac",
+    "critic/grad_norm": "critic_grad_norm",
+    "critic/lr": "critic_lr",
+    "critic/values/mean": "value",
+    "critic/vf_explained_var": "explained_variance",
     "timing_s/update_actor": "update_s",
+    "timing_s/update_critic": "update_critic_s",
     "timing_s/save_checkpoint": "save_s",
     "timing_s/update_weights": "weight_sync_s",
 }
@@ -72,16 +84,18 @@ class RayVERL:
     Args:
         threads: Torch's threads in each process on the CPU; 0 for one.
         keep: Checkpoints that stay on disk.
+        probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
+            they serve. The weights are read once more for it, on the CPU of this machine.
         config: VERL's configuration, by its groups.
     """
 
-    def __init__(self, *, threads: int = 0, keep: int = 2, **config: Any) -> None:
+    def __init__(self, *, threads: int = 0, keep: int = 2, probe: bool = True, **config: Any) -> None:
         if keep < 1 or threads < 0:
             raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
         check_version()
         self.read = read_ray_settings(config)
         self.settings, self.notes = self.read.settings, self.read.notes
-        self._threads, self._keep = threads, keep
+        self._threads, self._keep, self._probes = threads, keep, probe
         self._cluster: Cluster | None = None
         self._question: Question | None = None
         self._step = self._base = 0  # `_base` steps were done before VERL's count began
@@ -102,7 +116,9 @@ class RayVERL:
             raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
         check_machine(self.read, has_gpu=torch.cuda.is_available())
         self._context, self._tuned = context, context.tunes[0]
-        own_weights(context.current(self._tuned).resource, name=self._tuned)
+        weights = own_weights(context.current(self._tuned).resource, name=self._tuned)
+        if self.settings.has_critic:
+            await asyncio.to_thread(check_model, weights.uri)
         policy = context.policy(self._tuned)
         if not isinstance(policy, VerlPolicy):
             raise ConfigError(
@@ -136,7 +152,10 @@ class RayVERL:
         self._question = await self._train(cluster, answer, after=question)  # the one of the next step: this is done
         metrics |= prepared.metrics | self._trained(question.step) | {"train_s": time.perf_counter() - started}
         folder = self._folder / CHECKPOINTS.format(question.step)
-        version = await context.publish(self._tuned, self._published(folder), step=step)
+        weights = await asyncio.to_thread(self._published, folder)
+        if self._probes:
+            await asyncio.to_thread(probe_files, weights)
+        version = await context.publish(self._tuned, weights, step=step)
         await asyncio.to_thread(prune, self._folder, step=question.step, keep=max(2, self._keep))
         self._step, self._checkpoint = step, str(folder)
         is_finished = step >= self._steps
@@ -225,17 +244,6 @@ class RayVERL:
         await self._attach(question or Question(step=after.step + 1, addresses=after.addresses))
         return question
 
-    async def _attach(self, question: Question) -> None:
-        await self._policy.attach(question.addresses, version=f"global_step_{question.step - 1}")
-
-    def _config(self) -> Any:
-        return compose(
-            self.read,
-            model=self._origin,
-            folder=self._folder,
-            steps=self._steps - self._base,
-            tasks=self._tasks,
-            checkpoint=Path(self._checkpoint) if self._checkpoint else None,
     async def _while_served(self, cluster: Cluster, work: Coroutine[Any, Any, T]) -> T:
         """What `work` returns; raises AglError, and leaves its rollouts to be repeated, when VERL is gone meanwhile."""
         task = asyncio.ensure_future(work)
@@ -253,6 +261,18 @@ class RayVERL:
             "are repeated: continue with agl run --resume"
         )
 
+    async def _attach(self, question: Question) -> None:
+        await self._policy.attach(question.addresses, version=f"global_step_{question.step - 1}")
+
+    def _config(self) -> Any:
+        return compose(
+            self.read,
+            model=self._origin,
+            folder=self._folder,
+            steps=self._steps - self._base,
+            tasks=self._tasks,
+            before=self._base,
+            checkpoint=Path(self._checkpoint) if self._checkpoint else None,
             threads=self._threads,
         )
 
@@ -264,7 +284,8 @@ class RayVERL:
     def _answer(self, prepared: Prepared, *, step: int) -> Answer:
         from agl_algo_verl.ray_rows import rows_for_verl
 
-        return rows_for_verl(prepared, mode=self.settings.actor.loss_agg_mode, step=step)
+        settings = self.settings
+        return rows_for_verl(prepared, mode=settings.actor.loss_agg_mode, step=step, has_critic=settings.has_critic)
 
     def _published(self, folder: Path) -> Weights:
         weights = folder / "actor" / "huggingface"
@@ -273,6 +294,10 @@ class RayVERL:
                 f"VERL saved no weights in {weights}. On several machines this directory must be one that all of "
                 "them see: set `workdir` to a shared one."
             )
+        if self.settings.is_lora:
+            model = self.settings.actor_rollout_ref.model
+            merge_saved(weights, scaling=model.lora_alpha / model.lora_rank)
+        say_precision(weights)
         return Weights(uri=str(weights), format="hf")
 
     def _trained(self, step: int) -> dict[str, float]:

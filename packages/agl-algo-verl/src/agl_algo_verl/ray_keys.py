@@ -35,6 +35,11 @@ REFERENCE = "actor_rollout_ref.ref"
 
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
+BY_TOKENS = (
+    "ppo_max_token_len_per_gpu, by which micro-batches are cut, as rows differ in number and length; no update depends "
+    "on the cut"
+)
+
 DECIDED = {
     name: who
     for name, who in DECIDED_ELSEWHERE.items()
@@ -44,13 +49,18 @@ DECIDED = {
     "actor_rollout_ref.rollout.mode": "this engine, which serves while it collects",
     "actor_rollout_ref.rollout.skip_tokenizer_init": "this engine, whose agents send text",
     "actor_rollout_ref.rollout.calculate_log_probs": "this engine, which always records them",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "ppo_max_token_len_per_gpu, by which micro-batches are "
-    "cut, as rows differ in number and length; no update depends on the cut",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": BY_TOKENS,
+    "critic.ppo_micro_batch_size_per_gpu": BY_TOKENS,
 }
 """Keys that guides set, and who decides them with this engine."""
 
+WHOLE_CRITIC = "the critic is trained whole, for VERL would leave its value head as it began"
+
 REFUSED = {
-    "critic": "this engine has no critic; use engine = \"inproc\" or 'ppo' of agl-algo-torch",
+    "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
+    "critic.model.lora": WHOLE_CRITIC,
+    "critic.model.lora_rank": WHOLE_CRITIC,
+    "critic.model.lora_adapter_path": WHOLE_CRITIC,
     "reward": "rewards are the experiment's: [[reward]]",
     "reward_model": "rewards are the experiment's: [[reward]]",
     "custom_reward_function": "rewards are the experiment's: [[reward]]",
@@ -58,8 +68,8 @@ REFUSED = {
     "data.custom_cls": "tasks are the experiment's `train`",
     "algorithm.filter_groups": "groups without a difference have no gradient anyway and are counted",
     "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
-    "actor_rollout_ref.model.lora": 'this engine trains whole weights; use engine = "inproc" for adapters',
-    "actor_rollout_ref.model.lora_rank": 'this engine trains whole weights; use engine = "inproc" for adapters',
+    "actor_rollout_ref.model.lora": "adapters are described by model.lora_rank, lora_alpha, target_modules and "
+    "exclude_modules, and merged for serving",
     "actor_rollout_ref.model.lora_adapter_path": "training starts from whole weights; merge the adapter first",
     "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
     "actor_rollout_ref.actor.use_dynamic_bsz": "micro-batches are always cut by tokens, as if it were true",
@@ -76,7 +86,6 @@ REFUSED = {
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "algorithm.use_kl_in_reward": (False,),
     "actor_rollout_ref.actor.use_dynamic_bsz": (True,),
-    "actor_rollout_ref.model.lora_rank": (0,),
     "actor_rollout_ref.model.lora_adapter_path": (None,),
     "trainer.use_v1": (True,),
 }
@@ -182,8 +191,7 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
             f'actor_rollout_ref.rollout.name is {rollout!r}, and engine = "ray" serves with one of '
             f"{', '.join(ROLLOUTS)}. Use {CPU} without GPUs, vllm or sglang with them."
         )
-    if settings.algorithm.adv_estimator == "gae":
-        raise ConfigError(f'algorithm.adv_estimator = "gae" needs a critic: {REFUSED["critic"]}.')
+    _check_critic(settings, given)
     ignored = settings.actor.entropy_coeff or given.get("actor_rollout_ref.actor.use_kl_loss")
     if settings.actor.loss_agg_mode != "token-mean" and ignored:
         raise ConfigError(
@@ -194,6 +202,33 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
     if not all(isinstance(count, int) and count > 0 for count in (nodes, workers)):
         raise ConfigError(
             f"trainer.nnodes = {nodes!r} and trainer.n_gpus_per_node = {workers!r}; give whole numbers from 1."
+        )
+
+
+def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys of a critic that there is not, and for losses of one that would count rows."""
+    if not settings.has_critic:
+        unused = [name for name in given if name.startswith("critic.")]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused)} would be ignored: algorithm.adv_estimator = "
+                f'{settings.algorithm.adv_estimator!r} has no critic. Use "gae", or remove them.'
+            )
+        return
+    if settings.is_lora and settings.actor.use_kl_loss:
+        raise ConfigError(
+            "With a critic, adapters and actor.use_kl_loss VERL 0.9.1 switches off adapters that the critic has not. "
+            'Remove one of the three: use_kl_loss, model.lora_rank or adv_estimator = "gae"; or use engine = "inproc".'
+        )
+    modes = {
+        "actor_rollout_ref.actor.loss_agg_mode": settings.actor.loss_agg_mode,
+        "critic.loss_agg_mode": settings.critic.loss_agg_mode,
+    }
+    wrong = [f"{name} = {mode!r}" for name, mode in modes.items() if mode != "token-mean"]
+    if wrong:
+        raise ConfigError(
+            f'{" and ".join(wrong)} would divide by rows, not by rollouts, with a critic and engine = "ray". '
+            'Use token-mean, or engine = "inproc".'
         )
 
 

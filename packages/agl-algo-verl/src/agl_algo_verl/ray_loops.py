@@ -5,7 +5,8 @@ Three of VERL's plug-in points, named in its configuration:
     AgentLoops   rollout.agent.agent_loop_manager_class: asks agl for a step's rollouts and puts the rows into VERL's
                  queue, which the trainer samples next
     Places       data.custom_cls: as many empty tasks as a step has; agl decides which tasks they are
-    as_given     algorithm.adv_estimator = "agl": advantages come with the rows, as agl's credit made them
+    as_given     algorithm.adv_estimator = "agl": advantages come with the rows, as agl's credit made them; with a
+                 critic the rows bring rewards instead, and the estimator is VERL's own `gae`
 
 VERL counts rows where agl counts rollouts. So before a step is sampled, its `ppo_mini_batch_size` is set to hold all
 its rows, which then share one update, and `rollout.temperature` to that of its rows. A loss that is a mean over
@@ -102,6 +103,7 @@ class AgentLoops:
         ranks = trainer.nnodes * trainer.n_gpus_per_node
         policy.actor.ppo_mini_batch_size = ranks * math.ceil(len(answer.rows) / (ranks * policy.rollout.n))
         policy.rollout.temperature = answer.temperature
+        self._config.critic.ppo_mini_batch_size = policy.actor.ppo_mini_batch_size
         return int(policy.actor.ppo_mini_batch_size * policy.rollout.n)
 
 
@@ -119,7 +121,7 @@ def _field(row: AnswerRow, uid: str, *, step: int, scale: float) -> dict[str, An
         "response_mask": row.mask,
         "loss_mask": row.mask,
         "rollout_log_probs": row.logprobs,
-        "rm_scores": row.advantages * scale,
+        "rm_scores": row.scores * scale,
     }
 
 

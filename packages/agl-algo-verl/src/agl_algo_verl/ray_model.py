@@ -1,14 +1,17 @@
 """What VERL imports before it builds a model (`model.external_lib`) when it trains on the CPU.
 
-It registers the replica `agl_hf`, and repairs the second of two lines of VERL 0.9 that no setting reaches (the first
-is in `ray_process`): the engine of a frozen reference keeps its weights in pinned memory, which needs a GPU.
+It registers the replica `agl_hf`, lets adapters start from the same numbers always, and repairs the third of three
+lines of VERL 0.9 that no setting reaches (the others are in `ray_process`): the engine of a frozen reference keeps its
+weights in pinned memory, which needs a GPU.
 """
 
 from __future__ import annotations
 
 import importlib
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from agl_algo_verl.ray_process import expect
 
@@ -45,3 +48,4 @@ def _unpinned(policy: Any, *, pin_memory: bool = False) -> Any:
 
 register_replica()
 patch_pinned_memory()
+cast("Any", torch).manual_seed(0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agl.errors import AglError
 from agl_algo_verl.bridge import Answer, AnswerRow
 from agl_algo_verl.rows import per_rollout
+from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,11 +17,13 @@ if TYPE_CHECKING:
     from agl_algo_verl.rows import Prepared, Sample
 
 
-def rows_for_verl(prepared: Prepared, *, mode: str, step: int) -> Answer:
+def rows_for_verl(prepared: Prepared, *, mode: str, step: int, has_critic: bool = False) -> Answer:
     """Return the rows of a step; `mode` is the loss's `loss_agg_mode`.
 
     Raises AglError where VERL could not train them.
     """
+    if has_critic:
+        prepared = replace(prepared, samples=with_rewards(prepared))
     samples = per_rollout(prepared.samples) if mode == "seq-mean-token-mean" else prepared.samples
     temperature = _temperature(prepared, step=step)
     seen: Counter[int] = Counter()
@@ -29,6 +33,12 @@ def rows_for_verl(prepared: Prepared, *, mode: str, step: int) -> Answer:
         seen[group] += 1
     counted = 0 if mode == "token-mean" else len(prepared.rollouts)
     return Answer(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
+
+
+def with_rewards(prepared: Prepared) -> list[Sample]:
+    """Return the samples with rewards in place of advantages, of which VERL's critic makes advantages."""
+    returns = call_returns(prepared)
+    return [replace(s, advantages=call_rewards(s, returns[s.rollout]).float()) for s in prepared.samples]
 
 
 def _temperature(prepared: Prepared, *, step: int) -> float:
@@ -58,7 +68,7 @@ def _rows(samples: Sequence[Sample], places: dict[str, int]) -> list[AnswerRow]:
             part=parts[sample.rollout],
             ids=sample.ids,
             mask=sample.mask.long(),
-            advantages=sample.advantages,
+            scores=sample.advantages,
             logprobs=sample.behaviour,
         )
         parts[sample.rollout] += 1

@@ -62,4 +62,4 @@ class HFRollout(BaseRollout):
         # Every rank takes part in gathering each tensor, so all of them read the generator to its end.
         state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights}
         server = cast("Any", ray).get_actor(server_name(cast("Any", torch).distributed.get_rank()))
-        await server.load.remote(state, int(kwargs.get("global_steps") or 0))
+        await server.load.remote(state, int(kwargs.get("global_steps") or 0), adapter=kwargs.get("peft_config"))

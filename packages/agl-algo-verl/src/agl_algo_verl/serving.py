@@ -6,6 +6,7 @@ a process of its own should start fast.
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -34,6 +35,7 @@ class HFServer:
     """
 
     def __init__(self, *, model: str, threads: int) -> None:
+        self._model = model
         manager = PluginManager.from_environment()
         host: str = cast("Any", ray).util.get_node_ip_address()
         self._policy: Policy = manager.build(
@@ -45,12 +47,18 @@ class HFServer:
         llm = await self._policy.start()
         return llm.endpoint.removeprefix("http://").removesuffix("/v1")
 
-    async def load(self, state: dict[str, Tensor], step: int) -> None:
-        """Serve `state`; returns once it is live."""
+    async def load(self, state: dict[str, Tensor], step: int, *, adapter: dict[str, Any] | None = None) -> None:
+        """Serve `state`, which are the weights, or those of the LoRA adapter that is described; returns once live."""
         with tempfile.TemporaryDirectory(prefix="agl-weights-") as folder:
-            cast("Any", safetensors).save_file(state, Path(folder) / "model.safetensors")
-            version = ResourceVersion(name=MODEL, version=f"global_step_{step}", resource=Weights(uri=folder))
-            await self._policy.load(version)
+            weights = Weights(uri=folder)
+            if adapter is None:
+                cast("Any", safetensors).save_file(state, Path(folder) / "model.safetensors")
+            else:
+                cast("Any", safetensors).save_file(state, Path(folder) / "adapter_model.safetensors")
+                peft: Any = importlib.import_module("peft")
+                peft.LoraConfig.from_peft_type(**adapter).save_pretrained(folder)
+                weights = Weights(uri=folder, base_model=self._model, format="lora")
+            await self._policy.load(ResourceVersion(name=MODEL, version=f"global_step_{step}", resource=weights))
 
     async def wake_up(self) -> None:
         """Nothing: memory is never released here, and no request waits while weights change."""

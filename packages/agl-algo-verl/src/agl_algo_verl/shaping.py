@@ -93,10 +93,7 @@ def with_values(
     """
     if not samples:
         return []
-    returns = {
-        rollout: {call.span_id: _return(call) for call in calls}
-        for (rollout, _), calls in zip(prepared.rollouts, prepared.credits, strict=True)
-    }
+    returns = call_returns(prepared)
     taken = penalty.rewards if penalty else [torch.zeros(len(sample.mask)) for sample in samples]
     rewards = [call_rewards(s, returns[s.rollout]) + lost_R for s, lost_R in zip(samples, taken, strict=True)]
     advantages_B_R, returns_B_R = gae(samples, rewards, gamma=settings.gamma, lam=settings.lam)
@@ -120,6 +117,17 @@ def gae(samples: Sequence[Sample], rewards: Sequence[Tensor], *, gamma: float, l
         token_level_rewards=rewards_B_R, values=values_B_R, response_mask=mask_B_R, gamma=gamma, lam=lam
     )
     return advantages_B_R * mask_B_R, returns_B_R * mask_B_R
+
+
+def call_returns(prepared: Prepared) -> dict[str, dict[str, float]]:
+    """Return what credit gave each call, by rollout and span id.
+
+    Raises ConfigError where credit gave finished advantages, for the critic would be ignored.
+    """
+    return {
+        rollout: {call.span_id: _return(call) for call in calls}
+        for (rollout, _), calls in zip(prepared.rollouts, prepared.credits, strict=True)
+    }
 
 
 def call_rewards(sample: Sample, returns: Mapping[str, float]) -> Tensor:

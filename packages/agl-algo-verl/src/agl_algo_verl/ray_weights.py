@@ -1,0 +1,65 @@
+"""The model in a checkpoint of VERL on Ray, made into one that loads as what was trained.
+
+VERL says in `config.json` that the weights are in bfloat16, whatever they are, and whoever loads them would round
+them. With LoRA it saves base and adapters apart, by names of peft that nothing loads; here they are added. Both happens
+in place before the weights are published; training continues from VERL's own shards beside them, which stay as they
+are.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+from safetensors import safe_open
+from safetensors import torch as safetensors
+
+from agl.errors import AglError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+PREFIX, BASE = "base_model.model.", ".base_layer"
+
+
+def say_precision(folder: Path) -> None:
+    """Write into the configuration in `folder` the precision that its weights have."""
+    with cast("Any", safe_open)(min(folder.glob("*.safetensors")), framework="pt") as file:
+        precision = str(file.get_tensor(min(file.keys())).dtype).removeprefix("torch.")
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"dtype": precision}, indent=2), encoding="utf-8")
+
+
+def merge_saved(folder: Path, *, scaling: float) -> None:
+    """Replace the weights that VERL saved in `folder` by those with `scaling` times their adapters added.
+
+    All of them are read into memory, and one file is written. Raises AglError where there are no adapters.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    state = {name: tensor for file in files for name, tensor in cast("Any", safetensors).load_file(file).items()}
+    whole = merged(state, scaling=scaling)
+    if len(whole) == len(state):
+        raise AglError(f"VERL saved no adapters in {folder}, although lora_rank is set; is verl 0.9.1 installed?")
+    fresh = folder / "merged.new"
+    cast("Any", safetensors).save_file(whole, fresh, metadata={"format": "pt"})
+    for path in (*files, folder / "model.safetensors.index.json"):
+        path.unlink(missing_ok=True)
+    fresh.rename(folder / "model.safetensors")
+
+
+def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:
+    """Return the weights of a state with peft's names, by the names of the model without adapters."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if ".lora_A." in name or ".lora_B." in name:
+            continue
+        layer = name.removesuffix(f"{BASE}.weight")
+        plain = name.removeprefix(PREFIX).replace(f"{BASE}.", ".")
+        whole[plain] = tensor
+        if f"{layer}.lora_A.default.weight" in state:
+            change = state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
+            whole[plain] = tensor + (scaling * change).to(tensor.dtype)
+    return whole
