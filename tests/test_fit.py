@@ -174,6 +174,16 @@ def test_finished_experiment_is_refused_until_a_fresh_run_is_asked_for(
     assert {"writer": 2} == trainer(store=url).fit(guess, train_dataset=["a"], fresh=True).steps
 
 
+def test_wrong_parameters_leave_an_experiment_that_was_not_started(
+    trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path
+) -> None:
+    url = f"sqlite:///{tmp_path}/runs.db"
+    with pytest.raises(ConfigError, match="stepz"):
+        trainer(store=url, algorithm=agl.Algorithm("writer", tunes="prompt", stepz=3)).fit(guess, train_dataset=["a"])
+
+    assert {"writer": 2} == trainer(store=url).fit(guess, train_dataset=["a"]).steps
+
+
 async def beat(beats: list[float]) -> None:
     """Note the time, over and over."""
     while True:

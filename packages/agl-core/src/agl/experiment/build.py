@@ -23,8 +23,13 @@ async def check_components(plan: Plan) -> None:
         built = manager.build(manager.policy(policy.use), name=name, **policy.params)
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
-    for algorithm in config.algorithm:
-        await manager.build(plan.entry(algorithm), **algorithm.params).close()
+    await check_algorithms(plan)
+
+
+async def check_algorithms(plan: Plan) -> None:
+    """Build and release the algorithms, which check their parameters."""
+    for algorithm in plan.config.algorithm:
+        await plan.manager.build(plan.entry(algorithm), **algorithm.params).close()
 
 
 class _Policies(dict[str, LLM]):

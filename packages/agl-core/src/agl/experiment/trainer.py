@@ -13,6 +13,7 @@ import msgspec
 from agl.contracts import Logger, Store
 from agl.errors import ConfigError
 from agl.experiment import state as saved
+from agl.experiment.build import check_algorithms
 from agl.experiment.config import (
     AlgorithmConfig,
     ComponentConfig,
@@ -223,6 +224,7 @@ class Trainer:
         session = Session(plan)
         loggers: list[Logger] = []
         try:
+            await check_algorithms(plan)  # wrong parameters are told before the experiment counts as started
             store = await session.open_store()
             state = await begin(store, plan, resume=resume, fresh=fresh)
             loggers = _loggers(plan)
