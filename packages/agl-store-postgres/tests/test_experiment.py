@@ -20,7 +20,7 @@ from agl_store_postgres.store import PostgresStore
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 
-STEPS, ROLLOUTS_PER_STEP = 8, 6
+STEPS, ROLLOUTS_PER_STEP = 6, 6
 SECRET = "secret-of-the-database"
 
 ALGORITHM = '''

@@ -40,7 +40,7 @@ def test_server_that_is_not_there_is_waited_for_then_named() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begin = time.monotonic()
-    assert "is the server running there" in refusal(f"postgresql://me:{SECRET}@127.0.0.1:{port}/runs")
+    assert "correct host and port" in refusal(f"postgresql://me:{SECRET}@127.0.0.1:{port}/runs")
     assert 3.5 < time.monotonic() - begin < 15
 
 

@@ -79,6 +79,6 @@ def explain(error: Exception, shown: str) -> Exception:
             return StoreError(f"the store {shown} failed: {text}; {hint}")
     if _UNREACHABLE.search(lower):
         return StoreError(
-            f"the store {shown} cannot be reached: {text}; is the server running there, and is the port open?"
+            f"the store {shown} cannot be reached: {text}; start the server, or correct host and port in the URL"
         )
     return StoreError(f"the store {shown} failed: {text}; the server's log may say more")
