@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -159,6 +160,32 @@ def test_a_call_whose_client_left_keeps_nobody_waiting() -> None:
             found[0].goes_on.set()
 
     asyncio.run(body())
+
+
+def test_a_directory_without_a_model_is_told_at_the_start_or_by_every_call(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing'.*no such directory"):
+        VerlPolicy(name="llm", model=str(tmp_path / "nothing"))
+
+    async def body() -> None:
+        async with serving(model=str(tmp_path), home="absent") as (_, llm):
+            answers = [await call(llm, "one") for _ in range(2)]
+            assert ["nobody serves this model: "] * 2 == [answer["error"]["message"][:26] for answer in answers]
+
+    asyncio.run(body())
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        policy = VerlPolicy(name="llm", model="m", port=taken.getsockname()[1])
+
+        async def body() -> None:
+            with pytest.raises(PolicyError, match=r"cannot listen on 127\.0\.0\.1:.*give another port"):
+                await policy.start()
+            await policy.stop()
+
+        asyncio.run(body())
 
 
 def test_calls_of_a_dead_replica_go_to_another_and_are_counted() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -86,6 +87,8 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
     where = pick_device(device)
     try:
+        if _is_absent(path):  # else it would be asked for at the hub, and again
+            raise OSError("there is no such directory")
         with no_bars():
             tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
             model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=DTYPES[dtype])
@@ -100,6 +103,13 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
             "Use an instruction-tuned model, or add chat_template.jinja beside its tokenizer.json."
         )
     return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
+
+
+def _is_absent(model: str) -> bool:
+    """Whether this names a directory, rather than a model of the hub, and there is none."""
+    path = Path(model)
+    is_place = model.startswith((".", "/")) or (len(path.parts) > 1 and path.parent.is_dir())
+    return is_place and not path.is_dir()
 
 
 def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:

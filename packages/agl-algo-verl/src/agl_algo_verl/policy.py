@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl import PluginManager
-from agl.errors import ConfigError, PolicyError
+from agl.errors import AglError, ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_verl.relay import Backend, Relay
 
@@ -41,6 +42,11 @@ class VerlPolicy:
     ) -> None:
         if home == "verl":
             raise ConfigError(f'policy {name!r}: home = "verl" would serve through itself; use "torch" or "vllm"')
+        if is_absent(model):
+            raise ConfigError(
+                f"policy {name!r} has model = {model!r}, and there is no such directory; give one in Hugging Face's "
+                "format (config.json, model.safetensors, tokenizer.json), or a hub name"
+            )
         self.name = name
         self._model, self._home_name, self._params = model, home, params
         self._host, self._port = host, port
@@ -51,6 +57,7 @@ class VerlPolicy:
         self._replicas: Backend | None = None
         self._home: Policy | None = None
         self._home_llm: LLM | None = None
+        self._failure: AglError | None = None
         self._live: ResourceVersion | None = None
 
     @property
@@ -143,7 +150,7 @@ class VerlPolicy:
 
     async def _attach(self, replicas: Backend | None) -> None:
         async with self._lock:
-            self._replicas = replicas
+            self._replicas, self._failure = replicas, None
         if replicas is not None:
             self._relay.lost.clear()
         if not self._relay.lost.is_set():
@@ -161,8 +168,14 @@ class VerlPolicy:
         async with self._lock:
             if self._replicas is not None:
                 return self._replicas
+            if self._failure is not None:
+                raise self._failure
             if self._home_llm is None:
-                self._home_llm = await self._start_home()
+                try:
+                    self._home_llm = await self._start_home()
+                except AglError as error:
+                    self._failure = error  # every later call would wait for the same end
+                    raise
             return Backend(urls=(self._home_llm.endpoint,), model=self._home_llm.model)
 
     async def _start_home(self) -> LLM:
@@ -173,3 +186,10 @@ class VerlPolicy:
             await home.load(self._live)
         self._home = home
         return llm
+
+
+def is_absent(model: str) -> bool:
+    """Whether this names a directory, rather than a model of the hub, and there is none."""
+    path = Path(model).expanduser()
+    is_place = model.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
+    return is_place and not path.is_dir()
