@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from agl.errors import AglError
 from agl.schemas import CallCredit
 from agl_algo_verl.ray_engine import forget_after, prune
-from agl_algo_verl.ray_process import expect
 from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.rows import Prepared, Sample
@@ -110,8 +109,3 @@ def test_checkpoints_of_uncounted_steps_and_old_ones_are_removed(tmp_path: Path)
     assert {8, 9, 10} == {int(path.name[12:]) for path in tmp_path.iterdir()}
     prune(tmp_path, step=10, keep=2)
     assert {9, 10} == {int(path.name[12:]) for path in tmp_path.iterdir()}
-
-
-def test_a_line_that_verl_no_longer_has_is_not_repaired() -> None:
-    with pytest.raises(RuntimeError, match="this VERL has no such line"):
-        expect(test_rows_that_verl_cannot_train_are_refused, 'f"another:{line}"')

@@ -262,6 +262,11 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
             f"Install {INSTALL_SERVER[read.rollout]}, or use another server."
         )
     check_attention(read.settings)
+    if read.settings.has_critic and find_spec("flash_attn") is None:
+        raise ConfigError(
+            'algorithm.adv_estimator = "gae" needs flash-attn on GPUs, for VERL opens critics with nothing else. '
+            'Run: pip install flash-attn --no-build-isolation, or use engine = "inproc".'
+        )
 
 
 def _check_address(address: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from agl_algo_verl.ray_process import expect
+from agl_algo_verl.sources import expect
 
 ROLLOUTS: dict[tuple[str, str], str] = {("agl_hf", "async"): "agl_algo_verl.replica.HFRollout"}
 """The training worker's end of a replica; VERL has a public registry only for the trainer's end."""

@@ -12,24 +12,13 @@ It registers the platform, and repairs two of three lines of VERL 0.9 that no se
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 from agl_algo_verl import cpu
-from agl_algo_verl.runtime import INSTALL, check_version
+from agl_algo_verl.sources import expect
 
 ATTENTION = 'attn_implementation="flash_attention_2"'
 GROUP = 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'
-
-
-def expect(place: Any, line: str) -> None:
-    """Raise RuntimeError unless the source of `place` has `line`."""
-    check_version()
-    if line not in inspect.getsource(place):
-        raise RuntimeError(
-            f"On the CPU agl-algo-verl replaces {line} in {place.__module__}, and this VERL has no such line. "
-            f"Run: {INSTALL}"
-        )
 
 
 def patch_process_group() -> None:
