@@ -1,6 +1,7 @@
 """``kill -9`` of the server in mid-run: what was acknowledged stays, and who works goes on when it is back."""
 
 import asyncio
+import random
 import time
 
 import psycopg
@@ -72,6 +73,38 @@ async def check(store: PostgresStore, done: list[str]) -> None:
         assert ["work", "last"] == [span.name for span in await store.spans(rollout_id)]
         life = [change.status for change in feed if (change.key, change.kind) == (rollout_id, "rollout")]
         assert ["queued", "running", "succeeded"] == life
+
+
+@pytest.mark.parametrize(("seed", "cuts"), [(1, 40), pytest.param(2, 1500, marks=pytest.mark.soak)])
+def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url: str, seed: int, cuts: int) -> None:
+    draw = random.Random(seed)
+
+    def cut(number: int) -> None:
+        with server.connect() as other:
+            for _ in range(number):
+                time.sleep(draw.uniform(0.0, 0.1))
+                other.execute(
+                    "SELECT pg_terminate_backend(pid) FROM (SELECT pid FROM pg_stat_activity "
+                    "WHERE application_name = 'agl' ORDER BY random() LIMIT 1) AS one"
+                )
+
+    async def body() -> None:
+        stores = [PostgresStore(f"{url}&readers=2") for _ in range(3)]
+        until, done = asyncio.Event(), list[str]()
+        workers = [
+            asyncio.create_task(work(store, f"{at}{number}", until, done))
+            for at, store in enumerate(stores)
+            for number in range(3)
+        ]
+        await asyncio.to_thread(cut, cuts)
+        until.set()
+        await asyncio.gather(*workers)
+        assert len(done) > 9
+        await check(stores[0], done)
+        for store in stores:
+            await store.close()
+
+    asyncio.run(body())
 
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
