@@ -174,6 +174,7 @@ class RemoteWorker:
                     await self._until_over(serving, gateway, worker)
             except StoreError as error:
                 self._tell("lost", f"the store does not answer: {error}")
+                await asyncio.sleep(LOOK_S)
             finally:
                 await self._take_leave(key)
 
