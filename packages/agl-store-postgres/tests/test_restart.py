@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import defaultdict
 
 import psycopg
 import pytest
@@ -69,13 +70,16 @@ async def check(store: PostgresStore, done: list[str]) -> None:
     assert [] == await store.rollouts(RolloutQuery(status=("failed", "queued")))
     feed = await store.changes(limit=100_000)
     assert sorted({change.cursor for change in feed}) == [change.cursor for change in feed]
+    lives: defaultdict[str, list[str]] = defaultdict(list)
+    for change in feed:
+        if change.kind == "rollout":
+            lives[change.key].append(change.status)
     for rollout_id in done:
         assert ["work", "last"] == [span.name for span in await store.spans(rollout_id)]
-        life = [change.status for change in feed if (change.key, change.kind) == (rollout_id, "rollout")]
-        assert ["queued", "running", "succeeded"] == life
+        assert ["queued", "running", "succeeded"] == lives[rollout_id]
 
 
-@pytest.mark.parametrize(("seed", "cuts"), [(1, 40), pytest.param(2, 1500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("seed", "cuts"), [(1, 40), pytest.param(2, 500, marks=pytest.mark.soak)])
 def test_connections_that_are_cut_at_random_lose_and_repeat_nothing(server, url: str, seed: int, cuts: int) -> None:
     draw = random.Random(seed)
 
