@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import aiohttp
 import psutil
 import pytest
 import torch
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from agl.contracts import RolloutQuery
 from agl.experiment.collect import EpisodeSelection, read_episode
 from agl.experiment.state import trained_rollouts
-from agl.schemas import Weights
+from agl.schemas import Transition, Weights, pack_floats, pack_ids
 from agl.stores.sqlite import SQLiteStore
 from agl_algo_verl.engines import make
 from agl_algo_verl.policy import VerlPolicy
@@ -38,7 +39,7 @@ pytest.importorskip("openai", reason="needs openai, which the example's agent ca
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from agl.schemas import Episode, Transition
+    from agl.schemas import Episode
     from agl_testing.conformance.bench import RolloutOrder
 
 CALC = Path(__file__).parents[3] / "examples" / "calc"
@@ -57,9 +58,11 @@ TINY = {
     "algorithm.verl.params.actor_rollout_ref.rollout.n": 4,
     "algorithm.verl.params.trainer.v1.trainer_mode": "colocate_async",
     "algorithm.verl.params.algorithm.rollout_correction.rollout_is": "token",
+    "algorithm.verl.params.algorithm.adv_estimator": "gae",
+    "algorithm.verl.params.actor_rollout_ref.model.lora_rank": 4,
     "algorithm.verl.params.keep": 4,
 }
-"""What makes the experiment small enough for a test, and lets it collect ahead."""
+"""What makes the experiment small enough for a test, lets it collect ahead, and gives it a critic and adapters."""
 
 
 def command(*words: str) -> list[str]:
@@ -200,6 +203,8 @@ def train(
                 for _ in range(steps):
                     found.append(dict((await algorithm.step()).metrics))
                     world.goes_on.set()
+                    if engine == "ray":
+                        found[-1]["served_gap"] = await served_gap(bench)
             finally:
                 await algorithm.close()
             weights = bench.published[-1].resource
@@ -208,6 +213,26 @@ def train(
 
     metrics, weights = asyncio.run(body())
     return metrics, dict(AutoModelForCausalLM.from_pretrained(weights.uri).state_dict())
+
+
+async def served_gap(bench: AlgorithmBench) -> float:
+    """How far the served log-probabilities are from those of the weights that were published last."""
+    endpoint, weights = bench.context().endpoint("llm").endpoint, bench.published[-1].resource
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": "llm"}
+    asked |= {"logprobs": True, "return_token_ids": True}
+    async with aiohttp.ClientSession() as session, session.post(f"{endpoint}/chat/completions", json=asked) as reply:
+        answer = await reply.json()
+    choice = answer["choices"][0]
+    call = Transition(
+        rollout_id="r",
+        attempt_id="a",
+        span_id="s",
+        prompt_ids=pack_ids(answer["prompt_token_ids"]),
+        response_ids=pack_ids(choice["token_ids"]),
+        logprobs=pack_floats(part["logprob"] for part in choice["logprobs"]["content"]),
+    )
+    assert isinstance(weights, Weights)
+    return gap_to(Path(weights.uri), [call])
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, start: Path) -> float:
@@ -237,6 +262,7 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
     assert [(16.0, 8.0)] * 2 == [(step["rows"], step["rollouts"]) for step in there]
     assert [(0.0, 2.0), (1.0, 0.0)] == [(step["staleness"], step["groups_carried"]) for step in there]
     assert there[0]["probability_gap"] < 1e-5 < there[1]["probability_gap"]
+    assert max(step["served_gap"] for step in there) < 1e-5
     for mine, its in zip(here, there, strict=True):
         assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
         assert mine["loss"] == pytest.approx(its["loss"], abs=1e-5)
@@ -253,7 +279,7 @@ def test_a_critic_and_adapters_learn_on_ray_what_they_learn_in_one_process(model
     }
     here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, **keys)
     there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)
-    assert max(step["probability_gap"] for step in there) < 1e-5
+    assert max(step[gap] for step in there for gap in ("probability_gap", "served_gap")) < 1e-5
     for name in ("vf_loss", "value", "loss", "critic_grad_norm", "grad_norm"):
         assert [step[name] for step in here] == pytest.approx([step[name] for step in there], rel=1e-3, abs=1e-5)
     assert difference(found, expected, start=model_dir) < 0.05
