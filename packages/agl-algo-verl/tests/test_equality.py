@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from agl.schemas import CallCredit
 from agl_algo_verl.advantages import advantages
+from agl_algo_verl.batches import importance
 from agl_algo_verl.opening import actor_config
-from agl_algo_verl.rows import Sample, importance
+from agl_algo_verl.rows import Sample
 from agl_algo_verl.settings import Algorithm, read_settings
 from agl_algo_verl.shaping import gae
 

@@ -12,10 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
+from agl_algo_verl.batches import micro_batched, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.numbers import reported
 from agl_algo_verl.opening import engine_config, model_config, start, use_rate_of_schedule
-from agl_algo_verl.rows import micro_batched, responses
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:

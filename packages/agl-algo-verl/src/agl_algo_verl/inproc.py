@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl.schemas import Weights
 from agl_algo_verl.learning import Learner
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
 from agl_algo_verl.supply import Supply
+from agl_algo_verl.tuned import own_weights, tuned_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,15 +83,8 @@ class VERL:
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks; say what others decide."""
-        if len(context.tunes) != 1:
-            raise ConfigError(
-                f"verl trains the weights of one policy, but tunes {list(context.tunes)}. "
-                'Give one name, such as tunes = "main_llm", and one [[algorithm]] per policy.'
-            )
-        if not context.train:
-            raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
-        self._context, self._tuned = context, context.tunes[0]
-        own_weights(context.current(self._tuned).resource, name=self._tuned)
+        self._tuned, _ = tuned_policy(context)
+        self._context = context
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
         self._learner = Learner(
@@ -178,18 +171,3 @@ def check_machine(settings: Settings) -> None:
 
     check_device(settings, own_device())
     check_attention(settings)
-
-
-def own_weights(resource: Any, *, name: str) -> Weights:
-    """Return a policy's weights; raises ConfigError for what cannot be trained from here."""
-    if not isinstance(resource, Weights):
-        raise ConfigError(
-            f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
-            f'Serve weights: [policy.{name}] use = "torch".'
-        )
-    if resource.format != "hf":
-        raise ConfigError(
-            f"The policy {name!r} serves a LoRA adapter, and verl trains full weights. "
-            "Merge the adapter into its base model first, or train it with 'grpo' of agl-algo-torch."
-        )
-    return resource

@@ -133,7 +133,7 @@ class Learner:
         self, update: Any, samples: Sequence[Sample], prepared: Prepared, *, tasks: int | None, epochs: int
     ) -> list[tuple[Any, Part, bool]]:
         """The updates of one model: every part `epochs` times over, the last of which moves the schedule."""
-        from agl_algo_verl.rows import updates
+        from agl_algo_verl.batches import updates
 
         parts = updates(samples, prepared.rollouts, tasks=tasks or self._settings.data.train_batch_size)
         total = epochs * len(parts)

@@ -31,7 +31,7 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.bridge import Question
 from agl_algo_verl.critic import check_model
-from agl_algo_verl.inproc import advice, own_weights
+from agl_algo_verl.inproc import advice
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.probe import probe_files
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
@@ -39,6 +39,7 @@ from agl_algo_verl.ray_keys import check_machine, read_ray_settings
 from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import Supply
+from agl_algo_verl.tuned import own_weights, tuned_policy
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -107,16 +108,9 @@ class RayVERL:
         """Check the policy, the tasks and the machine; say what others decide. Ray starts with the first step."""
         import torch
 
-        if len(context.tunes) != 1:
-            raise ConfigError(
-                f"verl trains the weights of one policy, but tunes {list(context.tunes)}. "
-                'Give one name, such as tunes = "main_llm", and one [[algorithm]] per policy.'
-            )
-        if not context.train:
-            raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
+        self._tuned, weights = tuned_policy(context)
+        self._context = context
         check_machine(self.read, has_gpu=torch.cuda.is_available())
-        self._context, self._tuned = context, context.tunes[0]
-        weights = own_weights(context.current(self._tuned).resource, name=self._tuned)
         if self.settings.has_critic:
             await asyncio.to_thread(check_model, weights.uri)
         policy = context.policy(self._tuned)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agl.errors import AglError
+from agl_algo_verl.batches import per_rollout
 from agl_algo_verl.bridge import Answer, AnswerRow
-from agl_algo_verl.rows import per_rollout
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
+from agl_algo_verl.batches import micro_batched, per_rollout, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
 from agl_algo_verl.numbers import reported
 from agl_algo_verl.opening import open_policy, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
-from agl_algo_verl.rows import Sample, micro_batched, per_rollout, responses
+from agl_algo_verl.rows import Sample
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.typed import verl_part
 

@@ -1,0 +1,42 @@
+"""The policy that is trained, as both engines find it in an experiment."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+
+if TYPE_CHECKING:
+    from agl.contracts import AlgorithmContext
+
+
+def tuned_policy(context: AlgorithmContext) -> tuple[str, Weights]:
+    """Return the name of the one policy that is tuned, and its weights.
+
+    Raises ConfigError for several policies, for weights that cannot be trained from here, and where there are no tasks.
+    """
+    if len(context.tunes) != 1:
+        raise ConfigError(
+            f"verl trains the weights of one policy, but tunes {list(context.tunes)}. "
+            'Give one name, such as tunes = "main_llm", and one [[algorithm]] per policy.'
+        )
+    if not context.train:
+        raise ConfigError("verl needs training tasks, but the experiment has none. Set `train` to a dataset.")
+    name = context.tunes[0]
+    return name, own_weights(context.current(name).resource, name=name)
+
+
+def own_weights(resource: Any, *, name: str) -> Weights:
+    """Return a policy's weights; raises ConfigError for what cannot be trained from here."""
+    if not isinstance(resource, Weights):
+        raise ConfigError(
+            f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "
+            f'Serve weights: [policy.{name}] use = "torch".'
+        )
+    if resource.format != "hf":
+        raise ConfigError(
+            f"The policy {name!r} serves a LoRA adapter, and verl trains full weights. "
+            "Merge the adapter into its base model first, or train it with 'grpo' of agl-algo-torch."
+        )
+    return resource
