@@ -97,7 +97,7 @@ def test_k1_and_k3_are_unbiased_and_k3_is_never_negative(logits: list[tuple[floa
     for kind in ("k1", "k3"):
         estimate = float((policy.exp() * kl_estimate(policy, reference, kind=kind)).sum())
         assert exact == pytest.approx(estimate, abs=1e-12)
-    assert bool((kl_estimate(policy, reference, kind="k3") >= 0).all())
+    assert bool((kl_estimate(policy, reference, kind="k3") >= -1e-15).all())  # rounding, in VERL's order of terms
 
 
 @settings(deadline=None)

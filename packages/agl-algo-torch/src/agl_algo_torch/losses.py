@@ -110,7 +110,7 @@ def kl_estimate(logp_M: Tensor, reference_logp_M: Tensor, *, kind: KL) -> Tensor
     """Return per-token estimates of KL(policy || reference) from samples of the policy, [M].
 
     Schulman 2020, "Approximating KL divergence": with d = reference - policy log-probability, k1 = -d (unbiased),
-    k2 = d^2 / 2 (its gradient is the KL's in expectation), k3 = exp(d) - 1 - d (unbiased, never negative).
+    k2 = d^2 / 2 (its gradient is the KL's in expectation), k3 = exp(d) - d - 1 (unbiased, never negative).
     As a loss, k1 has zero gradient in expectation: use it to watch, k2 or k3 to penalise.
     """
     d_M = reference_logp_M - logp_M
