@@ -1,0 +1,224 @@
+"""VERL on a real Ray cluster, and `kill -9` of everything around its trainer in the middle of a step.
+
+One run of three steps: a process of the runner and then the store and gateway of `agl serve` in the first, the replica
+that serves in the second, VERL's training worker in the third. Nothing is trained twice or left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+import pytest
+
+from agl.contracts import RolloutQuery
+from agl.experiment.state import trained_rollouts
+from agl.stores.sqlite import SQLiteStore
+
+pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
+pytest.importorskip("agl_gateway", reason="needs agl-gateway, which is killed")
+pytest.importorskip("openai", reason="needs openai, which the agent calls with")
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+PATIENCE_S = 600
+"""Seconds to wait for anything on a machine that is busy."""
+
+STEPS, ROLLOUTS_PER_STEP = 3, 8
+
+AGENT = """
+import os
+import time
+from pathlib import Path
+
+import openai
+
+from agl.capture import context
+
+
+def solve(task, llm):
+    capture = context.current()
+    with Path("started.txt").open("a") as file:
+        file.write(f"{capture.rollout_id} {os.getpid()}\\n")
+    with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none", max_retries=0) as client:
+        for _ in range(2):
+            time.sleep(1.0)
+            messages = [{"role": "user", "content": task["text"]}]
+            answer = client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
+    return len(answer.choices[0].message.content or "") % 3 / 2
+"""
+
+EXPERIMENT = """
+[experiment]
+name = "kills"
+agent = "agent:solve"
+store = "{store}"
+train = "tasks.jsonl"
+workdir = "run"
+
+[runner]
+use = "process"
+concurrency = 4
+timeout_s = 300
+retry_on = ["lost", "failed"]
+
+[policy.llm]
+use = "verl"
+model = "{model}"
+threads = 1
+
+[[algorithm]]
+use = "verl"
+tunes = "llm"
+
+[algorithm.params]
+engine = "ray"
+threads = 1
+algorithm.adv_estimator = "grpo"
+data.train_batch_size = 2
+actor_rollout_ref.rollout.name = "agl_hf"
+actor_rollout_ref.rollout.n = 4
+actor_rollout_ref.actor.optim.lr = 1e-3
+trainer.total_training_steps = {steps}
+"""
+
+
+class Stage:
+    """The experiment's folder, its served store, and its runs."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            self.port = int(found.getsockname()[1])
+        self.folder = folder
+        token = {"AGL_TOKEN": "an-admin-token-for-a-test", "AGL_SECRET": "x" * 32}
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "0", **token}
+        url = f"http://127.0.0.1:{self.port}"
+        (folder / "agent.py").write_text(AGENT)
+        (folder / "tasks.jsonl").write_text("".join(json.dumps({"text": f"task {i}"}) + "\n" for i in range(4)))
+        (folder / "experiment.toml").write_text(EXPERIMENT.format(store=url, model=model, steps=STEPS))
+
+    def start(self, *words: str, log: str) -> subprocess.Popen[bytes]:
+        with (self.folder / log).open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "agl", *words],
+                cwd=self.folder,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+            )
+
+    def serve(self) -> subprocess.Popen[bytes]:
+        """A server of the store that answers."""
+        server = self.start("serve", "--store", "sqlite:///runs.db", "--port", str(self.port), log="serve.txt")
+        wait_for(lambda: self._answers(), server)
+        return server
+
+    @contextmanager
+    def running(self, *words: str) -> Generator[subprocess.Popen[bytes]]:
+        """A run with a log of its own, which is killed with what it started where the test fails."""
+        (self.folder / "log.txt").unlink(missing_ok=True)
+        process = self.start("run", "experiment.toml", *words, log="log.txt")
+        try:
+            yield process
+        except BaseException:
+            print(self.log())
+            raise
+        finally:
+            left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.kill()
+            process.wait()
+            for one in left:
+                if one.is_running():
+                    one.kill()
+
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text()
+
+    def attempts(self, step: int) -> list[int]:
+        """The processes of the attempts of a step that have begun, in order."""
+        file = self.folder / "started.txt"
+        lines = file.read_text().splitlines() if file.is_file() else []
+        return [int(line.split()[1]) for line in lines if f"-train-{step:05d}-" in line]
+
+    def _answers(self) -> bool:
+        try:
+            with urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5):
+                return True
+        except (URLError, OSError):
+            return False
+
+
+def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not what():
+        assert process.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def kill(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kill one of a run's processes at any depth, by its name or a word of its command."""
+    found = [
+        p for p in psutil.Process(process.pid).children(recursive=True) if mark in " ".join([p.name(), *p.cmdline()])
+    ]
+    assert found, mark
+    found[0].send_signal(signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
+def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(model_dir: Path, tmp_path: Path) -> None:
+    stage = Stage(tmp_path, model_dir)
+    server = stage.serve()
+    try:
+        with stage.running() as run:
+            wait_for(lambda: bool(stage.attempts(1)), run)
+            os.kill(stage.attempts(1)[-1], signal.SIGKILL)
+            wait_for(lambda: len(stage.attempts(1)) > ROLLOUTS_PER_STEP // 2, run)
+            server.kill()
+            server.wait()
+            server = stage.serve()
+            wait_for(lambda: bool(stage.attempts(2)), run)
+            kill(run, "ray::HFServer")
+            assert 0 != run.wait(PATIENCE_S)
+        assert "agl run --resume" in stage.log()
+        assert "Traceback" not in stage.log()
+
+        assert len(stage.attempts(1)) > ROLLOUTS_PER_STEP
+        with stage.running("--resume") as run:
+            wait_for(lambda: bool(stage.attempts(3)), run)
+            kill(run, "ray::WorkerDict")
+            assert 0 != run.wait(PATIENCE_S)
+        assert "agl run --resume" in stage.log()
+        assert "Traceback" not in stage.log()
+
+        with stage.running("--resume") as run:
+            assert 0 == run.wait(PATIENCE_S), stage.log()
+    finally:
+        server.kill()
+        server.wait()
+
+    async def look() -> None:
+        store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
+        rollouts = await store.rollouts(RolloutQuery(experiment="kills", mode="train", limit=1000))
+        assert {"succeeded"} == {rollout.status for rollout in rollouts}
+        assert STEPS * ROLLOUTS_PER_STEP == len(rollouts)
+        assert {rollout.rollout_id for rollout in rollouts} == await trained_rollouts(store, "kills", 1, "verl")
+        steps = [metric.step for metric in await store.metrics("kills") if metric.name == "loss"]
+        assert [1, 2, 3] == sorted(steps)
+        await store.close()
+
+    asyncio.run(look())
