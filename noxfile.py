@@ -84,9 +84,6 @@ VERL = [
 ]
 """VERL with what it needs, pinned: left to itself pip tries releases for many minutes."""
 
-RAY_MODEL = ["--format", "model", "--output", "out/verl-ray/model", "--store", "sqlite:///out/verl-ray/runs.db"]
-"""Where the demo puts what VERL's trainer made."""
-
 PARTS = [
     "lint",
     "types",
@@ -289,19 +286,14 @@ def vllm(session: nox.Session) -> None:
 
 @nox.session(python=found(PYTHONS[:2])[:1])
 def demo_verl(session: nox.Session) -> None:
-    """The calculator agent, trained by VERL in one process, then for three steps by VERL's own trainer on Ray.
+    """The calculator agent, trained by VERL in one process, then by VERL's own trainer on Ray, stopped and resumed.
 
-    Arguments go to the first ``agl run``.
+    Arguments go to ``demo_verl.py``.
     """
     install(session, *LIGHT, "agl-algo-torch", "agl-algo-verl", extras=(*VERL, "openai>=3,<4"))
     session.chdir("examples/calc")
     environment = {"TOKENIZERS_PARALLELISM": "0"}
-    session.run("python", "make_data.py", "--out", "out/data", env=environment)
-    session.run("python", "make_model.py", "--data", "out/data", "--out", "out/model", env=environment)
-    session.run("python", "-m", "agl", "run", "verl-inproc.toml", *session.posargs, env=environment)
-    steps = "algorithm.verl.params.trainer.total_training_steps=3"
-    session.run("python", "-m", "agl", "run", "verl-ray-cpu.toml", "--fresh", "--set", steps, env=environment)
-    session.run("python", "-m", "agl", "export", "calc-lm", *RAY_MODEL, env=environment)
+    session.run("python", "demo_verl.py", *session.posargs, env=environment)
 
 
 @nox.session
