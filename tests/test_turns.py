@@ -27,13 +27,16 @@ class Appender:
 
     def __init__(self, *, word, is_bad=False):
         self._word, self._is_bad, self._step = word, is_bad, 0
+        self._is_used = False
 
     async def check(self, context):
+        self._is_used = True
         LOG.append(("check", self._word))
         if self._is_bad:
             raise ConfigError(f"{self._word} cannot work")
 
     async def setup(self, context):
+        self._is_used = True
         self._context = context
         LOG.append(("setup", self._word, context.current("prompt").resource.template))
 
@@ -52,7 +55,8 @@ class Appender:
         self._step = state["step"]
 
     async def close(self):
-        LOG.append(("close", self._word))
+        if self._is_used:  # one that was only built, for its parameters, has nothing to release
+            LOG.append(("close", self._word))
 
 
 @agl.hookimpl

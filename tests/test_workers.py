@@ -191,9 +191,10 @@ def test_worker_that_cannot_take_part_says_why(agl: StartAgl, experiment: Callab
     assert "give its address with --gateway" in errors["gateway"]
     assert 'experiment.hidden is ["answer"] there and [] here' in errors["settings"]
     assert {"queued"} == {rollout.status for rollout in rollouts_of(file)}
+    assert trainer.stdout is not None
+    assert any("rollouts wait and no worker claims them" in line for line in trainer.stdout)
     trainer.terminate()
-    out, _ = trainer.communicate(timeout=60)
-    assert "rollouts wait and no worker claims them" in out
+    trainer.communicate(timeout=60)
 
 
 PROGRAM = """
