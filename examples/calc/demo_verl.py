@@ -10,12 +10,14 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import accumulate
 from pathlib import Path
 
 HERE = Path(__file__).parent
 AGL = (sys.executable, "-m", "agl")
 RAY_STORE = ("--store", "sqlite:///out/verl-ray/runs.db")
 CONSTANT = "algorithm.verl.params.actor_rollout_ref.actor.optim.lr_scheduler_type=constant"
+GOAL = 0.8
 STEPS = "algorithm.verl.params.trainer.total_training_steps={}"
 
 
@@ -40,10 +42,12 @@ def run_inproc(seed: str) -> list[str]:
     shutil.rmtree(HERE / "out/verl", ignore_errors=True)
     seconds = call(*AGL, "run", "verl-inproc.toml", "--set", f"experiment.seed={seed}")
     reward = values("out/verl", "reward")
-    training = sum(values("out/verl", "collect_s")) + sum(values("out/verl", "update_s"))
+    parts = zip(values("out/verl", "collect_s"), values("out/verl", "update_s"), strict=True)
+    spent = list(accumulate(collect + update for collect, update in parts))
+    above = next((f"above {GOAL} after {s:.0f} s, " for r, s in zip(reward, spent, strict=True) if r > GOAL), "")
     return [
-        f"in one process: sampled reward {reward[0]:.2f} in the first step, {reward[-1]:.2f} in step {len(reward)}, "
-        f"{training:.0f} s of rollouts and updates, {seconds:.0f} s with the warm start and validation"
+        f"in one process: sampled reward {reward[0]:.2f} in the first step, {above}{reward[-1]:.2f} in step "
+        f"{len(reward)}; {spent[-1]:.0f} s of rollouts and updates, {seconds:.0f} s with the warm start and validation"
     ]
 
 
