@@ -14,7 +14,7 @@ import pytest
 import agl
 from agl.contracts import RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
-from agl.experiment.address import advertised_url, is_loopback, local_url, without_credentials
+from agl.experiment.address import advertised_url, is_loopback, local_url
 from agl.experiment.build import build_rewards
 from agl.experiment.config import ComponentConfig, parse_config
 from agl.experiment.joining import (
@@ -34,6 +34,7 @@ from agl.run.liveness import place, worker_is_dead, worker_name
 from agl.run.remote_gateway import RemoteGateway
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
 from agl.stores.memory import MemoryStore
+from agl.urls import without_credentials
 
 AGENT = "def solve(task, prompt):\n    return 1.0\n"
 SECRET = b"a secret that everybody shares"

@@ -26,7 +26,7 @@ from agl.schemas import (
 )
 from agl.stores.memory import MemoryStore
 from agl.stores.sqlite import SQLiteStore
-from agl.stores.urls import shown_url
+from agl.urls import shown_url
 
 Opener = Callable[[], Store]
 

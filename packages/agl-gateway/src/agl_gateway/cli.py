@@ -16,7 +16,7 @@ from agl.cli.query import seconds_of
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.experiment.split import Split, parse_split
-from agl.stores.urls import shown_url
+from agl.urls import shown_url
 from agl_gateway.service import GatewayService, Settings
 
 _ENV = "AGL_TOKEN"

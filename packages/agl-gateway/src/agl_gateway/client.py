@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import msgspec
@@ -16,6 +16,7 @@ from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import ConfigError, StoreError
 from agl.ids import new_trace_id
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
+from agl.urls import without_credentials
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 
@@ -48,11 +49,11 @@ class HttpStore:
     def __init__(self, url: str, *, token: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"the store's URL {_shown(url)!r} is no http(s) URL; write http://HOST:PORT")
+            raise ConfigError(f"the store's URL {without_credentials(url)!r} is no http(s) URL; write http://HOST:PORT")
         given = unquote(parts.password or parts.username or "")
         self._token = token or given or os.environ.get("AGL_TOKEN", "")
         self._own_key = AdminKey(load_secret()) if not self._token and SECRET_ENV in os.environ else None
-        self._url = _shown(url).rstrip("/")
+        self._url = without_credentials(url).rstrip("/")
         if not self._token and self._own_key is None:
             raise ConfigError(
                 f"the store at {self._url} needs a token; set AGL_TOKEN to what `agl serve` wrote into its token file, "
@@ -256,9 +257,3 @@ class HttpStore:
             f"the store {self._url} cannot be reached ({error or type(error).__name__}) for {name!r}; "
             "is `agl serve` running there, and is the port open?"
         )
-
-
-def _shown(url: str) -> str:
-    """The URL without its token."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -48,12 +48,6 @@ def is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def without_credentials(url: str) -> str:
-    """``url`` without what stands before its host's ``@``."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-
-
 def _with_host(url: str, host: str) -> str:
     if not host:
         return url

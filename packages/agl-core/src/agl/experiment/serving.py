@@ -15,12 +15,12 @@ import msgspec
 import agl
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError, StoreError
-from agl.experiment.address import without_credentials
 from agl.experiment.plan import Plan
 from agl.experiment.state import PREFIX
 from agl.ids import new_trace_id
 from agl.run.liveness import place
 from agl.schemas import LLM, Json, Record
+from agl.urls import without_credentials
 
 _LOG = logging.getLogger("agl.experiment")
 
