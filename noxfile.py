@@ -25,8 +25,11 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 TORCH = "torch==2.13.0"
 TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7"]
 CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2"]
-LIGHT = ["agl-core", "agl-gateway", "agl-testing"]
+LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
 """Packages that need neither torch nor an agent framework."""
+
+CORE = ["agl-core", "agl-run", "agl-testing"]
+"""What tests need that go without a gateway."""
 
 ADAPTERS = {
     "agl-langchain": {
@@ -52,7 +55,7 @@ ADAPTERS = {
 """Every framework's oldest supported and newest release; each pair in an environment of its own."""
 
 PLUGINS = {
-    "agl-rewards": ["openai>=3,<4"],
+    "agl-rewards": ["-e", "packages/agl-credit", "openai>=3,<4"],
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
@@ -88,6 +91,7 @@ PARTS = [
     "lint",
     "types",
     "core",
+    "run",
     "openai2",
     "generic",
     "testing",
@@ -147,7 +151,7 @@ def pytest(session: nox.Session, *paths: str) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that must pass: lint, types, layers, every package, integration, docs, package builds."""
     for part in PARTS:
-        versions = {"core": found(PYTHONS), "verl": found(PYTHONS[:2])[:1]}.get(part)
+        versions = {"core": found(PYTHONS), "run": found(PYTHONS), "verl": found(PYTHONS[:2])[:1]}.get(part)
         names = [part] if versions is None else [f"{part}-{python}" for python in versions]
         for name in names:
             session.notify(name)
@@ -180,14 +184,21 @@ def types(session: nox.Session) -> None:
 @nox.session(python=found(PYTHONS))
 def core(session: nox.Session) -> None:
     """The core's tests, on every supported Python that is here."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, *CLIENTS))
+    install(session, *CORE, extras=(*TEST_TOOLS, *CLIENTS))
     pytest(session, "packages/agl-core/tests")
+
+
+@nox.session(python=found(PYTHONS))
+def run(session: nox.Session) -> None:
+    """The tests of what runs experiments, on every supported Python that is here."""
+    install(session, *CORE, extras=(*TEST_TOOLS, *CLIENTS))
+    pytest(session, "packages/agl-run/tests")
 
 
 @nox.session
 def openai2(session: nox.Session) -> None:
     """The capture tests with openai 2, which uses httpx where openai 3 uses httpx2."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "openai>=2,<3"))
+    install(session, *CORE, extras=(*TEST_TOOLS, "openai>=2,<3"))
     pytest(session, "packages/agl-core/tests", "-k", "wire or capture")
 
 
@@ -199,7 +210,7 @@ def generic(session: nox.Session) -> None:
         "agent-framework-openai>=1.17,<2",
         "pydantic-ai-slim[openai]>=2.62,<3",
     )
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, *frameworks))
+    install(session, *CORE, extras=(*TEST_TOOLS, *frameworks))
     pytest(session, "packages/agl-core/tests/test_generic_otel.py")
 
 
@@ -239,7 +250,7 @@ def example(session: nox.Session, name: str) -> None:
 @nox.session
 def testing(session: nox.Session) -> None:
     """The conformance kit and the scripted model server."""
-    install(session, "agl-core", "agl-testing", extras=(*TEST_TOOLS, "httpx>=0.28,<1", *CLIENTS))
+    install(session, *CORE, extras=(*TEST_TOOLS, "httpx>=0.28,<1", *CLIENTS))
     pytest(session, "packages/agl-testing/tests")
 
 
@@ -256,9 +267,7 @@ def torch(session: nox.Session) -> None:
     """The torch algorithms and the embedded policy server: tests and types."""
     install(
         session,
-        "agl-core",
-        "agl-testing",
-        "agl-gateway",
+        *LIGHT,
         "agl-algo-torch[lora]",
         extras=(*TEST_TOOLS, TORCH, "openai>=3,<4", "pyright==1.1.414"),
     )
@@ -301,9 +310,8 @@ def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     install(
         session,
-        "agl-core",
-        "agl-testing",
-        "agl-gateway",
+        *LIGHT,
+        "agl-credit",
         extras=(
             *TEST_TOOLS,
             "openai>=3,<4",
@@ -319,7 +327,7 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
-    packages = ("agl-core", "agl-testing", "agl-gateway", *PLUGINS)
+    packages = (*LIGHT, *PLUGINS)
     install(session, *packages, extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"))
     pytest(session, "docs")
 
@@ -342,7 +350,7 @@ def wheels(session: nox.Session) -> None:
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small model to use a calculator, from nothing, on this machine; arguments go to ``demo.py``."""
-    install(session, "agl-core", "agl-gateway", "agl-algo-torch", extras=(TORCH, "openai>=3,<4", PLOT))
+    install(session, "agl-core", "agl-run", "agl-gateway", "agl-algo-torch", extras=(TORCH, "openai>=3,<4", PLOT))
     session.chdir("examples/calc")
     session.run("python", "demo.py", *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
 
@@ -370,8 +378,16 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out."""
-    install(session, "agl-core", "agl-testing", "agl-gateway", extras=(*TEST_TOOLS, "openai>=3,<4"))
-    pytest(session, "tests", "packages/agl-core/tests", "packages/agl-gateway/tests", "-m", "soak")
+    install(session, *LIGHT, extras=(*TEST_TOOLS, "openai>=3,<4"))
+    pytest(
+        session,
+        "tests",
+        "packages/agl-core/tests",
+        "packages/agl-run/tests",
+        "packages/agl-gateway/tests",
+        "-m",
+        "soak",
+    )
 
 
 @nox.session(python=False)
@@ -381,8 +397,8 @@ def release(session: nox.Session) -> None:
 
     (version,) = session.posargs
     major, minor, _ = version.split(".")
-    bound = f"agl-core>={major}.{minor},<{major}.{int(minor) + 1}"
+    bound = rf"\1>={major}.{minor},<{major}.{int(minor) + 1}"
     for name in PACKAGES:
         file = ROOT / "packages" / name / "pyproject.toml"
         text = re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', file.read_text())
-        file.write_text(re.sub(r"agl-core>=[\d.]+,<[\d.]+", bound, text))
+        file.write_text(re.sub(r"(agl-(?:core|run)(?:\[\w+\])?)>=[\d.]+,<[\d.]+", bound, text))

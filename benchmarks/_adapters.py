@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from agl.capture import Capture, SpanRecorder, activate
 from agl.contracts import Tracer
+from agl.tracing import Capture, SpanRecorder, activate
 from benchmarks._harness import Figure, Prepared, interleave
 
 BAR_MS = 0.3

@@ -12,12 +12,11 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Upstream
-from agl.ids import new_rollout_id
-from agl.schemas import Rollout
-from agl.stores.sqlite import SQLiteStore
+from agl.schemas import Rollout, new_rollout_id
+from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
+from agl_run import SQLiteStore
 
 SECRET = b"a secret of the benchmarks alone"
 

@@ -17,11 +17,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.emitters import emit_message, emit_reward
-from agl.capture.operation import operation
-from agl.capture.otel import OtelTracer
 from agl.contracts import Upstream
+from agl.tracing import Capture, OtelTracer, SpanRecorder, activate, emit_message, emit_reward, operation
 from benchmarks._harness import Case, Figure, interleave, table
 
 _SPANS = 5_000

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import agl
-from agl.experiment.progress import Quiet
-from agl.plugins import PluginManager
-from agl.stores.memory import MemoryStore
+from agl import PluginManager
+from agl.stores import MemoryStore
+from agl_run import Quiet
 from agl_testing.team_world_run import TeamPlugin, play, tasks
 from benchmarks._harness import Figure, table
 

@@ -20,8 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from agl.ids import new_span_id, rollout_id_of
-from agl.schemas import ModelCall, Span, pack_floats, pack_ids
+from agl.schemas import ModelCall, Span, new_span_id, pack_floats, pack_ids, rollout_id_of
 from agl_gateway.client import HttpStore
 from benchmarks._harness import Figure, table
 

@@ -19,9 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agl import codec
 from agl.contracts import Store
-from agl.schemas import Rollout, Span
+from agl.schemas import Rollout, Span, encode
 from benchmarks._harness import Figure, Prepared, interleave, rate_figure
 from benchmarks.bench_store import BATCH, Bench, MakeSpan, append_all, claiming, llm_span, small_span, start
 
@@ -69,7 +68,7 @@ def span_figures(bench: Bench, store: Store, db: Any, *, title: str, make: MakeS
 
         return bench.case(prepare, act)
 
-    data = codec.encode(make("ro-0000", 1))
+    data = encode(make("ro-0000", 1))
 
     def copy(rows: list[tuple[int, str, bytes]]) -> int:
         for at in range(0, len(rows), BATCH):

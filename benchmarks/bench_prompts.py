@@ -24,9 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import agl
-from agl.experiment.progress import Quiet
 from agl.schemas import Rollout
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl_run import Quiet
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.prompt_world import WORLDS, PromptWorld
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer

@@ -23,15 +23,8 @@ from typing import Any
 import msgspec
 
 import agl
-from agl.codec import to_json
-from agl.experiment.progress import Quiet
-from agl.ids import new_rollout_id
-from agl.run.agent import AgentSpec
-from agl.run.local import AsyncRunner
-from agl.run.setup import RunSetup
-from agl.run.worker import Worker, WorkerSetup
-from agl.schemas import LLM, Rollout
-from agl.stores.sqlite import SQLiteStore
+from agl.schemas import LLM, Rollout, new_rollout_id, to_json
+from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, SQLiteStore, Worker, WorkerSetup
 from benchmarks._harness import Figure, table
 from benchmarks._load import Connection, make_request
 

@@ -15,11 +15,10 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from agl import codec
 from agl.contracts import Store
-from agl.schemas import ModelCall, Rollout, Span, pack_floats, pack_ids
-from agl.stores.memory import MemoryStore
-from agl.stores.sqlite import SQLiteStore
+from agl.schemas import ModelCall, Rollout, Span, decode, encode, pack_floats, pack_ids
+from agl.stores import MemoryStore
+from agl_run import SQLiteStore
 from benchmarks._harness import Case, Figure, Prepared, interleave, rate_figure, table
 
 BATCH = 100
@@ -207,7 +206,7 @@ def span_figure(bench: Bench, *, title: str, make: MakeSpan, bar: float, repeats
         return len(rows)
 
     def raw_rows() -> list[tuple[int, str, bytes]]:
-        data = codec.encode(make("ro-0000", 1))
+        data = encode(make("ro-0000", 1))
         return [(key, f"{key:016x}", data) for key in islice(keys, 40 * BATCH)]
 
     cases = {
@@ -337,14 +336,14 @@ async def filled(path: Path, spans: int) -> tuple[Store, list[str]]:
 def size_figures(bench: Bench) -> list[Figure]:
     """Bytes of a call of 1,200 tokens, five in a rollout that share nothing, and of a conversation of 50 turns."""
     calls = [[text_call(1000, 200, 5 * at + each) for each in range(5)] for at in range(60)]
-    plain = sum(len(codec.encode(call)) for call in calls[0]) / 5
+    plain = sum(len(encode(call)) for call in calls[0]) / 5
     on_disk = bench.runner.run(disk_bytes(bench.folder / "calls.db", calls)) / 300
     tracemalloc.start()
     memory = bench.runner.run(memory_bytes(calls)) / 300
     tracemalloc.stop()
     turns, unique = conversation(50)
     chat = bench.runner.run(disk_bytes(bench.folder / "chat.db", [turns] * 10)) / 10
-    whole = sum(len(codec.encode(call)) for call in turns)
+    whole = sum(len(encode(call)) for call in turns)
     return [
         size_figure("a call of 1,200 tokens on disk", on_disk, "bytes", 10_000, plain, "msgpack of the call"),
         size_figure("a call of 1,200 tokens in memory", memory, "bytes", 8192, plain, "msgpack of the call"),
@@ -379,7 +378,7 @@ async def memory_bytes(attempts: list[list[ModelCall]]) -> int:
     before = tracemalloc.get_traced_memory()[0]
     store = MemoryStore()
     for calls in attempts:
-        await fill(store, [[codec.decode(codec.encode(call), ModelCall) for call in calls]])
+        await fill(store, [[decode(encode(call), ModelCall) for call in calls]])
     return tracemalloc.get_traced_memory()[0] - before
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from agl.episodes import build_episode
 from agl.schemas import Attempt, ModelCall, Rollout, Span, pack_floats, pack_ids
-from agl.train.transitions import build_episode
 from benchmarks._harness import Case, Figure, interleave, rate_figure, table
 
 AGENTS = 8

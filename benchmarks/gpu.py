@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import agl
-from agl.plugins import PluginManager
+from agl import PluginManager
 from agl.schemas import ResourceVersion
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from benchmarks._harness import Figure, table
 
 SIZES = {

@@ -187,7 +187,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., sub
         environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
         environment.update(more)
         process = subprocess.Popen(
-            [sys.executable, "-c", "from agl.cli.main import main; main()", *words],
+            [sys.executable, "-c", "from agl_run.cli.main import main; main()", *words],
             cwd=cwd,
             env=environment,
             stdout=subprocess.PIPE,

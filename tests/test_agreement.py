@@ -5,7 +5,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from agl.cli.main import cli
+from agl_run.cli.main import cli
 
 AGENT = """
 import agl

@@ -8,8 +8,8 @@ import pytest
 
 import agl
 from agl.errors import ConfigError
-from agl.experiment.progress import Quiet
 from agl.schemas import PromptTemplate, Rollout
+from agl_run import Quiet
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''

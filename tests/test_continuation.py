@@ -10,10 +10,9 @@ import pytest
 import agl
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
-from agl.experiment.progress import Quiet
-from agl.experiment.state import load_experiment
 from agl.schemas import PromptTemplate
-from agl.stores.sqlite import SQLiteStore
+from agl_run import Quiet, SQLiteStore
+from agl_run.experiment.state import load_experiment
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''

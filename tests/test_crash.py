@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from agl.codec import to_json
 from agl.contracts import RolloutQuery
-from agl.experiment.state import load_algorithm, load_experiment, trained_rollouts
-from agl.stores.sqlite import SQLiteStore
+from agl.schemas import to_json
+from agl_run import SQLiteStore
+from agl_run.experiment.state import load_algorithm, load_experiment, trained_rollouts
 
 StartAgl = Callable[..., "subprocess.Popen[str]"]
 
@@ -157,7 +157,7 @@ def children_of(pid: int) -> list[int]:
     """Direct children of a process."""
     listing = subprocess.run(["ps", "-o", "pid=,ppid=,args=", "-e"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listing.splitlines()]
-    return [int(row[0]) for row in rows if int(row[1]) == pid and "agl.run.child" in row[2]]
+    return [int(row[0]) for row in rows if int(row[1]) == pid and "agl_run.runners.child" in row[2]]
 
 
 def kill(pid: int) -> int:

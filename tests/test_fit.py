@@ -15,14 +15,11 @@ import pytest
 import agl
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError
-from agl.experiment.config import ScheduleConfig
-from agl.experiment.progress import Quiet
-from agl.experiment.state import load_experiment
-from agl.ids import new_span_id
-from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span
-from agl.stores.memory import MemoryStore
-from agl.stores.sqlite import SQLiteStore
+from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span, new_span_id
+from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
+from agl_run import Quiet, ScheduleConfig, SQLiteStore
+from agl_run.experiment.state import load_experiment
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 
@@ -77,7 +74,7 @@ def agl_algorithms():
 
 SCRIPT = """
 import agl
-from agl.experiment.progress import Quiet
+from agl_run import Quiet
 
 async def solve(task, prompt):
     return float(task == prompt.template)

@@ -8,7 +8,7 @@ from nbclient import NotebookClient
 
 AGENT = """
 import agl
-from agl.experiment.progress import Quiet
+from agl_run import Quiet
 
 async def solve(task):
     agl.emit_message(task)

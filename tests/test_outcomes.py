@@ -17,12 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 import agl
-from agl.cli.main import cli
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError, MissingTokenIdsError, SchemaVersionError
-from agl.experiment.progress import Quiet
 from agl.schemas import LLM, Attempt, Rollout
-from agl.stores.sqlite import SQLiteStore
+from agl_run import Quiet, SQLiteStore
+from agl_run.cli.main import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 AGENT = """

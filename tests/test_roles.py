@@ -7,11 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 import agl
-from agl.cli.main import cli
+from agl import PluginManager
 from agl.errors import AglError, ConfigError
-from agl.experiment.config import parse_config
-from agl.experiment.progress import Quiet
-from agl.plugins import PluginManager
+from agl_run import Quiet, parse_config
+from agl_run.cli.main import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
 

@@ -9,10 +9,10 @@ import pytest
 
 import agl
 from agl.errors import ConfigError
-from agl.experiment.elsewhere import finished
-from agl.experiment.progress import Quiet
 from agl.schemas import Outcome, PromptTemplate
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl_run import Quiet
+from agl_run.experiment.elsewhere import finished
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''

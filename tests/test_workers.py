@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agl.contracts import RolloutQuery
 from agl.schemas import Attempt, Rollout
-from agl.stores.sqlite import SQLiteStore
+from agl_run import SQLiteStore
 
 from .conftest import AGENT
 from .test_crash import check_end, wait_for_a_step

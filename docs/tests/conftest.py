@@ -30,7 +30,7 @@ from typing import Any
 
 import pytest
 
-from agl.experiment.config import parse_config
+from agl_run import parse_config
 
 BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ ([^\n]+)\n((?:(?!\$ )[^\n]*\n)*)", re.MULTILINE)

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import agl
-from agl.cli.main import cli
 from agl.contracts import Store
-from agl.experiment import config
+from agl_run.cli.main import cli
+from agl_run.experiment import config
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {

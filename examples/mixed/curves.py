@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 
 from agl import Reward, Rollout
 from agl.contracts import RolloutQuery
-from agl.stores.sqlite import SQLiteStore
+from agl_run import SQLiteStore
 
 COLOURS = {"mixed": "tab:green", "grpo-only": "tab:blue", "apo-only": "tab:orange"}
 PARTS = ("facts", "style")

@@ -19,7 +19,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from agl.contracts import RolloutQuery
-from agl.stores.sqlite import SQLiteStore
+from agl_run import SQLiteStore
 
 HERE = Path(__file__).parent
 WORK = HERE / "out"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import agl
-from agl import hookspecs
+from agl import PluginManager
+from agl import _hookspecs as hookspecs
+from agl._plugins.hooks import HOOKS, OBSERVERS
 from agl.contracts import StepReport
-from agl.plugins import PluginManager
-from agl.plugins.hooks import HOOKS, OBSERVERS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
@@ -77,8 +77,8 @@ def test_example_of_the_docstring_runs(hook, capsys):
 
 def run_example(hook: str, blocks: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == len(blocks)
-    before = set(sys.modules)
     manager = PluginManager()
+    before = set(sys.modules)
     manager.register(example(blocks[0], f"example_of_{hook}"), name="example")
     if hook in OBSERVERS:
         parameters = list(inspect.signature(vars(hookspecs.AglSpec)[hook]).parameters)[1:]

@@ -41,7 +41,11 @@ def test_plugin_is_bound_to_its_minor_version_of_the_core(package: Path) -> None
     data = project(package)
     major, minor, _ = data["version"].split(".")
 
-    assert f"agl-core>={major}.{minor},<{major}.{int(minor) + 1}" in data["dependencies"]
+    ours = [line for line in data["dependencies"] if re.match(r"agl-(core|run)\b", line)]
+    bound = rf"agl-(core(\[otel\])?|run)>={major}\.{minor},<{major}\.{int(minor) + 1}"
+    assert ours
+    assert all(re.fullmatch(bound, line) for line in ours), ours
+    assert any(line.startswith("agl-core") for line in ours)
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=NAMES)

@@ -28,7 +28,7 @@ import make_data  # noqa: E402
 import scripted  # noqa: E402
 from reward import FormIsRight  # noqa: E402
 
-from agl.experiment.config import load_config  # noqa: E402
+from agl_run import load_config  # noqa: E402
 from agl_testing.model_server import Reply, ScriptedModelServer  # noqa: E402
 from agl_testing.prompt_world import line_of  # noqa: E402
 

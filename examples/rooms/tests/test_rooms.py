@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from agl.cli.experiment import make_trainer
-from agl.experiment.progress import Quiet
-from agl.plugins import PluginManager
+from agl import PluginManager
+from agl_run import Quiet
+from agl_run.cli.experiment import make_trainer
 
 FOLDER = Path(__file__).parents[1]
 sys.path.insert(0, str(FOLDER))

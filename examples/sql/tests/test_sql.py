@@ -15,7 +15,7 @@ pytest.importorskip("langgraph", reason="needs langgraph, langchain-openai")
 pytest.importorskip("agl_langchain", reason="needs agl-langchain")
 pytest.importorskip("agl_rewards", reason="needs agl-rewards")
 
-from agl.experiment.config import load_config
+from agl_run import load_config
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 SQL = Path(__file__).parents[1]

@@ -11,10 +11,10 @@ import pytest
 
 import agl
 from agl.contracts import RolloutQuery
-from agl.experiment.progress import Quiet
-from agl.experiment.state import load_algorithm
 from agl.schemas import Rollout
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl_run import Quiet
+from agl_run.experiment.state import load_algorithm
 from agl_testing.prompt_world import PromptWorld, easy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward

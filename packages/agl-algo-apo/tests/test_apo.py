@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agl.cli.main import cli
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import JsonResource, PromptTemplate, Rollout
-from agl.stores.sqlite import SQLiteStore
 from agl_algo_apo.proposals import extract
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
 from agl_testing.model_server import Reply
 from agl_testing.prompt_world import WORLDS, PromptWorld, Rule, easy, line_of
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer

@@ -11,12 +11,11 @@ import pytest
 import agl
 from agl import semconv
 from agl.contracts import RolloutQuery
-from agl.experiment.progress import Quiet
-from agl.ids import new_span_id
-from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span
-from agl.stores.memory import MemoryStore
+from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span, new_span_id
+from agl.stores import MemoryStore
 from agl_algo_apo.evaluate import Measured
 from agl_algo_apo.evidence import evidence_text, read_run, rendered
+from agl_run import Quiet
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 WRITER = PromptTemplate(template="You are the writer. Write about {topic}.")

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 import agl
+from agl import PluginManager
 from agl.errors import PluginError
-from agl.experiment.progress import Quiet
-from agl.plugins import PluginManager
 from agl.schemas import Rollout
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl_run import Quiet
 from agl_testing.prompt_world import PromptWorld, duo, easy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
@@ -128,7 +128,7 @@ KILLED = """
 import json, os, sys
 from pathlib import Path
 import agl, msgspec
-from agl.experiment.progress import Quiet
+from agl_run import Quiet
 from agl_testing.prompt_world import easy
 from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
 

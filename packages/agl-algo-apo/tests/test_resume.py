@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl.stores.sqlite import SQLiteStore
+from agl_run import SQLiteStore
 from agl_testing.model_server import ModelRequest, Step
 from agl_testing.prompt_world import noisy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer

@@ -11,8 +11,8 @@ import pytest
 
 import agl
 from agl.errors import AglError
-from agl.experiment.progress import Quiet
 from agl.schemas import PromptTemplate, Rollout
+from agl_run import Quiet
 from agl_testing.prompt_world import easy, line_of, noisy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 

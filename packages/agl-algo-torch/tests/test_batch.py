@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from agl.errors import ConfigError
-from agl.schemas import Row, Segment
-from agl.schemas.call import pack_floats, pack_ids
+from agl.schemas import Row, Segment, pack_floats, pack_ids
 from agl_algo_torch.batch import Sample, from_row, micro_batches, split_updates, weights
 from agl_algo_torch.losses import AGGREGATIONS, policy_loss
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import agl
-from agl.capture import context
 from agl.errors import ConfigError
-from agl.experiment.progress import Quiet
+from agl.tracing import _context as context
 from agl_algo_torch.model import load_model
+from agl_run import Quiet
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from agl.schemas.probe import read_probe
+from agl.schemas import read_probe
 from agl_algo_torch.checkpoint import save_served
 from agl_algo_torch.model import LoraSettings, add_lora, load_model, trainable_state
 from agl_algo_torch.probe import make_probe

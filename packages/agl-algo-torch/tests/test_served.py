@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import openai
 
 import agl
-from agl.capture.token import AttemptTokens
 from agl.contracts import RolloutQuery, Upstream
-from agl.experiment.progress import Quiet
 from agl.schemas import Reward, Span
-from agl.stores.sqlite import SQLiteStore
+from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
+from agl_run import Quiet, SQLiteStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable

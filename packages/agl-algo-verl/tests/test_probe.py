@@ -10,15 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agl.schemas import Weights
-from agl.schemas.probe import PROBE_FILE, read_probe
+from agl.schemas import PROBE_FILE, Weights, read_probe
 from agl_algo_verl.probe import probe_files
 from agl_testing.conformance.bench import AlgorithmBench
 
 from .world import scenario
 
 if TYPE_CHECKING:
-    from agl.schemas.probe import WeightsProbe
+    from agl.schemas import WeightsProbe
 
 
 def logprobs(uri: str, probe: WeightsProbe) -> list[float]:

@@ -21,13 +21,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl.contracts import RolloutQuery
-from agl.experiment.collect import EpisodeSelection, read_episode
-from agl.experiment.state import trained_rollouts
 from agl.schemas import Transition, Weights, pack_floats, pack_ids
-from agl.stores.sqlite import SQLiteStore
 from agl_algo_verl.engines import make
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
+from agl_run import SQLiteStore
+from agl_run.experiment.collect import EpisodeSelection, read_episode
+from agl_run.experiment.state import trained_rollouts
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from agl.contracts import RolloutQuery
-from agl.experiment.state import trained_rollouts
-from agl.stores.sqlite import SQLiteStore
+from agl_run import SQLiteStore
+from agl_run.experiment.state import trained_rollouts
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 pytest.importorskip("agl_gateway", reason="needs agl-gateway, which is killed")
@@ -46,11 +46,11 @@ from pathlib import Path
 
 import openai
 
-from agl.capture import context
+import agl
 
 
 def solve(task, llm):
-    capture = context.current()
+    capture = agl.current()
     with Path("started.txt").open("a") as file:
         file.write(f"{capture.rollout_id} {os.getpid()}\\n")
     with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none", max_retries=0) as client:

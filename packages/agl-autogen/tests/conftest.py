@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl.capture.otel import OtelTracer
-from agl.capture.wire import WireTracer
+from agl.tracing import OtelTracer, WireTracer
 from agl_autogen.tracer import AutoGenTracer
 from agl_testing.adapters import Played, play
 from agl_testing.model_server import ScriptedModelServer

@@ -13,7 +13,7 @@ from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool, FunctionTool
 from autogen_ext.models.replay import ReplayChatCompletionClient
 
-from agl.capture import Capture, SpanRecorder, activate
+from agl.tracing import Capture, SpanRecorder, activate
 from agl_autogen.tracer import AutoGenTracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -100,7 +100,7 @@ def test_tool_with_a_result_that_cannot_be_described_still_answers(caplog: pytes
 
 ORDER = """
 import asyncio, importlib, json, sys
-from agl.capture import Capture, SpanRecorder, activate
+from agl.tracing import Capture, SpanRecorder, activate
 from agl_autogen.tracer import AutoGenTracer
 
 tracer, recorder = AutoGenTracer(), SpanRecorder()

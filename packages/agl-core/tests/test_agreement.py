@@ -4,10 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl import semconv
+from agl.episodes._agreement import find_disagreement
+from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.schemas import Attempt, ModelCall, Rollout, Span, pack_floats, pack_ids
-from agl.train.agreement import find_disagreement
-from agl.train.explain import explain
-from agl.train.transitions import EpisodeOptions, build_episode
 
 ATTEMPT = Attempt(attempt_id="r.1", rollout_id="r", number=1, status="succeeded", worker="w")
 ROLLOUT = Rollout(rollout_id="r", task={}, status="succeeded", attempt_id="r.1")
@@ -124,9 +123,7 @@ def test_no_call_of_a_partly_seen_attempt_trains_and_why_says_it():
     spans = [root(), framework("chat"), recorded("c", "chat"), framework("lost", attributes={semconv.CLIENT: "Grpc"})]
     episode = build_episode(ROLLOUT, ATTEMPT, spans)
     assert (("unseen_calls",), ()) == (tuple(call.reject for call in episode.transitions), episode.rows)
-    text = "\n".join(explain(episode, spans))
-    assert "unseen: Grpc (no agent) made a call that the framework reported as lost and that nobody recorded" in text
-    assert 'unseen_calls = "accept"' in text
+    assert [("lost", "Grpc")] == [(call.span_id, call.client) for call in episode.unseen]
     accepted = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(unseen="accept"))
     assert ([""], 1, 1) == ([call.reject for call in accepted.transitions], len(accepted.rows), len(accepted.unseen))
 
@@ -135,6 +132,6 @@ def test_unattributed_calls_train_unless_the_experiment_says_otherwise():
     spans = [root(), framework("chat"), recorded("c", "chat"), recorded("out", "root")]
     episode = build_episode(ROLLOUT, ATTEMPT, spans)
     assert ["", ""] == [call.reject for call in episode.transitions]
-    assert any(line.startswith("unattributed: OpenAI/Python 3") for line in explain(episode, spans))
+    assert ["OpenAI/Python 3"] == [call.client[:15] for call in episode.unattributed]
     dropped = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(unattributed="drop"))
     assert ["unattributed", "unattributed"] == [call.reject for call in dropped.transitions]

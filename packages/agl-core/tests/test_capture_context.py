@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from agl.capture import Capture, SpanRecorder, activate, current, current_span_id, process
-from agl.capture.operation import operation
+from agl.tracing import Capture, SpanRecorder, activate, current, current_span_id
+from agl.tracing import _process as process
+from agl.tracing._operation import operation
 
 
 def attempt(number: int = 1, **fields: object) -> Capture:
@@ -165,7 +166,7 @@ def test_patches_are_counted_and_undone_by_identity():
 def test_an_activation_that_is_never_left_stays():
     code = """
 import gc
-from agl.capture import Capture, SpanRecorder, activate, current
+from agl.tracing import Capture, SpanRecorder, activate, current
 attempt = Capture(
     rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id="1" * 16, record=SpanRecorder().record
 )

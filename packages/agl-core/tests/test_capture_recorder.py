@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from agl.capture import SpanRecorder
 from agl.schemas import Span
+from agl.tracing import SpanRecorder
 
 
 def span(number: int) -> Span:

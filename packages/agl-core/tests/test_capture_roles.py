@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.capture.roles import check_patterns, claimants, decode_names, encode_names, names_of
+from agl._who import Who
 from agl.contracts import Upstream
 from agl.errors import ConfigError
-from agl.train.agents import Who
+from agl.tracing._roles import check_patterns, claimants, decode_names, encode_names, names_of
 
 NAMES = st.lists(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), max_size=8)
 

@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl import semconv
-from agl.capture import Capture, SpanRecorder, activate, who
-from agl.capture.operation import operation
-from agl.capture.otel import RolloutProcessor
-from agl.ids import new_span_id
+from agl._who import Enclosing, Who
 from agl.schemas import Span
-from agl.train.agents import Enclosing, Who
+from agl.schemas._ids import new_span_id
+from agl.tracing import Capture, SpanRecorder, activate, who
+from agl.tracing._operation import operation
+from agl.tracing._otel import RolloutProcessor
 
 NAMES = st.sampled_from(["write", "check", "solver", "search"])
 KEYS = st.sampled_from([semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME])

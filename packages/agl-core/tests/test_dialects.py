@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl.capture.dialects import Exchange, call_messages, calls_of, dialect_of, head_of, prepare_body
+from agl.dialects import Exchange, call_messages, calls_of, dialect_of, head_of, prepare_body
 from agl.errors import CaptureError
 from agl.schemas import unpack_floats, unpack_ids
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from agl import semconv
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
-from agl.capture.operation import operation
 from agl.errors import CaptureError
 from agl.schemas import Reward, Span
+from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
+from agl.tracing._operation import operation
 
 ROOT = "1" * 16
 

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl.episodes._forest import ForestOptions, build_forest
+from agl.episodes._prefix import NONE, common_prefix, link
+from agl.episodes._transitions import build_episode
 from agl.errors import CaptureError
 from agl.schemas import ModelCall, Row, Span, pack_floats, pack_ids, unpack_ids
-from agl.train.forest import ForestOptions, build_forest
-from agl.train.prefix import NONE, common_prefix, link
-from agl.train.transitions import build_episode
-
-from .train_cases import ATTEMPT, ROLLOUT, agent_span, call_span
+from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 Ids = tuple[int, ...]
 

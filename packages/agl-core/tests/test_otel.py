@@ -9,11 +9,11 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 
-from agl.capture import Capture, SpanRecorder, activate, current_span_id
-from agl.capture.emitters import emit_message
-from agl.capture.operation import operation
-from agl.capture.otel import OtelTracer
 from agl.schemas import Span
+from agl.tracing import Capture, SpanRecorder, activate, current_span_id
+from agl.tracing._emitters import emit_message
+from agl.tracing._operation import operation
+from agl.tracing._otel import OtelTracer
 
 
 @pytest.fixture
@@ -191,7 +191,7 @@ def test_a_failure_of_the_processor_stays_out_of_the_agent(
         raise ZeroDivisionError
 
     with activate(attempt(recorder, tracer)):
-        for name in ("agl.capture.otel._parent_of", "agl.capture.otel._converted"):
+        for name in ("agl.tracing._otel._parent_of", "agl.tracing._otel._converted"):
             with monkeypatch.context() as patch:
                 patch.setattr(name, broken)
                 foreign().start_span("x").end()
@@ -205,8 +205,8 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.otel import OtelTracer
+from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing import OtelTracer
 early = trace.get_tracer("made before any provider")
 exporter, provider, recorder = InMemorySpanExporter(), TracerProvider(), SpanRecorder()
 provider.add_span_processor(SimpleSpanProcessor(exporter))

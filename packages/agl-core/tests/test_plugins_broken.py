@@ -32,7 +32,7 @@ def status(manager: PluginManager, name: str):
 def test_plugin_that_raises_on_import_is_quarantined_and_others_work(install_plugin, caplog):
     install_plugin("agl-aaa", RAISES, entry="aaa", version="2.3")
     install_plugin("agl-fine", REWARD.format(name="fine"), entry="fine")
-    with caplog.at_level(logging.WARNING, "agl.plugins"):
+    with caplog.at_level(logging.WARNING, "agl._plugins"):
         manager = PluginManager.from_environment()
     assert status(manager, "fine").state == "loaded"
     assert manager.reward("fine").name == "fine"
@@ -97,7 +97,7 @@ def test_plugin_cannot_take_a_name_of_the_core(install_plugin):
     install_plugin("agl-thief", source, entry="thief")
     manager = PluginManager.from_environment()
     assert "core" in status(manager, "thief").error
-    assert manager.reward("exact-match").factory == "agl.train.rewards:ExactMatch"
+    assert manager.reward("exact-match").factory == "agl.episodes:ExactMatch"
 
 
 def test_other_components_of_a_refused_duplicate_are_broken_too(install_plugin):

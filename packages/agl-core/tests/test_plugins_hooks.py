@@ -4,8 +4,8 @@ import pytest
 
 import agl
 from agl import PluginManager, hookimpl
+from agl._plugins.hooks import HOOKS, OBSERVERS, PROVIDERS
 from agl.contracts import StepReport
-from agl.plugins.hooks import HOOKS, OBSERVERS, PROVIDERS
 
 
 class Everything:

@@ -57,15 +57,18 @@ def with_reward(factory: Any) -> tuple[PluginManager, RewardEntry]:
 
 def test_core_registers_its_own_components_through_the_hooks():
     manager = PluginManager()
-    assert [entry.name for entry in manager.entries("store")] == ["memory", "sqlite"]
-    assert manager.runner("async").factory == "agl.run.local:AsyncRunner"
-    assert manager.credit("turn").factory == "agl.train.credit:TurnCredit"
-    assert manager.tracer("otel").factory == "agl.capture.otel:OtelTracer"
-    assert manager.store_entry("sqlite").factory == "agl.stores.sqlite:SQLiteStore"
-    assert manager.policy("openai").factory == "agl.run.policy:OpenAIPolicy"
-    assert manager.logger("jsonl").factory == "agl.experiment.loggers:JsonLines"
-    assert manager.command("plugins").factory == "agl.cli.plugins:plugins"
+    assert manager.store_entry("memory").factory == "agl.stores:MemoryStore"
+    assert manager.credit("episode").factory == "agl.episodes:EpisodeCredit"
+    assert manager.tracer("otel").factory == "agl.tracing:OtelTracer"
     assert manager.status()[0].name == "core"
+
+
+def test_components_of_agl_run_are_there_without_loading_plugins():
+    manager = PluginManager(disabled=["*"])
+    assert manager.store_entry("sqlite").factory == "agl_run.sqlite:SQLiteStore"
+    assert manager.runner("async").factory == "agl_run.runners.local:AsyncRunner"
+    assert manager.command("plugins").factory == "agl_run.cli.plugins:plugins"
+    assert ["core", "run"] == [status.name for status in manager.status()]
 
 
 def test_every_component_of_the_core_resolves():
@@ -149,7 +152,7 @@ def test_missing_component_names_the_package_to_install(kind, name, package):
 
 
 def test_mistyped_name_gets_the_close_match_and_the_available_ones():
-    with pytest.raises(UnknownComponentError, match=r"did you mean 'episode'\?.*available: episode, role, turn"):
+    with pytest.raises(UnknownComponentError, match=r"did you mean 'episode'\?.*available: episode"):
         PluginManager().credit("epsiode")
     with pytest.raises(UnknownComponentError, match=r"did you mean 'grpo'\? Then run: pip install agl-algo-torch"):
         PluginManager().algorithm("gpro")
@@ -255,14 +258,14 @@ def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog):
     manager = PluginManager()
     manager.register(Observer(seen, "one", ValueError("watcher fell asleep")), name="one")
     manager.register(Observer(seen, "two"), name="two")
-    with caplog.at_level(logging.ERROR, "agl.plugins"):
+    with caplog.at_level(logging.ERROR, "agl._plugins"):
         for number in "ab":
             manager.notify("agl_rollout_finished", rollout=Rollout(rollout_id=number, task=None))
     assert seen == ["one a", "two a", "one b", "two b"]
     assert len(caplog.records) == 1
     assert "plugin 'one'" in caplog.text
     assert "ValueError: watcher fell asleep" in caplog.text
-    assert {status.name: status.failures for status in manager.status()} == {"core": 0, "one": 2, "two": 0}
+    assert {status.name: status.failures for status in manager.status()} == {"core": 0, "run": 0, "one": 2, "two": 0}
 
 
 def test_observer_takes_the_arguments_it_wants():

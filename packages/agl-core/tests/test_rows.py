@@ -2,12 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl.episodes._rows import attach, rollout_weights, split_row
+from agl.episodes._transitions import build_episode
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Row, Segment, pack_floats, pack_ids, unpack_floats, unpack_ids
-from agl.train.rows import attach, rollout_weights, split_row
-from agl.train.transitions import build_episode
-
-from .train_cases import ATTEMPT, ROLLOUT, call_span
+from agl_testing.cases import ATTEMPT, ROLLOUT, call_span
 
 
 def row_of(*parts: tuple[int, int], rollout_id: str = "r") -> Row:

@@ -1,13 +1,7 @@
-"""Both stores of the core run the conformance class that other stores run."""
-
-import sqlite3
-from pathlib import Path
+"""The memory store runs the conformance class that other stores run."""
 
 import pytest
 
-pytest.importorskip("agl_testing.conformance", reason="agl-testing is not installed in this environment")
-
-from agl.stores._sqlite_schema import CURRENT
 from agl_testing.conformance import StoreConformance, StoreLocation
 
 
@@ -19,29 +13,4 @@ class TestMemoryStore(StoreConformance):
 
     @pytest.fixture
     def location(self) -> StoreLocation:
-        return StoreLocation(factory="agl.stores.memory:MemoryStore", url="memory://")
-
-
-class TestSQLiteStore(StoreConformance):
-    @pytest.fixture
-    def location(self, tmp_path: Path) -> StoreLocation:
-        return StoreLocation(factory="agl.stores.sqlite:SQLiteStore", url=f"sqlite:///{tmp_path}/runs.db")
-
-    def set_schema_version(self, location: StoreLocation, version: int) -> None:
-        execute(location, f"UPDATE agl_schema SET version = {version}")
-
-    def make_older(self, location: StoreLocation) -> None:
-        """Layout 1 had no indexes but the one that spans are unique by."""
-        names = execute(location, "SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
-        for (name,) in names:
-            if name != "spans_by_id":
-                execute(location, f"DROP INDEX {name}")
-        execute(location, f"UPDATE agl_schema SET version = {CURRENT - 1}")
-
-
-def execute(location: StoreLocation, statement: str) -> list[tuple[str, ...]]:
-    connection = sqlite3.connect(location.url.removeprefix("sqlite:///"))
-    rows = connection.execute(statement).fetchall()
-    connection.commit()
-    connection.close()
-    return rows
+        return StoreLocation(factory="agl.stores:MemoryStore", url="memory://")

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.capture.secret import state_dir
-from agl.capture.token import AttemptToken, AttemptTokens, load_secret, redact
 from agl.errors import ConfigError, TokenError
+from agl.tracing._secret import state_dir
+from agl.tracing._token import AttemptToken, AttemptTokens, load_secret, redact
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)

@@ -2,14 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl.episodes._scores import ScoreOptions, episode_reward
+from agl.episodes._transitions import EpisodeOptions, build_episode
 from agl.errors import ConfigError
-from agl.schemas import Attempt, Reward, Sampling, Span, Transition
-from agl.train.explain import explain
-from agl.train.forest import ForestOptions
-from agl.train.scores import ScoreOptions, episode_reward
-from agl.train.transitions import EpisodeOptions, build_episode
-
-from .train_cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
+from agl.schemas import Reward, Sampling, Span, Transition
+from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
 
 def only(*spans: Span) -> Transition:
@@ -305,48 +302,3 @@ def test_episode_does_not_depend_on_the_order_of_spans(order: list[int]) -> None
         reward_span(4, 2.0),
     ]
     assert build_episode(ROLLOUT, ATTEMPT, spans) == build_episode(ROLLOUT, ATTEMPT, [spans[i] for i in order])
-
-
-def test_explain_says_what_became_of_every_call() -> None:
-    spans = [
-        agent_span("writer"),
-        call_span(1, parent="writer", prompt=(1, 2), response=(3, 4)),
-        call_span(2, ids_missing="the backend returned none", prompt_ids=b""),
-        call_span(3, parent="writer", prompt=(1, 2, 3, 9), response=(5,)),
-        reward_span(4, 1.0, source="agent"),
-        reward_span(5, 0.5),
-    ]
-    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans), spans))
-    assert "rollout r is succeeded; attempt 1 succeeded" in text
-    assert "reward 0.5: the environment's reward" in text
-    assert "1 rewards came with the agent's own token and do not count" in text
-    assert "3 calls recorded, 1 rejected; 2 rows, 3 tokens train; 1 prompts drifted" in text
-    assert "call c1 (agent 'writer', turn 0, p, 2 + 2 tokens): row 0 at 2" in text
-    assert "call c3 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
-    assert "call c2 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
-    assert "missing_token_ids: Ask the backend for token ids" in text
-
-
-def test_explain_counts_late_rewards_and_trusts_where_told() -> None:
-    spans = [call_span(1), reward_span(2, 1.0, source="agent"), reward_span(3, 0.5, is_late=True)]
-    scores = ScoreOptions(trust_agent=True)
-    episode = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(score=scores))
-    text = "\n".join(explain(episode, spans, scores=scores))
-    assert "reward 1: the agent's reward" in text
-    assert "own token" not in text
-    assert "1 rewards were reported by the attempt after it was decided and do not count" in text
-
-
-def test_explain_of_no_calls_says_what_was_expected_and_what_to_check() -> None:
-    attempt = Attempt(attempt_id="r.1", rollout_id="r", number=1, worker="w", status="failed")
-    text = "\n".join(explain(build_episode(ROLLOUT, attempt, []), []))
-    assert "No model call was recorded. Expected: " in text
-    assert "OPENAI_BASE_URL" in text
-    assert "reward None: no reward about the whole rollout was recorded" in text
-
-
-def test_explain_shows_drift_as_text() -> None:
-    spans = [call_span(1, prompt=(1, 2), response=(3, 4)), call_span(2, prompt=(1, 2, 3, 9), response=(5,))]
-    options = EpisodeOptions(forest=ForestOptions(decode=lambda ids: "".join(chr(96 + i) for i in ids)))
-    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans, options=options), spans))
-    assert "recorded ids [4] 'd', sent ids [9] 'i'" in text

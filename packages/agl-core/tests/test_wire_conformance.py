@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl.capture.wire import WireTracer
+from agl.tracing._wire.hook import WireTracer
 
 pytest.importorskip("agl_testing.conformance", reason="agl-testing is not installed")
 

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("agl_testing.model_server", reason="agl-testing is not installed")
 
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.operation import operation
-from agl.capture.wire import WireTracer
 from agl.contracts import Upstream
+from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing._operation import operation
+from agl.tracing._wire.hook import WireTracer
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status
 
 MODULES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]

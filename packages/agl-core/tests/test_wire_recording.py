@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("agl_testing.model_server", reason="agl-testing is not installed")
 
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.emitters import emit_message
-from agl.capture.operation import operation
 from agl.contracts import Upstream
 from agl.schemas import ModelCall, Span, unpack_ids
+from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing._emitters import emit_message
+from agl.tracing._operation import operation
 from agl_testing.model_server import Cut, Garbage, Reply, ScriptedModelServer, Status
 
 MODULES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
@@ -398,7 +398,7 @@ def test_a_failure_of_the_hook_leaves_the_call_as_it_was(
         raise ZeroDivisionError
 
     with http.Client() as client, activate(attempt):
-        for name in ("agl.capture.wire.route_of", "agl.capture.exchanges.calls_of"):
+        for name in ("agl.tracing._wire.hook.route_of", "agl.tracing._wire.open_call.calls_of"):
             with monkeypatch.context() as patch:
                 patch.setattr(name, broken)
                 assert client.post(f"{model_server.base_url}/chat/completions", json=CHAT).status_code == 200

@@ -2,10 +2,10 @@
 
 import pytest
 
-from agl.capture import Capture, SpanRecorder
-from agl.capture.routing import Route, is_below, route_of
 from agl.contracts import Upstream
 from agl.schemas import Dialect
+from agl.tracing import Capture, SpanRecorder
+from agl.tracing._wire.routing import Route, is_below, route_of
 
 GATEWAY = "http://127.0.0.1:4747"
 BACKEND = "http://gpu:8000/v1"

@@ -6,11 +6,11 @@ import math
 import msgspec
 import pytest
 
-from agl.contracts import CounterfactualCredit
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, Transition
 from agl_credit.leave_one_out import LeaveOneOutCredit
 from agl_credit.shapley import ShapleyCredit
+from agl_run.replay import CounterfactualCredit
 from agl_testing.conformance import CreditConformance
 
 ADDS = {"hero": 1.0, "saboteur": -0.5, "rider": 0.0}

@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 import pytest
 
 import agl
-from agl.capture.replay import VERSION
+from agl import PluginManager
 from agl.contracts import RolloutQuery, StepReport
+from agl.episodes import Enclosing
 from agl.errors import CaptureError, ConfigError, RunError
-from agl.experiment.progress import Quiet
-from agl.plugins import PluginManager
-from agl.schemas import replay_of
-from agl.stores.memory import MemoryStore
-from agl.train.agents import Enclosing
+from agl.stores import MemoryStore
+from agl_run import Quiet
+from agl_run.replay import replay_of
+from agl_run.replay.player import VERSION
 from agl_testing.team_world import ROLES
 from agl_testing.team_world_run import TeamGradient, TeamPlugin, play, tasks
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl.capture.wire import WireTracer
+from agl.tracing import WireTracer
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.adapters import Played, play
 from agl_testing.model_server import ScriptedModelServer
@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # CrewAI, and the older OpenTelemetry that it m
     warnings.simplefilter("ignore")
     import crewai  # noqa: F401
 
-    from agl.capture.otel import OtelTracer
+    from agl.tracing import OtelTracer
 
 
 def tracers() -> list[Any]:

@@ -12,8 +12,7 @@ from crewai.events import crewai_event_bus
 from crewai.events.types.tool_usage_events import ToolUsageFinishedEvent, ToolUsageStartedEvent
 from crewai.flow.flow import Flow, start
 
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.operation import operation
+from agl.tracing import Capture, SpanRecorder, activate, operation
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -173,7 +172,7 @@ def test_end_that_arrives_before_its_start_is_kept(recorder: SpanRecorder) -> No
 ORDER = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
-from agl.capture import Capture, SpanRecorder, activate
+from agl.tracing import Capture, SpanRecorder, activate
 from agl_crewai.tracer import CrewAITracer
 
 tracer, recorder = CrewAITracer(), SpanRecorder()

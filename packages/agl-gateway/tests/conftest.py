@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Store, Upstream
-from agl.ids import new_rollout_id
-from agl.schemas import ModelCall, Rollout, Span
-from agl.stores.memory import MemoryStore
+from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
+from agl.stores import MemoryStore
+from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 from agl_testing.model_server import Reply, ScriptedModelServer
 

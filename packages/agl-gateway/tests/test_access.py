@@ -9,11 +9,10 @@ import anthropic
 import openai
 import pytest
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Upstream
 from agl.errors import ConfigError, NotFoundError, TokenError
-from agl.ids import new_span_id
-from agl.schemas import ModelCall, Outcome, Reward, Span
+from agl.schemas import ModelCall, Outcome, Reward, Span, new_span_id
+from agl.tracing import AttemptTokens
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_testing.model_server import Status

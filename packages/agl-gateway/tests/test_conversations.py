@@ -18,19 +18,18 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from agl.capture.token import AttemptTokens
-from agl.cli.lineage import arms
-from agl.cli.main import cli
-from agl.cli.split_report import split_report
 from agl.contracts import RolloutQuery, Upstream
-from agl.experiment import labels
-from agl.experiment.split import parse_split
-from agl.ids import new_span_id
-from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights
-from agl.stores.paging import all_spans
-from agl.stores.sqlite import SQLiteStore
-from agl.train.transitions import build_episode
+from agl.episodes import build_episode
+from agl.schemas import Episode, ResourceVersion, Reward, Rollout, Span, Weights, new_span_id
+from agl.stores import all_spans
+from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.split_report import split_report
+from agl_gateway.splits import parse_split
+from agl_run import SQLiteStore
+from agl_run.cli.lineage import arms
+from agl_run.cli.main import cli
+from agl_run.experiment import labels
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 ADMIN = "an-admin-token-of-the-tests"

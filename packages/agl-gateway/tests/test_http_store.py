@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agl.capture.token import AttemptTokens
-from agl.stores.sqlite import SQLiteStore
+from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
+from agl_run import SQLiteStore
 from agl_testing.conformance.store import StoreConformance, StoreLocation
 
 SECRET = b"a secret of the remote store tests"

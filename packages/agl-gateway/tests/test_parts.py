@@ -6,12 +6,11 @@ import sys
 
 import pytest
 
+from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import AglError, FencedError, NotFoundError, StoreError
-from agl.ids import new_rollout_id
-from agl.plugins import PluginManager
-from agl.schemas import Outcome, Rollout
-from agl.stores.memory import MemoryStore
+from agl.schemas import Outcome, Rollout, new_rollout_id
+from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 from agl_gateway.contract import METHODS, Fault, error_of, fault_of
 from agl_gateway.embedded import EmbeddedGateway

@@ -5,7 +5,7 @@ import asyncio
 import aiohttp
 import pytest
 
-from agl.capture.dialects import call_messages
+from agl.dialects import call_messages
 from agl.schemas import unpack_floats, unpack_ids
 from agl_testing.model_server import Reply, ToolCall
 

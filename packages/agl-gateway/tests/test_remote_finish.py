@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from agl.schemas import Outcome, Span
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
 
 from .conftest import StageFactory

@@ -7,15 +7,14 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 
-from agl.capture.token import AdminKey, AttemptTokens
 from agl.errors import CaptureError, ConfigError, GatewayLostError, NotFoundError
-from agl.ids import new_rollout_id
-from agl.run.remote_gateway import GuardedRunner, RemoteGateway
-from agl.run.worker import Worker, WorkerSetup
-from agl.schemas import Attempt, Claim, ErrorInfo, Outcome, Rollout
-from agl.stores.memory import MemoryStore
+from agl.schemas import Attempt, Claim, ErrorInfo, Outcome, Rollout, new_rollout_id
+from agl.stores import MemoryStore
+from agl.tracing import AdminKey, AttemptTokens
 from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
+from agl_run import Worker, WorkerSetup
+from agl_run.runners.remote_gateway import GuardedRunner, RemoteGateway
 
 from .conftest import SECRET, StageFactory
 from .test_remote_finish import BusyStore

@@ -7,9 +7,8 @@ import openai
 import pytest
 
 from agl import semconv
-from agl.capture import Capture, SpanRecorder, activate
-from agl.capture.operation import operation
 from agl.contracts import Upstream
+from agl.tracing import Capture, SpanRecorder, activate, operation
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ELSEWHERE = "http://127.0.0.1:9/v1"

@@ -16,10 +16,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
-from agl.capture.token import AttemptTokens
 from agl.errors import ConfigError, StoreError
-from agl.ids import new_rollout_id, new_span_id
-from agl.schemas import Rollout, Span
+from agl.schemas import Rollout, Span, new_rollout_id, new_span_id
+from agl.tracing import AttemptTokens
 from agl_gateway.cli import admin_key_of, parse_upstream
 from agl_gateway.client import HttpStore
 
@@ -38,7 +37,7 @@ class Serve:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-c", "from agl.cli.main import main; main()", "serve"]
+        command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve"]
         command += ["--store", "sqlite:///served.db", "--port", str(self.port), *self.options]
         environment = {**os.environ, "AGL_TOKEN": TOKEN, "AGL_SECRET": SECRET}
         process = subprocess.Popen(
@@ -121,7 +120,7 @@ async def test_signal_ends_the_server_cleanly(tmp_path, number):
 def test_second_server_on_the_port_says_what_to_do(tmp_path):
     serve = Serve(tmp_path)
     process = serve.start()
-    command = [sys.executable, "-c", "from agl.cli.main import main; main()", "serve", "--store", "memory://"]
+    command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve", "--store", "memory://"]
     done = subprocess.run([*command, "--port", str(serve.port)], capture_output=True, text=True, check=False)
     process.kill()
     process.communicate()

@@ -17,18 +17,28 @@ import openai
 import pytest
 from click.testing import CliRunner
 
-from agl.capture.token import AttemptTokens
-from agl.cli.main import cli
 from agl.contracts import RolloutQuery, Upstream
 from agl.errors import ConfigError, StoreError, TokenError
-from agl.experiment import labels
-from agl.experiment.split import parse_split, placement_of
-from agl.ids import new_rollout_id, new_span_id
-from agl.schemas import LLM, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span, Weights
-from agl.stores.sqlite import SQLiteStore
-from agl.train.comparison import student_quantile
+from agl.schemas import (
+    LLM,
+    Outcome,
+    PromptTemplate,
+    ResourceVersion,
+    Reward,
+    Rollout,
+    Span,
+    Weights,
+    new_rollout_id,
+    new_span_id,
+)
+from agl.tracing import AttemptTokens
 from agl_gateway.client import HttpStore
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.splits import parse_split, placement_of
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
+from agl_run.comparison import student_quantile
+from agl_run.experiment import labels
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 ADMIN = "an-admin-token-of-the-tests"

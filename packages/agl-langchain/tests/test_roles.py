@@ -9,15 +9,12 @@ from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 
 from agl.contracts import Upstream
-from agl.ids import new_rollout_id
-from agl.run.agent import AgentSpec
-from agl.run.local import AsyncRunner
-from agl.run.setup import RunSetup
-from agl.schemas import Claim, Episode, Rollout
-from agl.stores.memory import MemoryStore
-from agl.train.transitions import build_episode
+from agl.episodes import build_episode
+from agl.schemas import Claim, Episode, Rollout, new_rollout_id
+from agl.stores import MemoryStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_langchain.tracer import LangChainTracer
+from agl_run import AgentSpec, AsyncRunner, RunSetup
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 SECRET = b"0123456789abcdef0123456789abcdef"

@@ -19,8 +19,8 @@ from langgraph.types import interrupt
 from langsmith import utils
 
 import agl
-from agl.capture import Capture, activate
-from agl.train.transitions import build_episode
+from agl.episodes import build_episode
+from agl.tracing import Capture, activate
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
 

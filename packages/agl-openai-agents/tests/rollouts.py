@@ -8,18 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl.capture.otel import OtelTracer
-from agl.capture.wire import WireTracer
 from agl.contracts import RolloutQuery, Tracer, Upstream
-from agl.ids import new_rollout_id
-from agl.run.agent import AgentSpec
-from agl.run.local import AsyncRunner
-from agl.run.setup import RunSetup
-from agl.run.worker import Worker, WorkerSetup
-from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, unpack_ids
-from agl.stores.memory import MemoryStore
-from agl.train.transitions import build_episode
+from agl.episodes import build_episode
+from agl.schemas import LLM, Attempt, Episode, ModelCall, Rollout, Span, new_rollout_id, unpack_ids
+from agl.stores import MemoryStore
+from agl.tracing import OtelTracer, WireTracer
 from agl_gateway.embedded import EmbeddedGateway
+from agl_run import AgentSpec, AsyncRunner, RunSetup, Worker, WorkerSetup
 from agl_testing.adapters import ANYBODY, check_callers, check_selection
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, ToolCall
 

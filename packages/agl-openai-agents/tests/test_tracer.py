@@ -21,7 +21,7 @@ from agents import (
 from agents.tracing import get_trace_provider
 
 import agl
-from agl.capture import Capture, activate
+from agl.tracing import Capture, activate
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
 

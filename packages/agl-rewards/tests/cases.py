@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agl import semconv
+from agl import PluginManager, semconv
 from agl.contracts import RewardEmitter, RewardSetup
-from agl.plugins import PluginManager
 from agl.schemas import LLM, ModelCall, Reward, Rollout, Span, SpanStatus
 from agl_testing.conformance.reward import evaluate
 

@@ -7,7 +7,7 @@ import pytest
 
 import agl
 from agl.errors import AglError
-from agl.experiment.config import parse_config
+from agl_run import parse_config
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 from .cases import database

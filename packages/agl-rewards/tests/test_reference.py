@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from agl import builtin
-from agl.plugins import PluginManager
-from agl.records import RewardEntry
+from agl import PluginManager
+from agl import _builtin as builtin
+from agl.contracts import RewardEntry
 from agl_rewards import plugin
 from agl_rewards.judge import SCORE, TEMPLATE
 from agl_rewards.spans import EVENTS, WEIGHTS

@@ -5,10 +5,10 @@ import pytest
 
 from agl import semconv
 from agl.contracts import RewardEmitter
+from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import Attempt, Reward, Span
-from agl.train.credit import TurnCredit
-from agl.train.transitions import build_episode
+from agl_credit.turn import TurnCredit
 from agl_rewards.spans import EVENTS, SpanRewards
 from agl_testing.conformance.reward import RewardConformance
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from agl.capture import current
 from agl.errors import AglError
-from agl.ids import new_span_id
-from agl.run.setup import RunSetup
-from agl.schemas import CallCredit, Claim, Episode, ErrorInfo, Outcome, Reward, Rollout, Span
+from agl.schemas import CallCredit, Claim, Episode, ErrorInfo, Outcome, Reward, Rollout, Span, new_span_id
+from agl.tracing import current
+from agl_run import RunSetup
 from agl_testing.conformance import (
     CreditConformance,
     RewardCase,

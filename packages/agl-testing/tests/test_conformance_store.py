@@ -11,7 +11,7 @@ import pytest
 from agl.contracts import Store
 from agl.errors import FencedError, NotFoundError
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_testing.conformance import StoreConformance, StoreLocation
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from agl import PluginManager
 from agl.errors import BrokenPluginError
-from agl.plugins import PluginManager
 from agl_testing.conformance import PluginConformance
 from agl_testing.plugins import PluginFolder
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import agl
 from agl.contracts import RolloutQuery
-from agl.experiment.progress import Quiet
 from agl.schemas import LLM, Rollout
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl_run import Quiet
 from agl_testing.prompt_world import (
     PLAIN,
     STYLES,

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from agl.schemas import ResourceVersion, Weights
-from agl.schemas.probe import WeightsProbe, write_probe
+from agl.schemas import ResourceVersion, Weights, WeightsProbe, write_probe
 from agl_vllm.policy import VLLMPolicy
 
 FAKE = Path(__file__).parent / "fake"

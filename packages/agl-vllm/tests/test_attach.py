@@ -7,11 +7,11 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Upstream
 from agl.errors import PolicyError
 from agl.schemas import Rollout, unpack_floats, unpack_ids
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 from agl_vllm.policy import VLLMPolicy
 

@@ -7,11 +7,11 @@ import openai
 import pytest
 
 import agl
+from agl import PluginManager
 from agl.contracts import AlgorithmContext, RolloutQuery, StepReport
 from agl.errors import ConfigError, PolicyError
-from agl.experiment.progress import Quiet
-from agl.plugins import PluginManager
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl_run import Quiet
 
 
 async def write(task: Any, llm: agl.LLM) -> float:

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from agl import PluginManager
 from agl.contracts import ReplicatedPolicy
 from agl.errors import ConfigError, PolicyError
-from agl.plugins import PluginManager
 from agl.schemas import LLM, PromptTemplate, Weights
 from agl_testing.conformance import PluginConformance
 from agl_vllm.policy import VLLMPolicy

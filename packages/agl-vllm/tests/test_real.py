@@ -14,11 +14,11 @@ from pathlib import Path
 import openai
 import pytest
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Upstream
 from agl.errors import PolicyError
 from agl.schemas import ResourceVersion, Rollout, unpack_floats, unpack_ids
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
 from agl_vllm.policy import VLLMPolicy
 

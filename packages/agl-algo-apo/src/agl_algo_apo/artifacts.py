@@ -6,8 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from agl.codec import to_json
-from agl.schemas import Json
+from agl.schemas import Json, to_json
 
 
 def write_best(workdir: Path, texts: Mapping[str, str]) -> None:

@@ -10,9 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from agl.codec import to_json
 from agl.errors import ConfigError
-from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
+from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource, to_json
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
 """In the pool; not tried to the end; refused by the static gate; tried and not better than its parent."""

@@ -16,10 +16,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from agl.codec import to_json
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError, RunError
-from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource
+from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, to_json
 from agl_algo_apo.budget import Budget
 from agl_algo_apo.candidates import Candidate, resource_of
 

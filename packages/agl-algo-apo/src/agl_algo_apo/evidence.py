@@ -11,12 +11,12 @@ from typing import Any, cast
 import msgspec
 
 from agl import semconv
-from agl.capture.dialects.conversation import call_messages
 from agl.contracts import AlgorithmContext, RolloutQuery
+from agl.dialects import call_messages
+from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
-from agl.stores.paging import all_spans
-from agl.train.agents import Enclosing
+from agl.stores import all_spans
 from agl_algo_apo.evaluate import Measured
 
 MESSAGE_CHARS = 600

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from agl.experiment.measured import VersionScore
 from agl_algo_apo.candidates import Lineage
 from agl_algo_apo.evaluate import Estimate, Evaluator, estimate
 from agl_algo_apo.finish import How, Result
+from agl_run.experiment.measured import VersionScore
 
 
 def version_scores(

@@ -14,10 +14,9 @@ from typing import Any, cast
 import httpx
 import msgspec
 
-from agl.codec import to_json
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
-from agl.schemas import Json, Record
+from agl.schemas import Json, Record, to_json
 from agl_algo_apo.budget import Budget, BudgetExhaustedError, Spent
 
 TRIES = 4

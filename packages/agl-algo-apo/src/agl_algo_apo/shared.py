@@ -3,8 +3,8 @@
 They are evidence and never a score: what else was live when they ran, such as weights, is not what is live now.
 """
 
-from agl.codec import to_json
 from agl.contracts import AlgorithmContext
+from agl.schemas import to_json
 from agl_algo_apo.evaluate import Measured, feedback_of
 from agl_algo_apo.progress import Progress
 

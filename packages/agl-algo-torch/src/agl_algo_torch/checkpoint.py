@@ -17,8 +17,7 @@ import msgspec
 import torch
 
 from agl.errors import ConfigError
-from agl.schemas import Weights
-from agl.schemas.probe import write_probe
+from agl.schemas import Weights, write_probe
 from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
 from agl_algo_torch.probe import make_probe
 from agl_algo_torch.typed import read_tensors, write_tensors
@@ -61,7 +60,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write what a policy serves and return the resource that names it.
 
     Full weights: a Hugging Face directory with the tokenizer. LoRA: a peft adapter that names its base model.
-    Beside them what they say about a fixed text (`agl.schemas.probe`), so that a server of them can be checked.
+    Beside them what they say about a fixed text (`agl.schemas._probe`), so that a server of them can be checked.
     """
     model = cast("Any", loaded.model)
 

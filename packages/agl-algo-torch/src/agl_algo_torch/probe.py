@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl.schemas.probe import WeightsProbe
+from agl.schemas import WeightsProbe
 
 if TYPE_CHECKING:
     from agl_algo_torch.model import LoadedModel

@@ -1,6 +1,6 @@
 """How probable weights find a fixed text, put beside them for whoever serves them elsewhere to compare with.
 
-See `agl.schemas.probe`. In one process VERL's engine is asked, which has the weights in memory. After a step on Ray
+See `agl.schemas._probe`. In one process VERL's engine is asked, which has the weights in memory. After a step on Ray
 the files are: VERL's trainer says nothing of its weights after the last update, and its replicas are what is checked.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl.schemas.probe import WeightsProbe, write_probe
+from agl.schemas import WeightsProbe, write_probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -131,7 +131,7 @@ class Worker:
     def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
         """Write the weights to serve as a Hugging Face directory and return the resource that names it.
 
-        Beside them what they say about a fixed text (`agl.schemas.probe`), so that a server of them can be checked.
+        Beside them what they say about a fixed text (`agl.schemas._probe`), so that a server of them can be checked.
         """
         target = step_directory(workdir.absolute() / "weights", step)
         write_directory(target, self._fill)

@@ -8,10 +8,8 @@ from typing import Any, cast
 from autogen_agentchat.messages import HandoffMessage
 
 from agl import semconv
-from agl.capture import Capture
-from agl.capture.emitters import plain
-from agl.ids import new_span_id
-from agl.schemas import Span
+from agl.schemas import Span, new_span_id
+from agl.tracing import Capture, plain
 
 _MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
 """The parts of teams that call a model in their own name; they are found by name, as AutoGen does not export them."""

@@ -12,10 +12,7 @@ from typing import Any
 
 from autogen_core.models import ChatCompletionClient
 
-from agl.capture import Capture, current
-from agl.capture.context import innermost
-from agl.capture.departures import departures, note_departure
-from agl.capture.process import Undo, replace
+from agl.tracing import Capture, Undo, current, departures, innermost, note_departure, replace
 from agl_autogen import _convert
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from autogen_core.tools import BaseStreamTool, BaseTool
 from opentelemetry import trace
 
 from agl import semconv
-from agl.capture import current
-from agl.capture.process import Undo, replace
+from agl.tracing import Undo, current, replace
 from agl_autogen import _convert
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ The runtime's spans, one per message, are kept out.
 from collections.abc import Mapping
 from typing import ClassVar
 
-from agl.capture.otel import OtelTracer
-from agl.capture.process import Undo
+from agl.tracing import OtelTracer, Undo
 
 
 class AutoGenTracer:

@@ -8,9 +8,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agl.capture import current
-    from agl.capture.emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
-    from agl.capture.operation import operation
+    from agl._agents import LitAgent, agent, llm_rollout, prompt_rollout, rollout
+    from agl._entries import (
+        AlgorithmEntry,
+        CommandEntry,
+        CreditEntry,
+        Entry,
+        GatewayEntry,
+        LoggerEntry,
+        PolicyEntry,
+        RewardEntry,
+        RunnerEntry,
+        StoreEntry,
+        TracerEntry,
+    )
+    from agl._hookspecs import hookimpl
+    from agl._plugins import PluginManager, PluginStatus
+    from agl.algorithms import (
+        APO,
+        DPO,
+        GEPA,
+        GRPO,
+        PPO,
+        SFT,
+        VERL,
+        Algorithm,
+        AlgorithmSpec,
+        Credit,
+        Policy,
+        Runner,
+        Spec,
+    )
     from agl.errors import (
         AglError,
         BrokenPluginError,
@@ -31,24 +59,6 @@ if TYPE_CHECKING:
         TokenError,
         UnknownComponentError,
     )
-    from agl.experiment.config import ExperimentConfig
-    from agl.experiment.trainer import Trainer
-    from agl.hookspecs import hookimpl
-    from agl.plugins import PluginManager, PluginStatus
-    from agl.records import (
-        AlgorithmEntry,
-        CommandEntry,
-        CreditEntry,
-        Entry,
-        GatewayEntry,
-        LoggerEntry,
-        PolicyEntry,
-        RewardEntry,
-        RunnerEntry,
-        StoreEntry,
-        TracerEntry,
-    )
-    from agl.run.litagent import LitAgent, agent, llm_rollout, prompt_rollout, rollout
     from agl.schemas import (
         LLM,
         SCHEMA_VERSION,
@@ -91,7 +101,10 @@ if TYPE_CHECKING:
         unpack_floats,
         unpack_ids,
     )
-    from agl.specs import APO, DPO, GEPA, GRPO, PPO, SFT, VERL, Algorithm, AlgorithmSpec, Credit, Policy, Runner, Spec
+    from agl.tracing import current
+    from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
+    from agl.tracing._operation import operation
+    from agl_run import ExperimentConfig, Trainer
 
 __version__ = "0.1.0"
 
@@ -197,36 +210,43 @@ __all__ = [
     "unpack_ids",
 ]
 
-_VALUES = ("agl.errors", "agl.schemas", "agl.records", "agl.specs")
-"""Modules of plain values, searched in this order for names that are not below."""
-
-_MODULES = {
-    "current": "agl.capture",
-    "emit_exception": "agl.capture.emitters",
-    "emit_message": "agl.capture.emitters",
-    "emit_object": "agl.capture.emitters",
-    "emit_observation": "agl.capture.emitters",
-    "emit_reward": "agl.capture.emitters",
-    "operation": "agl.capture.operation",
-    "ExperimentConfig": "agl.experiment.config",
-    "Trainer": "agl.experiment.trainer",
-    "hookimpl": "agl.hookspecs",
-    "PluginManager": "agl.plugins",
-    "PluginStatus": "agl.plugins",
-    "LitAgent": "agl.run.litagent",
-    "agent": "agl.run.litagent",
-    "llm_rollout": "agl.run.litagent",
-    "prompt_rollout": "agl.run.litagent",
-    "rollout": "agl.run.litagent",
+_HOMES = {
+    "agl._agents": ("LitAgent", "agent", "llm_rollout", "prompt_rollout", "rollout"),
+    "agl._hookspecs": ("hookimpl",),
+    "agl._plugins": ("PluginManager", "PluginStatus"),
+    "agl.tracing": (
+        "current",
+        "emit_exception",
+        "emit_message",
+        "emit_object",
+        "emit_observation",
+        "emit_reward",
+        "operation",
+    ),
 }
+_VALUES = ("agl.errors", "agl.schemas", "agl._entries", "agl.algorithms")
+"""Modules of plain values, searched in this order for names that are not above."""
+
+_RUN = ("ExperimentConfig", "Trainer")
+"""Names that belong to the distribution ``agl-run``."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = [_MODULES[name]] if name in _MODULES else _VALUES
-    value = next(getattr(module, name) for module in map(import_module, homes) if hasattr(module, name))
-    globals()[name] = value
+    if name in _RUN:
+        homes: tuple[str, ...] = ("agl_run",)
+    else:
+        homes = tuple(home for home, names in _HOMES.items() if name in names) or _VALUES
+    try:
+        modules = [import_module(home) for home in homes]
+    except ModuleNotFoundError as error:
+        if error.name != "agl_run":
+            raise
+        raise ImportError(
+            f"agl.{name} is in the distribution agl-run, which is not installed; run: pip install agl-run"
+        ) from error
+    value = globals()[name] = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value
 
 

@@ -1,5 +1,12 @@
-"""``python -m agl`` is the ``agl`` command."""
+"""``python -m agl`` is the ``agl`` command of ``agl-run``."""
 
-from agl.cli.main import main
+from importlib import import_module
 
-main()
+try:
+    command = import_module("agl_run.cli.main")
+except ModuleNotFoundError as error:
+    if error.name != "agl_run":
+        raise
+    raise SystemExit("the agl command is in the distribution agl-run; run: pip install agl-run") from None
+
+command.main()

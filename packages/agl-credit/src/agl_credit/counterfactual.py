@@ -11,11 +11,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from agl.contracts import ReplayFn
 from agl.errors import ConfigError
-from agl.schemas import CallCredit, Episode, ReplayPlan, Reward
+from agl.schemas import CallCredit, Episode, Reward
 from agl_credit.episodes import by_group, group_of, live_calls, players_of, return_of
 from agl_credit.games import Replaced, Worth
+from agl_run.replay import ReplayFn, ReplayPlan
 
 
 class Rule(Protocol):

@@ -23,12 +23,23 @@ def players_of(episode: Episode) -> tuple[str, ...]:
 
 def return_of(episode: Episode) -> float:
     """The episode's reward; raises :class:`ConfigError` when there is none."""
-    if episode.reward is None:
-        raise ConfigError(
-            f"rollout {episode.rollout.rollout_id} has model calls to train on and no reward; return or emit one, add "
-            "a reward emitter, or let the experiment drop or penalise rollouts without a reward"
-        )
-    return episode.reward
+    return final_of(episode, has_other=False)
+
+
+def final_of(episode: Episode, *, has_other: bool) -> float:
+    """The episode's reward; 0.0 without one where other rewards were recorded.
+
+    Raises:
+        ConfigError: It has no reward at all.
+    """
+    if episode.reward is not None:
+        return episode.reward
+    if has_other:
+        return 0.0
+    raise ConfigError(
+        f"rollout {episode.rollout.rollout_id} has model calls to train on and no reward; return or emit one, add a "
+        "reward emitter, or let the experiment drop or penalise rollouts without a reward"
+    )
 
 
 def by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:

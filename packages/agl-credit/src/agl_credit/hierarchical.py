@@ -24,8 +24,8 @@ from typing import Literal
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Transition
-from agl.train.credit import TurnCredit
 from agl_credit.episodes import group_of, live_calls
+from agl_credit.turn import TurnCredit
 
 ROUNDING = 1e-9
 """Deviations below this, relative to the largest value (at least 1), are rounding."""

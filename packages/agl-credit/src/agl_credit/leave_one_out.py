@@ -15,10 +15,10 @@ Costs one replay per rollout, agent and sample: at most ``rollouts * agents * sa
 from collections.abc import Sequence
 from typing import Literal
 
-from agl.contracts import ReplayFn
 from agl.schemas import CallCredit, Episode
 from agl_credit import games
 from agl_credit.counterfactual import Counterfactual, Settings
+from agl_run.replay import ReplayFn
 
 NAME = "leave-one-out"
 

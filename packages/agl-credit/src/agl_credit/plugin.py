@@ -7,7 +7,11 @@ from agl import CreditEntry, hookimpl
 
 @hookimpl
 def agl_credits() -> Iterable[CreditEntry]:
-    """Credits that look at the siblings of a call, and credits that replay rollouts without an agent."""
+    """Credits per turn and role, among equal states, and by replaying rollouts without an agent."""
+    yield CreditEntry(name="turn", factory="agl_credit.turn:TurnCredit", summary="discounted rewards per turn")
+    yield CreditEntry(
+        name="role", factory="agl_credit.role:RoleCredit", summary="rewards, baselines and discount per agent"
+    )
     yield CreditEntry(
         name="hierarchical",
         factory="agl_credit.hierarchical:HierarchicalCredit",

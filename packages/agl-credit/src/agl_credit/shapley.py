@@ -18,11 +18,11 @@ import random
 from collections.abc import Sequence
 from typing import Literal
 
-from agl.contracts import ReplayFn
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode
 from agl_credit import games
 from agl_credit.counterfactual import Counterfactual, Settings
+from agl_run.replay import ReplayFn
 
 NAME = "shapley"
 

@@ -8,10 +8,8 @@ from typing import Any, cast
 from crewai.events.event_context import VALID_EVENT_PAIRS
 
 from agl import semconv
-from agl.capture.context import Capture
-from agl.capture.emitters import plain
-from agl.capture.routing import host_of
 from agl.schemas import Span
+from agl.tracing import Capture, host_of, plain
 
 _DELEGATION = ("delegate_work_to_coworker", "ask_question_to_coworker")
 _FAILED = ("_failed", "_error")

@@ -23,9 +23,7 @@ from crewai.events.event_context import (
     restore_event_scope,
 )
 
-from agl.capture import current
-from agl.capture.context import Capture, current_scope, innermost
-from agl.capture.process import Undo
+from agl.tracing import Capture, Undo, current, current_scope, innermost
 from agl_crewai import _convert
 
 _log = logging.getLogger(__name__)

@@ -13,9 +13,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from agl.capture import current, process
-from agl.capture.context import Capture
-from agl.capture.process import Undo
+from agl.tracing import Capture, Undo, current
+from agl.tracing import _process as process
 
 if TYPE_CHECKING:
     from agl_crewai.listener import Listener

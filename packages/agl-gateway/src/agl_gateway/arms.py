@@ -13,10 +13,10 @@ import msgspec
 
 from agl.contracts import Change, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, NotFoundError
-from agl.experiment.split import Pins, differing, placement_of
 from agl.schemas import LLM, Resource, Weights
 from agl_gateway.problems import Problem
 from agl_gateway.routing import Router, Target
+from agl_gateway.splits import Pins, differing, placement_of
 
 _REMEMBERED = 10_000
 

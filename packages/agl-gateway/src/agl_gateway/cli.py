@@ -9,15 +9,13 @@ from pathlib import Path
 
 import click
 
-from agl.capture.secret import load_secret, state_dir
-from agl.capture.token import AttemptTokens
-from agl.cli.context import manager_of
-from agl.cli.query import seconds_of
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
-from agl.experiment.split import Split, parse_split
-from agl.urls import shown_url
+from agl.stores import shown_url
+from agl.tracing import AttemptTokens, load_secret, state_dir
 from agl_gateway.service import GatewayService, Settings
+from agl_gateway.splits import Split, parse_split
+from agl_run.commands import manager_of, seconds_of
 
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"

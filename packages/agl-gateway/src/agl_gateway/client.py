@@ -10,13 +10,11 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
-from agl.capture.secret import ENV as SECRET_ENV
-from agl.capture.token import AdminKey, load_secret
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import ConfigError, StoreError
-from agl.ids import new_trace_id
-from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.urls import without_credentials
+from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
+from agl.stores import without_credentials
+from agl.tracing import SECRET_ENV, AdminKey, load_secret
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, error_of
 from agl_gateway.loop_thread import LoopThread
 

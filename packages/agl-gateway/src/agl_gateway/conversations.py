@@ -24,8 +24,9 @@ import msgspec
 
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
-from agl.experiment.split import CONVERSATION, CONVERSATIONS, placement_of
 from agl.schemas import Outcome, RetryPolicy, Rollout
+from agl_gateway.splits import CONVERSATION, placement_of
+from agl_run.commands import CONVERSATIONS
 
 _log = logging.getLogger(__name__)
 

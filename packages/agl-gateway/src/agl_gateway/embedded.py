@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Store, Upstream
 from agl.errors import CaptureError, ConfigError
+from agl.tracing import AttemptTokens
 from agl_gateway.gate import Gate
 from agl_gateway.loop_thread import LoopThread
 from agl_gateway.service import GatewayService, Settings

@@ -4,9 +4,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from agl.capture.dialects import Exchange
-from agl.capture.roles import WHO_HEADER, decode_names
-from agl.ids import new_trace_id
+from agl.dialects import Exchange
+from agl.schemas import new_trace_id
+from agl.tracing import WHO_HEADER, decode_names
 
 _RETRY_MEMORY = 20_000
 _MAX_CLIENT = 200

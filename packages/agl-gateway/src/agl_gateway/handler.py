@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from agl.capture.dialects import dialect_of
-from agl.capture.token import AttemptToken
+from agl.dialects import dialect_of
 from agl.errors import StoreError
+from agl.tracing import AttemptToken
 from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response

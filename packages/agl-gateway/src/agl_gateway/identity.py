@@ -5,9 +5,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from agl.capture.token import AttemptToken, AttemptTokens
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
+from agl.tracing import AttemptToken, AttemptTokens
 from agl_gateway.problems import Problem
 
 _CACHE_SIZE = 10_000

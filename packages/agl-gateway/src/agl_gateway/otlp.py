@@ -10,8 +10,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
 from agl import semconv
-from agl.capture.token import AttemptToken
 from agl.schemas import Json, Reward, Span, SpanEvent, SpanStatus
+from agl.tracing import AttemptToken
 
 ROLLOUT_ID = "agl.rollout_id"
 ATTEMPT_ID = "agl.attempt_id"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from agl.hookspecs import hookimpl
-from agl.records import CommandEntry, GatewayEntry, StoreEntry
+from agl import hookimpl
+from agl.contracts import CommandEntry, GatewayEntry, StoreEntry
 
 
 @hookimpl
@@ -25,7 +25,13 @@ def agl_stores() -> Iterable[StoreEntry]:
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """``agl serve``."""
+    """``agl serve`` and ``agl resources split``."""
     yield CommandEntry(
         name="serve", factory="agl_gateway.cli:serve", summary="Serve a store and a gateway to other processes."
+    )
+    yield CommandEntry(
+        name="split",
+        parent="resources",
+        factory="agl_gateway.split_command:split_",
+        summary="Report what the arms of a serving split earned.",
     )

@@ -10,8 +10,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from agl.capture.dialects import Exchange, head_of, prepare_body
 from agl.contracts import Upstream
+from agl.dialects import Exchange, head_of, prepare_body
 from agl.errors import CaptureError
 from agl.schemas import Dialect
 from agl_gateway.arms import ArmRoutes, policy_of

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from agl.capture.roles import claimants
 from agl.contracts import Upstream
 from agl.errors import ConfigError
+from agl.tracing import claimants
 from agl_gateway.problems import Problem
 from agl_gateway.replicas import Replicas
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from agl.capture.token import AttemptTokens
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
-from agl.experiment.split import Split, check_labels
+from agl.tracing import AttemptTokens
 from agl_gateway.arms import ArmRoutes, with_versions
 from agl_gateway.conversations import ConversationEnds, Conversations
 from agl_gateway.conversations_api import END, ConversationsApi
@@ -21,6 +20,7 @@ from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.routing import Router
 from agl_gateway.split_api import RESOURCES, SplitApi
+from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi

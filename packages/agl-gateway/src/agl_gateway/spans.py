@@ -4,9 +4,9 @@ import zlib
 from hashlib import blake2b
 
 from agl import semconv
-from agl.capture.chat_spans import chat_spans
-from agl.capture.dialects import calls_of
+from agl.dialects import calls_of
 from agl.schemas import Json, Span
+from agl.tracing import chat_spans
 from agl_gateway.exchanges import Recorded
 
 _MAX_INFLATED = 64 * 1024 * 1024

@@ -3,14 +3,14 @@
 import msgspec
 from aiohttp import web
 
-from agl.cli.split_report import split_report
 from agl.contracts import RolloutQuery, Store
-from agl.experiment.split import placement_of
 from agl.schemas import Rollout
 from agl_gateway.conversation_ids import HEADER, conversation_id
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.problems import Problem
+from agl_gateway.split_report import split_report
+from agl_gateway.splits import placement_of
 from agl_gateway.splitter import Splitter
 
 RESOURCES = "/split/resources/"

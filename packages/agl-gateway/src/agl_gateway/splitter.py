@@ -6,8 +6,8 @@ import msgspec
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConflictError, NotFoundError
-from agl.experiment.split import KEY, Pins, Split, pins_of, placed
 from agl.schemas import Rollout
+from agl_gateway.splits import KEY, Pins, Split, pins_of, placed
 
 
 class Splitter:

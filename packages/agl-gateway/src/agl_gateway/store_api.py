@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from agl.capture.token import AttemptToken
 from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span
+from agl.tracing import AttemptToken
 from agl_gateway.bodies import read_body
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
 from agl_gateway.identity import Identities, key_of

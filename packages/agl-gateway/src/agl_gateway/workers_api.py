@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from agl.errors import CaptureError
-from agl.ids import new_trace_id
+from agl.schemas import new_trace_id
 from agl_gateway.bodies import read_body
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.problems import Problem

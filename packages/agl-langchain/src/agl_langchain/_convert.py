@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agl import semconv
-from agl.capture.emitters import failure, plain
-from agl.capture.routing import host_of
 from agl.schemas import Span
+from agl.tracing import failure, host_of, plain
 from agl_langchain._runs import Kind, Run
 
 _MADE_UP = ("Runnable", "Channel", "_", "LangGraph", "Unnamed", "lambda", "<")

@@ -16,8 +16,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.callbacks.base import BaseCallbackManager
 from langchain_core.runnables.config import var_child_runnable_config
 
-from agl.capture import Capture, current
-from agl.capture.context import innermost
+from agl.tracing import Capture, current, innermost
 from agl_langchain._convert import (
     classify,
     client_attributes,

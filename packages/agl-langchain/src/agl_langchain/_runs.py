@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import UUID
 
-from agl.capture import Capture
-from agl.ids import new_span_id
+from agl.schemas import new_span_id
+from agl.tracing import Capture
 
 Kind = Literal["pass", "workflow", "agent", "node", "tool", "model", "retrieval"]
 

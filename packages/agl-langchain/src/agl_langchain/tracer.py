@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from agl.capture import Capture, process
+from agl.tracing import Capture
+from agl.tracing import _process as process
 
 if TYPE_CHECKING:
     from agl_langchain._handler import RunHandler

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from agl import semconv
-from agl.capture import Capture
-from agl.capture.emitters import failure, plain
-from agl.capture.routing import host_of
-from agl.ids import new_span_id
-from agl.schemas import Span
+from agl.schemas import Span, new_span_id
+from agl.tracing import Capture, failure, host_of, plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

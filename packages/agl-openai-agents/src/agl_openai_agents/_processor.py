@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
-from agl.capture import Capture, current
-from agl.capture.context import innermost
+from agl.tracing import Capture, current, innermost
 from agl_openai_agents._convert import Open, open_, span_of
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from agl.hookspecs import hookimpl
-from agl.records import TracerEntry
+from agl import hookimpl
+from agl.contracts import TracerEntry
 
 
 @hookimpl

@@ -10,7 +10,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from agl.capture import Capture, process
+from agl.tracing import Capture
+from agl.tracing import _process as process
 
 if TYPE_CHECKING:
     from agl_openai_agents._place import Place

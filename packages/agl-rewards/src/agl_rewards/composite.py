@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agl.contracts import RewardEmitter, RewardSetup
+from agl.episodes import ScoreOptions, score
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, Reward, Rollout, Span
-from agl.train.scores import ScoreOptions, score
 
 
 class Part(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):

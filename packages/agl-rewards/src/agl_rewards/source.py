@@ -18,13 +18,10 @@ from typing import Any, cast
 import msgspec
 
 from agl import semconv
-from agl.capture.dialects.conversation import call_messages
+from agl.dialects import call_messages
+from agl.episodes import Enclosing, chronological, final_text, is_answered
 from agl.errors import ConfigError
 from agl.schemas import Json, Span
-from agl.train.agents import Enclosing
-from agl.train.order import chronological
-from agl.train.rejects import is_answered
-from agl.train.rewards import final_text
 
 TextOf = Callable[[Sequence[Span]], str]
 """Finds the text in an attempt's spans."""

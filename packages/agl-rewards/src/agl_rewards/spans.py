@@ -17,13 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from agl import semconv
+from agl.episodes import Enclosing, ScoreOptions, Timeline, call_rewards, chronological, is_answered
 from agl.errors import ConfigError
-from agl.run.attempt import make_reward_span
 from agl.schemas import Reward, Rollout, Span
-from agl.train.agents import Enclosing
-from agl.train.order import Timeline, chronological
-from agl.train.rejects import is_answered
-from agl.train.scores import ScoreOptions, call_rewards
+from agl.tracing import make_reward_span
 
 WEIGHTS: Mapping[str, float] = {"tool_ok": 0.1, "tool_error": -0.1, "exception": -0.1}
 """What counts when nothing is declared."""

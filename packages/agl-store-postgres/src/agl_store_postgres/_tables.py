@@ -6,13 +6,10 @@ the operations of one transaction see each other's changes.
 
 from collections.abc import Mapping, Sequence
 
-from agl import codec
 from agl.contracts import Metric
 from agl.errors import StoreError
-from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
-from agl.stores import rules
-from agl.stores.keys import ATTEMPT_BITS, MAX_SEQUENCE, number_of
-from agl.stores.packing import Packer, mark_late
+from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, encode
+from agl.stores import ATTEMPT_BITS, MAX_SEQUENCE, Packer, mark_late, number_of, rules
 from agl_store_postgres.loading import Loaded
 from agl_store_postgres.writing import Changes, SpanRow
 
@@ -140,7 +137,7 @@ class PostgresTables:
 
     def add_version(self, version: ResourceVersion) -> None:
         self._loaded.versions[version.name, version.version] = version
-        self.changes.versions.append((version.name, version.version, codec.encode(version)))
+        self.changes.versions.append((version.name, version.version, encode(version)))
         self.changes.feed.append((None, "resource", version.version, version.name))
 
     def save_state(self, states: Mapping[str, bytes]) -> None:
@@ -163,7 +160,7 @@ class PostgresTables:
         for claim in claims:
             key = self._key(claim.rollout.rollout_id, claim.attempt.number)
             self._loaded.attempts[claim.attempt.attempt_id] = claim.attempt
-            row = (claim.attempt.status, claim.attempt.claim_id, rules.deadline(claim), codec.encode(claim.attempt))
+            row = (claim.attempt.status, claim.attempt.claim_id, rules.deadline(claim), encode(claim.attempt))
             self.changes.attempts[key] = row
 
     def _key(self, rollout_id: str, number: int) -> int:

@@ -9,10 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agl import codec
-from agl.ids import rollout_id_of
-from agl.schemas import Attempt, ResourceVersion, Rollout, Span
-from agl.stores.keys import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
+from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
+from agl.stores import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
 from agl_store_postgres.links import Connection
 
 Rows: TypeAlias = Iterable[Row]
@@ -118,7 +116,7 @@ class Loaded:
 
     def put_attempt(self, data: bytes) -> None:
         """Keep an attempt."""
-        attempt = codec.decode(data, Attempt)
+        attempt = decode(data, Attempt)
         self.attempts[attempt.attempt_id] = attempt
 
 
@@ -227,6 +225,6 @@ def _read(ask: _Ask, queues: Iterable[str | None]) -> Loaded:
         loaded.queues[experiment] = [loaded.put_rollout(row) for row in ask.rows(f"queue {experiment!r}")]
     loaded.numbers = [number for (number,) in ask.rows("numbers")]
     for (data,) in ask.rows("versions"):
-        version = codec.decode(data, ResourceVersion)
+        version = decode(data, ResourceVersion)
         loaded.versions[version.name, version.version] = version
     return loaded

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 import psycopg
 
 from agl.errors import StoreError
-from agl.stores import engine
-from agl.stores.jobs import Job, answer, new_job
+from agl.stores import Job, answer, engine, new_job
 from agl_store_postgres.faults import explain, is_lost
 from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link, closed_here
 from agl_store_postgres.loading import NOW

@@ -3,14 +3,32 @@
 from itertools import product
 from typing import Any, get_args
 
-from agl import codec
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import NotFoundError
-from agl.ids import attempt_id_of, rollout_id_of
-from agl.schemas import TERMINAL_ROLLOUT, Attempt, Mode, ResourceVersion, Rollout, RolloutStatus, Span
-from agl.stores import engine, rules
-from agl.stores.keys import ATTEMPT_BITS, MAX_SEQUENCE, NUMBER_MASK, ROLLOUT, Row, number_of, read_rollout
-from agl.stores.packing import Unpacker
+from agl.schemas import (
+    TERMINAL_ROLLOUT,
+    Attempt,
+    Mode,
+    ResourceVersion,
+    Rollout,
+    RolloutStatus,
+    Span,
+    attempt_id_of,
+    decode,
+    rollout_id_of,
+)
+from agl.stores import (
+    ATTEMPT_BITS,
+    MAX_SEQUENCE,
+    NUMBER_MASK,
+    ROLLOUT,
+    Row,
+    Unpacker,
+    engine,
+    number_of,
+    read_rollout,
+    rules,
+)
 from agl_store_postgres.links import Connection
 
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -155,7 +173,7 @@ def attempts(db: Connection, rollout_id: str) -> list[Attempt]:
     )
     if not rows:
         raise NotFoundError("rollout", rollout_id)
-    return [codec.decode(data, Attempt) for (data,) in rows if data is not None]
+    return [decode(data, Attempt) for (data,) in rows if data is not None]
 
 
 def spans(db: Connection, rollout_id: str, attempt_id: str | None, *, after: int, limit: int) -> list[Span]:
@@ -192,7 +210,7 @@ def resource(db: Connection, name: str, version: str | None) -> ResourceVersion:
         rows = _all(db, "SELECT data FROM versions WHERE name = %s AND version = %s", name, version)
     if not rows:
         raise engine.unknown_resource(name, version)
-    return codec.decode(rows[0][0], ResourceVersion)
+    return decode(rows[0][0], ResourceVersion)
 
 
 def resources(db: Connection, name: str | None) -> list[ResourceVersion]:
@@ -209,7 +227,7 @@ def resources(db: Connection, name: str | None) -> list[ResourceVersion]:
             SELECT (SELECT data FROM versions v WHERE v.name = names.name ORDER BY seq DESC LIMIT 1)
             FROM names WHERE name IS NOT NULL""",
         )
-    return [codec.decode(data, ResourceVersion) for (data,) in rows]
+    return [decode(data, ResourceVersion) for (data,) in rows]
 
 
 def states(db: Connection, prefix: str) -> dict[str, bytes]:

@@ -16,10 +16,8 @@ from typing import TypeVar
 import psycopg
 
 from agl.contracts import Change, Metric, RolloutQuery
-from agl.ids import new_trace_id
-from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores import engine
-from agl.stores.jobs import Job
+from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
+from agl.stores import Job, engine
 from agl_store_postgres import reads, work
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psycopg
 from psycopg import sql
 
-from agl.stores.bell import Bell
+from agl.stores import Bell
 from agl_store_postgres.links import Connection, Link
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import Target

@@ -16,9 +16,7 @@ from typing import Any, Literal, TypeAlias
 import psycopg
 
 from agl.errors import StoreError
-from agl.stores import engine
-from agl.stores.jobs import Job, answer, new_job
-from agl.stores.packing import Packer
+from agl.stores import Job, Packer, answer, engine, new_job
 from agl_store_postgres._tables import PostgresTables
 from agl_store_postgres.faults import explain, is_collision, is_lost
 from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link, closed_here

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from agl import codec
-from agl.schemas import Rollout
-from agl.stores.keys import ATTEMPT_BITS
+from agl.schemas import Rollout, encode
+from agl.stores import ATTEMPT_BITS
 from agl_store_postgres.links import Connection
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
@@ -170,7 +169,7 @@ def _columns(rows: Sequence[tuple[Any, ...]], *, width: int = 0) -> list[list[An
 
 def _new_row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
     where = (rollout.rollout_id, rollout.experiment, rollout.mode, rollout.group_id)
-    return seq, *where, "queued", "open", 0, None, 0.0, 0.0, codec.encode(rollout)
+    return seq, *where, "queued", "open", 0, None, 0.0, 0.0, encode(rollout)
 
 
 def _row(seq: int, rollout: Rollout) -> tuple[Any, ...]:

@@ -14,16 +14,24 @@ from typing import Any
 import msgspec
 
 from agl import semconv
-from agl.capture.roles import names_of
 from agl.contracts import Store, Tracer, Upstream
-from agl.ids import new_rollout_id
-from agl.run.agent import AgentSpec
-from agl.run.local import AsyncRunner
-from agl.run.setup import RunSetup
-from agl.schemas import LLM, Attempt, Claim, Episode, Json, NamedResources, Outcome, Rollout, Span, unpack_ids
-from agl.stores.memory import MemoryStore
-from agl.train.agents import Enclosing
-from agl.train.transitions import build_episode
+from agl.episodes import Enclosing, build_episode
+from agl.schemas import (
+    LLM,
+    Attempt,
+    Claim,
+    Episode,
+    Json,
+    NamedResources,
+    Outcome,
+    Rollout,
+    Span,
+    new_rollout_id,
+    unpack_ids,
+)
+from agl.stores import MemoryStore
+from agl.tracing import names_of
+from agl_run import AgentSpec, AsyncRunner, RunSetup
 from agl_testing.model_server import RecordedCall, ScriptedModelServer, decode
 
 SECRET = b"the secret of the adapters' tests"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agl.hookspecs import PROJECT
+from agl._hookspecs import PROJECT
 
 CORE_BOUND = "agl-core>=0.1,<0.2"
 

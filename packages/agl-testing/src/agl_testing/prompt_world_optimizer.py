@@ -24,7 +24,7 @@ import re
 import threading
 from typing import Any, Literal
 
-from agl.codec import to_json
+from agl.schemas import to_json
 from agl_testing.model_server import Garbage, ModelRequest, Reply, Status, Step
 from agl_testing.prompt_world import LINE, STYLES, VOCABULARY, line_of
 

@@ -19,8 +19,8 @@ import msgspec
 
 import agl
 from agl import semconv
+from agl.algorithms import Spec
 from agl.schemas import LLM, PromptTemplate, Reward, Rollout, Span
-from agl.specs import Spec
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Step
 from agl_testing.prompt_world import (
     PromptWorld,

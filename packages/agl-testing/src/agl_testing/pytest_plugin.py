@@ -40,7 +40,7 @@ def memory_store() -> "Iterator[Store]":
     """An empty memory store, closed after the test."""
     import asyncio
 
-    from agl.stores.memory import MemoryStore
+    from agl.stores import MemoryStore
 
     store = MemoryStore("memory://")
     yield store

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agl.errors import PolicyError
-from agl.schemas import Weights
-from agl.schemas.probe import PROBE_FILE, WeightsProbe, read_probe
+from agl.schemas import PROBE_FILE, Weights, WeightsProbe, read_probe
 from agl_vllm.client import ServerClient
 
 FLOAT32_TOLERANCE = 1e-3

@@ -1,14 +1,37 @@
 """The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises."""
 
-from agl.contracts.capture import Gateway, Policy, ReplicatedPolicy, RewardEmitter, RewardSetup, Tracer, Upstream
-from agl.contracts.store import Change, Metric, RolloutQuery, Store
-from agl.contracts.training import (
+from agl._entries import (
+    AlgorithmEntry,
+    CommandEntry,
+    CreditEntry,
+    Entry,
+    GatewayEntry,
+    Kind,
+    LoggerEntry,
+    PolicyEntry,
+    RewardEntry,
+    RunnerEntry,
+    StoreEntry,
+    TracerEntry,
+)
+from agl.contracts._store import Change, Metric, RolloutQuery, Store
+from agl.contracts._tracing import (
+    CannedAnswer,
+    Gateway,
+    Policy,
+    ReplicatedPolicy,
+    Responder,
+    RewardEmitter,
+    RewardSetup,
+    Tracer,
+    Upstream,
+)
+from agl.contracts._training import (
     Algorithm,
     AlgorithmContext,
     CheckedAlgorithm,
     Collected,
     CollectFn,
-    CounterfactualCredit,
     Credit,
     ExtendableAlgorithm,
     Logger,
@@ -17,19 +40,31 @@ from agl.contracts.training import (
     PublishFn,
     Recorded,
     RecordedFn,
-    ReplayFn,
     Runner,
     StepReport,
 )
 
 __all__ = [
+    "AlgorithmEntry",
+    "CommandEntry",
+    "CreditEntry",
+    "Entry",
+    "GatewayEntry",
+    "Kind",
+    "LoggerEntry",
+    "PolicyEntry",
+    "RewardEntry",
+    "RunnerEntry",
+    "StoreEntry",
+    "TracerEntry",
+    "CannedAnswer",
+    "Responder",
     "Algorithm",
     "AlgorithmContext",
     "Change",
     "CheckedAlgorithm",
     "CollectFn",
     "Collected",
-    "CounterfactualCredit",
     "Credit",
     "ExtendableAlgorithm",
     "Gateway",
@@ -41,7 +76,6 @@ __all__ = [
     "PublishFn",
     "Recorded",
     "RecordedFn",
-    "ReplayFn",
     "ReplicatedPolicy",
     "RewardEmitter",
     "RewardSetup",

@@ -1,26 +1,12 @@
 """The values of the data model: frozen structs that every part of the system exchanges."""
 
 from agl.schemas._base import SCHEMA_VERSION, Json, Record
-from agl.schemas.call import (
-    Dialect,
-    ModelCall,
-    Sampling,
-    pack_floats,
-    pack_ids,
-    unpack_floats,
-    unpack_ids,
-)
-from agl.schemas.replay import REPLAY, ReplayPlan, replay_of
-from agl.schemas.resource import (
-    LLM,
-    JsonResource,
-    NamedResources,
-    PromptTemplate,
-    Resource,
-    ResourceVersion,
-    Weights,
-)
-from agl.schemas.rollout import (
+from agl.schemas._call import Dialect, ModelCall, Sampling, pack_floats, pack_ids, unpack_floats, unpack_ids
+from agl.schemas._codec import decode, encode, from_json, to_builtins, to_json
+from agl.schemas._ids import attempt_id_of, new_rollout_id, new_span_id, new_trace_id, rollout_id_of
+from agl.schemas._probe import PROBE_FILE, WeightsProbe, read_probe, write_probe
+from agl.schemas._resource import LLM, JsonResource, NamedResources, PromptTemplate, Resource, ResourceVersion, Weights
+from agl.schemas._rollout import (
     TERMINAL_ATTEMPT,
     TERMINAL_ROLLOUT,
     Attempt,
@@ -33,10 +19,24 @@ from agl.schemas.rollout import (
     Rollout,
     RolloutStatus,
 )
-from agl.schemas.span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus
-from agl.schemas.transition import CallCredit, Episode, LooseCall, RejectReason, Row, Segment, Transition
+from agl.schemas._span import Reward, RewardScope, RewardSource, Span, SpanEvent, SpanStatus
+from agl.schemas._transition import CallCredit, Episode, LooseCall, RejectReason, Row, Segment, Transition
 
 __all__ = [
+    "attempt_id_of",
+    "new_rollout_id",
+    "new_span_id",
+    "new_trace_id",
+    "rollout_id_of",
+    "decode",
+    "encode",
+    "from_json",
+    "to_builtins",
+    "to_json",
+    "PROBE_FILE",
+    "WeightsProbe",
+    "read_probe",
+    "write_probe",
     "LLM",
     "SCHEMA_VERSION",
     "TERMINAL_ATTEMPT",
@@ -57,9 +57,7 @@ __all__ = [
     "Outcome",
     "PromptTemplate",
     "Record",
-    "REPLAY",
     "RejectReason",
-    "ReplayPlan",
     "Resource",
     "ResourceVersion",
     "RetryPolicy",
@@ -78,7 +76,6 @@ __all__ = [
     "Weights",
     "pack_floats",
     "pack_ids",
-    "replay_of",
     "unpack_floats",
     "unpack_ids",
 ]

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
-from agl import codec
 from agl.contracts import Change, RolloutQuery
-from agl.ids import attempt_id_of
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
+from agl.schemas import _codec as codec
+from agl.schemas._ids import attempt_id_of
 from agl.stores import rules
 from agl.stores.packing import Packer, Unpacker, mark_late
 

@@ -10,8 +10,8 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from agl.errors import ConflictError, NotFoundError, StoreError
-from agl.ids import rollout_id_of
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span
+from agl.schemas._ids import rollout_id_of
 from agl.stores import rules
 
 

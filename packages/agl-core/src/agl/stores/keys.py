@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from msgspec.structs import force_setattr
 
-from agl import codec
-from agl.ids import attempt_id_of
 from agl.schemas import Rollout
+from agl.schemas import _codec as codec
+from agl.schemas._ids import attempt_id_of
 
 Row: TypeAlias = tuple[Any, ...]
 

@@ -16,9 +16,9 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import force_setattr, replace
 
-from agl import codec
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span
+from agl.schemas import _codec as codec
 from agl.stores._sharing import Marks
 
 MIN_DEFLATED = 512

@@ -9,10 +9,8 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from agl import codec
 from agl.contracts import RolloutQuery
 from agl.errors import ConflictError, FencedError, StoreError
-from agl.ids import attempt_id_of, rollout_id_of
 from agl.schemas import (
     LLM,
     TERMINAL_ATTEMPT,
@@ -27,6 +25,8 @@ from agl.schemas import (
     RolloutStatus,
     Span,
 )
+from agl.schemas import _codec as codec
+from agl.schemas._ids import attempt_id_of, rollout_id_of
 
 _R = TypeVar("_R", bound=Record)
 

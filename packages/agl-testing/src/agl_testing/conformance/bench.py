@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from agl.contracts import Algorithm, AlgorithmContext, Collected, Credit, Policy, Recorded
+from agl.episodes import EpisodeCredit
 from agl.errors import ConfigError
 from agl.schemas import LLM, Episode, Json, Resource, ResourceVersion, Rollout
-from agl.stores.memory import MemoryStore
-from agl.train.credit import EpisodeCredit
+from agl.stores import MemoryStore
 
 NAME = "under-test"
 """The algorithm's name in the bench's context."""

@@ -12,16 +12,16 @@ from typing import Any, ClassVar, get_args
 import msgspec
 import pytest
 
-from agl.hookspecs import PROJECT, AglSpec
-from agl.plugins import PluginManager
-from agl.records import Entry, Kind
+from agl import PluginManager
+from agl._hookspecs import PROJECT, AglSpec
+from agl.contracts import Entry, Kind
 from agl_testing.conformance._base import Conformance, require
 
 NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 _LIST_IMPORTS = """
 import sys
-import agl, agl.hookspecs
+import agl, agl.contracts
 before = set(sys.modules)
 import {module}
 print("\\n".join(sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})))

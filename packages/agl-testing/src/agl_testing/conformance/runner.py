@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 
 from agl import semconv
-from agl.capture import current
 from agl.contracts import Runner, Store
-from agl.run.agent import AgentSpec
-from agl.run.setup import RunSetup
 from agl.schemas import Claim, NamedResources, Outcome, RetryPolicy, Rollout, Span
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
+from agl.tracing import current
+from agl_run import AgentSpec, RunSetup
 from agl_testing.conformance._base import Conformance, require, run
 from agl_testing.stores.samples import make_rollout
 

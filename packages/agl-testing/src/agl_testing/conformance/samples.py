@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 
 from agl import semconv
-from agl.ids import new_rollout_id, new_span_id
 from agl.schemas import (
     Attempt,
     Episode,
@@ -17,6 +16,8 @@ from agl.schemas import (
     Span,
     SpanStatus,
     Transition,
+    new_rollout_id,
+    new_span_id,
     pack_floats,
     pack_ids,
 )

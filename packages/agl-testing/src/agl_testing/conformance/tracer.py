@@ -14,10 +14,9 @@ from typing import Any, ClassVar, Never
 
 import pytest
 
-from agl.capture import Capture, activate
 from agl.contracts import Tracer
-from agl.ids import new_rollout_id, new_span_id, new_trace_id
-from agl.schemas import Span
+from agl.schemas import Span, new_rollout_id, new_span_id, new_trace_id
+from agl.tracing import Capture, activate
 from agl_testing.conformance._base import Conformance, require
 
 Probe = Callable[[], None]

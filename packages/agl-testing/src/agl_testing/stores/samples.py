@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 
 from agl.contracts import Store
-from agl.ids import new_rollout_id, new_span_id
 from agl.schemas import (
     AttemptStatus,
     Claim,
@@ -19,6 +18,8 @@ from agl.schemas import (
     Sampling,
     Span,
     SpanEvent,
+    new_rollout_id,
+    new_span_id,
     pack_floats,
     pack_ids,
 )

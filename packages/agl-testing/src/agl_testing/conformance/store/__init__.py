@@ -1,4 +1,4 @@
-"""The conformance class of stores: every invariant of :mod:`agl.contracts.store`."""
+"""The conformance class of stores: every invariant of :mod:`agl.contracts._store`."""
 
 from typing import ClassVar
 

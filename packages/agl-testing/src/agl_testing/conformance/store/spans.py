@@ -12,8 +12,7 @@ import pytest
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
-from agl.ids import new_span_id
-from agl.schemas import Claim, Span
+from agl.schemas import Claim, Span, new_span_id
 from agl_testing.conformance.store.case import store_test
 from agl_testing.conformance.store.leases import WAKE_UP_S
 from agl_testing.stores.samples import (

@@ -1,0 +1,88 @@
+"""How a person writes an agent for this project, if they want to: a class or a decorated function.
+
+An agent that knows nothing of this project is as good: a plain function of the task.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from agl.contracts import Tracer
+from agl.schemas import NamedResources, Rollout
+from agl.tracing._context import current
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "__agl_agent__"
+
+
+class Tracers:
+    """The installed tracers as one object: an attribute is that of the first one that has it."""
+
+    def __init__(self, tracers: tuple[Tracer, ...]) -> None:
+        self._tracers = tracers
+
+    def __getattr__(self, name: str) -> Any:
+        for tracer in self._tracers:
+            if hasattr(tracer, name):
+                return getattr(tracer, name)
+        found = [type(tracer).__name__ for tracer in self._tracers]
+        raise AttributeError(
+            f"no tracer of this run has {name!r}; it has {found}. Use it inside a rollout, and name the tracer that "
+            "has it in the experiment's tracers"
+        )
+
+
+class _CurrentTracers:
+    """Gives the tracers of the running attempt; an agent that sets an attribute of this name has its own."""
+
+    def __get__(self, agent: object, owner: type) -> Tracers:
+        capture = current()
+        return Tracers(capture.tracers if capture else ())
+
+
+class LitAgent(Generic[T]):
+    """An agent as a class: override :meth:`rollout`, as a function or a coroutine function.
+
+    One instance serves many rollouts at once, so keep per-rollout state in local variables.
+
+    Attributes:
+        tracer: The tracers of the running attempt, for what a tracer offers besides its contract, such as a handler
+            that an agent passes to its framework by hand.
+    """
+
+    tracer = _CurrentTracers()
+
+    def rollout(self, task: T, resources: NamedResources, rollout: Rollout) -> Any:
+        """Run the agent on one task.
+
+        Args:
+            task: One row of the dataset, without its hidden fields.
+            resources: What the experiment tunes or provides, by name: ``LLM``, ``PromptTemplate`` and so on.
+            rollout: The record of this run, hidden fields removed.
+
+        Returns:
+            A number is the reward, a dict of numbers its dimensions, ``None`` nothing; a string or any other
+            JSON value is the agent's output, which reward emitters see.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override rollout(task, resources, rollout)")
+
+
+def agent(function: F) -> F:
+    """Mark a plain function, sync or async, as an agent; it stays callable as before.
+
+    It may take any of the parameters ``task``, ``resources``, ``rollout``, ``llm`` (the only LLM among the
+    resources), ``prompt_template`` (likewise), or a resource's name; the first parameter of another name is the task.
+    """
+    setattr(function, MARK, True)
+    return function
+
+
+rollout = agent
+"""The name of the decorator in Agent Lightning."""
+
+llm_rollout = agent
+"""The name in Agent Lightning of the decorator for ``f(task, llm)``."""
+
+prompt_rollout = agent
+"""The name in Agent Lightning of the decorator for ``f(task, prompt_template)``."""

@@ -1,0 +1,45 @@
+"""The core's own components, registered through the same hooks as everybody else's. Imports none of them."""
+
+from collections.abc import Iterable
+
+from agl._entries import CreditEntry, RewardEntry, StoreEntry, TracerEntry
+from agl._hookspecs import hookimpl
+
+
+@hookimpl
+def agl_stores() -> Iterable[StoreEntry]:
+    """The store in memory."""
+    yield StoreEntry(name="memory", factory="agl.stores:MemoryStore", summary="in this process, not durable")
+
+
+@hookimpl
+def agl_tracers() -> Iterable[TracerEntry]:
+    """Tracers for OpenTelemetry spans and for model calls on the wire."""
+    yield TracerEntry(
+        name="otel",
+        factory="agl.tracing:OtelTracer",
+        summary="OpenTelemetry spans that end in a rollout",
+        frameworks=("opentelemetry",),
+    )
+    yield TracerEntry(
+        name="wire",
+        factory="agl.tracing:WireTracer",
+        summary="model calls through httpx, recorded in the process",
+        frameworks=("httpx", "httpx2"),
+    )
+
+
+@hookimpl
+def agl_rewards() -> Iterable[RewardEntry]:
+    """The simplest reward there is."""
+    yield RewardEntry(
+        name="exact-match", factory="agl.episodes:ExactMatch", summary="1.0 when the final text is the answer"
+    )
+
+
+@hookimpl
+def agl_credits() -> Iterable[CreditEntry]:
+    """Credit per episode."""
+    yield CreditEntry(
+        name="episode", factory="agl.episodes:EpisodeCredit", summary="the episode's return to every call"
+    )

@@ -1,0 +1,189 @@
+"""The hooks. Provider hooks return records; observer hooks only watch, and their failures harm nobody.
+
+Hooks are synchronous and do no work: what they name is built when it is asked for.
+Write ``from agl import hookimpl`` and define functions with these names in the module that the ``agl`` entry point
+names. That module imports ``agl`` and the standard library only.
+"""
+
+from collections.abc import Iterable
+
+import pluggy
+
+from agl._entries import (
+    AlgorithmEntry,
+    CommandEntry,
+    CreditEntry,
+    GatewayEntry,
+    LoggerEntry,
+    PolicyEntry,
+    RewardEntry,
+    RunnerEntry,
+    StoreEntry,
+    TracerEntry,
+)
+from agl.contracts import StepReport
+from agl.schemas import Attempt, ResourceVersion, Rollout
+
+PROJECT = "agl"
+"""Name of the pluggy project, of the marker, and of the entry-point group."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+class AglSpec:
+    """Every hook that a plugin may implement."""
+
+    @hookspec
+    def agl_tracers(self) -> Iterable[TracerEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Tracers, one per framework, asked for when plugins load.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_tracers():
+                yield agl.TracerEntry(name="echo", factory="agl_echo.tracer:EchoTracer", frameworks=("echo",))
+        """
+
+    @hookspec
+    def agl_rewards(self) -> Iterable[RewardEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Reward emitters, named in ``[[reward]] use = "..."``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_rewards():
+                yield agl.RewardEntry(name="contains", factory="agl_toy:Contains", summary="substring match")
+        """
+
+    @hookspec
+    def agl_stores(self) -> Iterable[StoreEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Stores by URL scheme.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_stores():
+                yield agl.StoreEntry(name="redis", factory="agl_store_redis.store:RedisStore")
+        """
+
+    @hookspec
+    def agl_algorithms(self) -> Iterable[AlgorithmEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Algorithms, named in ``[[algorithm]] use = "..."``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_algorithms():
+                yield agl.AlgorithmEntry(name="grpo", factory="agl_algo_torch.grpo:GRPO", tunes=("weights",))
+        """
+
+    @hookspec
+    def agl_credits(self) -> Iterable[CreditEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Credit assignments, named in ``[credit] use = "..."``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_credits():
+                yield agl.CreditEntry(name="last-call", factory="agl_toy.credit:LastCall")
+        """
+
+    @hookspec
+    def agl_runners(self) -> Iterable[RunnerEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Runners, named in ``[runner] use = "..."``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_runners():
+                yield agl.RunnerEntry(name="ray", factory="agl_ray.runner:RayRunner")
+        """
+
+    @hookspec
+    def agl_policies(self) -> Iterable[PolicyEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Model servers, named in ``[policy.NAME] use = "..."``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_policies():
+                yield agl.PolicyEntry(name="torch", factory="agl_algo_torch.policy:TorchPolicy", trains=True)
+        """
+
+    @hookspec
+    def agl_gateways(self) -> Iterable[GatewayEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Capture proxies; an experiment uses the one named in ``[gateway] use``, by default ``gateway``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_gateways():
+                yield agl.GatewayEntry(name="gateway", factory="agl_gateway.embedded:EmbeddedGateway")
+        """
+
+    @hookspec
+    def agl_loggers(self) -> Iterable[LoggerEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Metric sinks, named in ``[[logger]] use = "..."``.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_loggers():
+                yield agl.LoggerEntry(name="tensorboard", factory="agl_tensorboard:TensorBoard")
+        """
+
+    @hookspec
+    def agl_commands(self) -> Iterable[CommandEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Commands below ``agl``; imported only when called.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_commands():
+                yield agl.CommandEntry(name="serve", factory="agl_gateway.cli:serve", summary="run the gateway")
+        """
+
+    @hookspec
+    def agl_rollout_started(self, rollout: Rollout, attempt: Attempt) -> None:
+        """An attempt was claimed and is about to run, in the process that runs the experiment.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_rollout_started(rollout, attempt):
+                print(rollout.rollout_id, "attempt", attempt.number)
+        """
+
+    @hookspec
+    def agl_rollout_finished(self, rollout: Rollout) -> None:
+        """A rollout reached its final status.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_rollout_finished(rollout):
+                print(rollout.rollout_id, rollout.status)
+        """
+
+    @hookspec
+    def agl_resources_published(self, version: ResourceVersion) -> None:
+        """A new version of a resource is live.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_resources_published(version):
+                print(version.name, version.version)
+        """
+
+    @hookspec
+    def agl_step_finished(self, algorithm: str, report: StepReport) -> None:
+        """An algorithm finished a step and its state is saved.
+
+        .. code-block:: python
+
+            @agl.hookimpl
+            def agl_step_finished(algorithm, report):
+                print(algorithm, report.step, report.metrics)
+        """

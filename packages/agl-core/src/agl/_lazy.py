@@ -1,0 +1,25 @@
+"""Public names that are imported when they are first used, so that a package costs what is used of it."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """A module's ``__getattr__``: imports a name from its home, and keeps it as an attribute of the package.
+
+    Args:
+        package: The package's ``__name__``.
+        homes: The names to offer, by the module that defines them.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(home_of[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return get

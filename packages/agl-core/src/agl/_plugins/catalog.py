@@ -1,0 +1,154 @@
+"""The components by kind and name, who registered them, and what to say about one that cannot be had."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TypeVar, cast
+
+from agl._entries import CommandEntry, Entry, Kind
+from agl._plugins.hooks import PROVIDERS
+from agl._plugins.packages import KNOWN
+from agl._plugins.status import DISABLED_VARIABLE, Source
+from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
+
+E = TypeVar("E", bound=Entry)
+Key = tuple[Kind, str]
+
+KINDS: dict[type[Entry], Kind] = {
+    record: cast("Kind", record.__name__.removesuffix("Entry").lower()) for record in PROVIDERS.values()
+}
+RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantined:
+    """A plugin that failed: why, and the components that it had named by then."""
+
+    source: Source
+    error: PluginError
+    keys: tuple[Key, ...] = ()
+
+    def may_hold(self, key: Key) -> bool:
+        """Whether the component can be told to be this plugin's."""
+        return key in self.keys or belongs(key, self.source)
+
+
+def key_of(entry: Entry) -> Key:
+    """Kind and name of a component; a command's name begins with that of the command above it."""
+    kind: Kind = next(KINDS[record] for record in type(entry).__mro__ if record in KINDS)
+    parent = entry.parent if isinstance(entry, CommandEntry) else ""
+    return kind, f"{parent} {entry.name}" if parent else entry.name
+
+
+def belongs(key: Key, source: Source) -> bool:
+    """Whether a plugin that was never imported is the likely home of a component."""
+    return key[1] == source.name or (source.distribution != "" and KNOWN.get(key) == source.distribution)
+
+
+class Catalog:
+    """Components that were registered. Two plugins with one name are refused, and so is asking for that name."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, tuple[Source, Entry]] = {}
+        self._contested: dict[Key, str] = {}
+
+    def add(self, source: Source, entries: Sequence[Entry], *, reserved: Iterable[str] = ()) -> None:
+        """Register all or none; raises :class:`DuplicateComponentError` that names both plugins.
+
+        Components of the plugins named in ``reserved`` stay usable after such a clash.
+        """
+        fresh: dict[Key, tuple[Source, Entry]] = {}
+        for entry in entries:
+            key = key_of(entry)
+            owner = fresh.get(key) or self._entries.get(key)
+            if owner is not None:
+                message = _clash(key, owner[0], source)
+                if owner[0].name not in {*reserved, source.name}:
+                    self._contested[key] = message
+                raise DuplicateComponentError(message)
+            fresh[key] = (source, entry)
+        self._entries.update(fresh)
+
+    def get(self, record: type[E], name: str) -> E | None:
+        """The component, ``None`` if there is none; raises if two plugins registered it."""
+        key = (KINDS[record], name)
+        if key in self._contested:
+            raise DuplicateComponentError(self._contested[key])
+        entry = self._entries.get(key, (None, None))[1]
+        return entry if isinstance(entry, record) else None
+
+    def entries(self, record: type[E]) -> list[E]:
+        """All components of a kind in order of name."""
+        found = [entry for _, entry in self._entries.values() if isinstance(entry, record)]
+        return sorted(found, key=lambda entry: entry.name)
+
+    def source_of(self, entry: Entry) -> Source | None:
+        """The plugin that registered this very component."""
+        source, registered = self._entries.get(key_of(entry), (None, None))
+        return source if registered is entry else None
+
+    def keys_of(self, source: Source) -> list[Key]:
+        """What a plugin registered, in order."""
+        return [key for key, (owner, _) in self._entries.items() if owner is source]
+
+    def names(self, kind: Kind) -> list[str]:
+        """Names of a kind in order."""
+        return sorted(name for found, name in self._entries if found == kind)
+
+
+def missing(key: Key, names: Sequence[str], broken: Sequence[Quarantined], disabled: Sequence[Source]) -> PluginError:
+    """The error for a component that nobody registered; ``names`` are the ones of its kind that somebody did."""
+    kind, name = key
+    for plugin in broken:
+        if plugin.may_hold(key):
+            return _quarantined(key, plugin)
+    for source in disabled:
+        if belongs(key, source):
+            return UnknownComponentError(
+                f"the {kind} {name!r} is in the plugin {source.label}, which is disabled; "
+                f"take it out of {DISABLED_VARIABLE} (or of --no-plugins) to use it"
+            )
+    parts = [f"no {kind} named {name!r} is registered{_guess(key, names)}", *_advice(key, names)]
+    if broken:
+        plugins = ", ".join(plugin.source.label for plugin in broken)
+        parts.append(f"it may be in a plugin that failed to load: {plugins} (see: agl plugins check)")
+    error = UnknownComponentError("; ".join(parts))
+    error.__cause__ = _cause(broken)
+    return error
+
+
+def _guess(key: Key, names: Sequence[str]) -> str:
+    kind, name = key
+    installable = [known for known_kind, known in KNOWN if known_kind == kind]
+    near = get_close_matches(name, [*names, *installable], n=1)
+    if key in KNOWN or not near:
+        return ""
+    install = "" if near[0] in names else f" Then run: pip install {KNOWN[kind, near[0]]}"
+    return f" (did you mean {near[0]!r}?{install})"
+
+
+def _advice(key: Key, names: Sequence[str]) -> list[str]:
+    if key in KNOWN:
+        return [f"run: pip install {KNOWN[key]}"]
+    return [f"available: {', '.join(names)}" if names else f"no {key[0]} is installed"]
+
+
+def _quarantined(key: Key, plugin: Quarantined) -> PluginError:
+    error = BrokenPluginError(f"the {key[0]} {key[1]!r} cannot be used: {plugin.error}")
+    error.__cause__ = plugin.error
+    return error
+
+
+def _cause(broken: Sequence[Quarantined]) -> BaseException | None:
+    if len(broken) < 2:
+        return broken[0].error if broken else None
+    return ExceptionGroup("plugins that failed to load", [plugin.error for plugin in broken])
+
+
+def _clash(key: Key, owner: Source, source: Source) -> str:
+    if owner.name == source.name:
+        return f"the plugin {source.label} registers the {key[0]} {key[1]!r} twice; {source.remedy}"
+    return (
+        f"the {key[0]} {key[1]!r} is registered by two plugins, {owner.label} and {source.label}; "
+        f"remove one of them, or leave one out with {DISABLED_VARIABLE}={source.name}"
+    )

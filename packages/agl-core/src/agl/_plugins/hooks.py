@@ -1,0 +1,126 @@
+"""Reads one plugin: refuses hooks that would silently do nothing, and collects the components it registers.
+
+pluggy accepts a misspelled hook, a function without the marker and a coroutine function, and each of them would
+silently do nothing; here they are errors that say what to write instead.
+"""
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+import pluggy
+
+from agl._entries import (
+    AlgorithmEntry,
+    CommandEntry,
+    CreditEntry,
+    Entry,
+    GatewayEntry,
+    LoggerEntry,
+    PolicyEntry,
+    RewardEntry,
+    RunnerEntry,
+    StoreEntry,
+    TracerEntry,
+)
+from agl._hookspecs import PROJECT, AglSpec
+from agl.errors import PluginError
+
+PROVIDERS: dict[str, type[Entry]] = {
+    "agl_tracers": TracerEntry,
+    "agl_rewards": RewardEntry,
+    "agl_stores": StoreEntry,
+    "agl_algorithms": AlgorithmEntry,
+    "agl_credits": CreditEntry,
+    "agl_runners": RunnerEntry,
+    "agl_policies": PolicyEntry,
+    "agl_gateways": GatewayEntry,
+    "agl_loggers": LoggerEntry,
+    "agl_commands": CommandEntry,
+}
+"""Provider hooks and the type of record that each returns."""
+
+HOOKS = tuple(name for name in vars(AglSpec) if name.startswith(f"{PROJECT}_"))
+OBSERVERS = tuple(name for name in HOOKS if name not in PROVIDERS)
+
+_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_FACTORY = re.compile(r"[\w.]+:[\w.]+")
+
+
+def hookimpls(hooks: pluggy.PluginManager, hook: str) -> list[pluggy.HookImpl]:
+    """Implementations of one hook in order of registration, those marked ``tryfirst`` before, ``trylast`` after."""
+    caller: pluggy.HookCaller = getattr(hooks.hook, hook)
+    return sorted(caller.get_hookimpls(), key=lambda impl: (impl.trylast, not impl.tryfirst))
+
+
+def check_hooks(hooks: pluggy.PluginManager, plugin: object) -> None:
+    """Raise :class:`PluginError` for anything in ``plugin`` that looks like a hook and would not be called."""
+    for name, function in _functions(plugin):
+        if getattr(function, f"{PROJECT}_impl", None) is None:
+            raise PluginError(f"{name} is not marked; write @agl.hookimpl above it, or give it another name")
+    for caller in hooks.get_hookcallers(plugin) or ():
+        for impl in caller.get_hookimpls():
+            if impl.plugin is plugin:
+                _check_impl(caller, impl)
+
+
+def components(hooks: pluggy.PluginManager, plugin: object) -> list[Entry]:
+    """The records that ``plugin`` returns from its provider hooks, checked."""
+    found: list[Entry] = []
+    for hook, record in PROVIDERS.items():
+        for impl in hookimpls(hooks, hook):
+            if impl.plugin is plugin:
+                found.extend(_entries(impl, hook, record))
+    return found
+
+
+def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
+    home = plugin.__name__ if inspect.ismodule(plugin) else None
+    for name in dir(plugin):
+        if not name.startswith(f"{PROJECT}_"):
+            continue
+        member = inspect.getattr_static(plugin, name)
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function) and (home is None or function.__module__ == home):
+            yield name, function
+
+
+def _check_impl(caller: pluggy.HookCaller, impl: pluggy.HookImpl) -> None:
+    if caller.spec is None and not impl.optionalhook:
+        near = get_close_matches(caller.name, HOOKS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
+        raise PluginError(f"{caller.name} is no hook; {hint}")
+    if impl.wrapper or impl.hookwrapper:
+        raise PluginError(f"{caller.name} is a wrapper; hooks are called one by one, so remove wrapper=True")
+    if inspect.iscoroutinefunction(impl.function) or inspect.isasyncgenfunction(impl.function):
+        raise PluginError(f"{caller.name} is async; hooks are synchronous, so do async work in what the factory builds")
+    for parameter in inspect.signature(impl.function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
+            raise PluginError(f"{caller.name} takes {parameter.name!r} by keyword only; remove the * before it")
+
+
+def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[Entry]:
+    result: object = impl.function()
+    if not isinstance(result, Iterable):
+        raise PluginError(f"{hook} returned {type(result).__name__}; yield {record.__name__} records")
+    for entry in result:  # pyright: ignore[reportUnknownVariableType]  # checked in the next line
+        if not isinstance(entry, record):
+            found = type(entry).__name__  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # of anything
+            raise PluginError(f"{hook} yielded a {found}; yield agl.{record.__name__}(name=..., factory=...)")
+        yield _checked(entry, hook)
+
+
+def _checked(entry: Entry, hook: str) -> Entry:
+    if not isinstance(entry.name, str) or not _NAME.fullmatch(entry.name):  # pyright: ignore[reportUnnecessaryIsInstance]  # a plugin may pass anything
+        raise PluginError(
+            f"{hook} names a component {entry.name!r}; use lower case, digits and hyphens, starting with a letter"
+        )
+    if isinstance(entry.factory, str) and not _FACTORY.fullmatch(entry.factory):
+        raise PluginError(f"the factory {entry.factory!r} of {entry.name!r} is not of the form 'package.module:name'")
+    if not isinstance(entry.factory, str) and not callable(entry.factory):
+        raise PluginError(
+            f"the factory of {entry.name!r} is a {type(entry.factory).__name__}; pass a callable or 'm:name'"
+        )
+    return entry

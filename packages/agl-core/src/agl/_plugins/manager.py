@@ -1,0 +1,299 @@
+"""The plugin manager: which plugins are there, which components they bring, and who watches what happens.
+
+It never imports a framework: a plugin's entry point names a light module with records, and a component's own module
+is imported when :meth:`PluginManager.build` is called.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import pluggy
+
+import agl
+from agl import _builtin as builtin
+from agl._entries import (
+    AlgorithmEntry,
+    CommandEntry,
+    CreditEntry,
+    Entry,
+    GatewayEntry,
+    Kind,
+    LoggerEntry,
+    PolicyEntry,
+    RewardEntry,
+    RunnerEntry,
+    StoreEntry,
+    TracerEntry,
+)
+from agl._hookspecs import PROJECT, AglSpec
+from agl._plugins.build import build, resolve
+from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, Quarantined, key_of, missing
+from agl._plugins.discovery import Candidate, candidates, check_bound
+from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
+from agl._plugins.status import (
+    CORE,
+    DISABLED_VARIABLE,
+    RUN,
+    STRICT_VARIABLE,
+    PluginState,
+    PluginStatus,
+    Source,
+    describe,
+)
+from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError
+
+E = TypeVar("E", bound=Entry)
+
+EVERY = "*"
+"""In ``AGL_DISABLED_PLUGINS``: every plugin but the core's own components."""
+
+CORE_PLUGIN = "core"
+RUN_PLUGIN = "run"
+
+_log = logging.getLogger("agl.plugins")
+
+
+class PluginManager:
+    """Registered plugins and their components.
+
+    A new manager has the components of ``agl-core``, and of ``agl-run`` where that is installed; :meth:`load` adds the
+    other installed plugins and :meth:`register` one at hand. Looking components up is safe from several threads;
+    registering is not.
+
+    Args:
+        disabled: Names of entry points or distributions to leave out; ``"*"`` for all.
+        strict: Raise at the first plugin that fails instead of quarantining it.
+    """
+
+    def __init__(self, *, disabled: Iterable[str] = (), strict: bool = False) -> None:
+        self._disabled = frozenset(disabled)
+        self._strict = strict
+        self._hooks = pluggy.PluginManager(PROJECT)
+        self._hooks.add_hookspecs(AglSpec)
+        self._catalog = Catalog()
+        self._loaded: dict[str, Source] = {}
+        self._broken: list[Quarantined] = []
+        self._skipped: list[Source] = []
+        self._named: dict[Source, tuple[Key, ...]] = {}
+        self._failures: dict[str, int] = {}
+        self._admit(
+            Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__), builtin
+        )
+        for candidate in candidates(RUN):
+            self._load(candidate)
+
+    @classmethod
+    def from_environment(
+        cls,
+        disabled: Iterable[str] = (),
+        strict: bool | None = None,
+        load: bool = True,
+        *,
+        environ: Mapping[str, str] = os.environ,
+    ) -> "PluginManager":
+        """A manager with the installed plugins.
+
+        Args:
+            disabled: Left out, besides those in ``AGL_DISABLED_PLUGINS`` (separated by commas).
+            strict: By default whether ``AGL_PLUGINS_STRICT`` is ``1``.
+            load: False leaves out every installed plugin, as ``--no-plugins`` does.
+            environ: Where the variables are read.
+        """
+        names = [name.strip() for name in environ.get(DISABLED_VARIABLE, "").split(",") if name.strip()]
+        if strict is None:
+            strict = environ.get(STRICT_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
+        manager = cls(disabled=(*disabled, *names, *(() if load else (EVERY,))), strict=strict)
+        manager.load()
+        return manager
+
+    def load(self) -> None:
+        """Load the installed plugins in order of name; one that fails is quarantined, or raised when strict."""
+        for candidate in candidates():
+            if candidate.source.distribution == RUN:
+                continue
+            if self._disabled & {EVERY, candidate.source.name, candidate.source.distribution}:
+                self._skipped.append(candidate.source)
+            else:
+                self._load(candidate)
+
+    def register(self, plugin: object, *, name: str = "") -> None:
+        """Add a module or object with hook implementations; raises :class:`PluginError` if it cannot be used."""
+        name = name or getattr(plugin, "__name__", "") or type(plugin).__qualname__
+        source = Source(name=name, module=getattr(plugin, "__module__", "") or name)
+        try:
+            self._admit(source, plugin)
+        except Exception as error:  # noqa: BLE001  # raised again, with the plugin's name
+            failure = _failure(source, error)
+            raise failure from _other(failure, error)
+
+    def tracer(self, name: str) -> TracerEntry:
+        """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for what cannot be had."""
+        return self._get(TracerEntry, name)
+
+    def reward(self, name: str) -> RewardEntry:
+        """The reward emitter of that name; ``module:attribute`` is one that the experiment brings itself."""
+        if ":" in name:
+            return RewardEntry(name=name, factory=name)
+        return self._get(RewardEntry, name)
+
+    def store_entry(self, scheme: str) -> StoreEntry:
+        """The store for a URL scheme."""
+        return self._get(StoreEntry, scheme)
+
+    def algorithm(self, name: str) -> AlgorithmEntry:
+        """The algorithm of that name."""
+        return self._get(AlgorithmEntry, name)
+
+    def credit(self, name: str) -> CreditEntry:
+        """The credit assignment of that name."""
+        return self._get(CreditEntry, name)
+
+    def runner(self, name: str) -> RunnerEntry:
+        """The runner of that name."""
+        return self._get(RunnerEntry, name)
+
+    def policy(self, name: str) -> PolicyEntry:
+        """The model server of that name."""
+        return self._get(PolicyEntry, name)
+
+    def gateway(self, name: str) -> GatewayEntry:
+        """The gateway of that name."""
+        return self._get(GatewayEntry, name)
+
+    def logger(self, name: str) -> LoggerEntry:
+        """The metric sink of that name."""
+        return self._get(LoggerEntry, name)
+
+    def command(self, name: str) -> CommandEntry:
+        """The command of that name."""
+        return self._get(CommandEntry, name)
+
+    def entry(self, kind: Kind, name: str) -> Entry:
+        """The component of any kind."""
+        return self._get(RECORDS[kind], name)
+
+    def entries(self, kind: Kind) -> Sequence[Entry]:
+        """All components of a kind, in order of name."""
+        return self._catalog.entries(RECORDS[kind])
+
+    def resolve(self, entry: Entry, /) -> Any:
+        """The entry's factory, imported; see :meth:`build`."""
+        return resolve(entry, _label(entry), self._source_of(entry))
+
+    def build(self, entry: Entry, /, **params: Any) -> Any:
+        """Make the component.
+
+        Raises:
+            ConfigError: A parameter is unknown, missing or of the wrong type; all accepted ones are named.
+            PluginError: Its module needs something that is not installed, or is broken.
+        """
+        return build(entry, _label(entry), self._source_of(entry), params)
+
+    def notify(self, hook: str, /, **values: Any) -> None:
+        """Tell the observers, plugin by plugin; one that raises harms nobody and is logged once."""
+        if hook not in OBSERVERS:
+            raise PluginError(f"{hook!r} is no observer hook; they are {', '.join(OBSERVERS)}")
+        for impl in hookimpls(self._hooks, hook):
+            try:
+                impl.function(*(values[name] for name in impl.argnames))
+            except Exception as error:  # noqa: BLE001  # an observer only watches
+                self._note_failure(impl.plugin_name, hook, error)
+
+    def status(self) -> list[PluginStatus]:
+        """Every plugin that was found, in order of name; the core's own components first."""
+        loaded = [self._status(source, "loaded", self._catalog.keys_of(source)) for source in self._loaded.values()]
+        broken = [self._status(item.source, "broken", item.keys, error=str(item.error)) for item in self._broken]
+        skipped = [self._status(source, "disabled") for source in self._skipped]
+        rest = sorted([*loaded[1:], *broken, *skipped], key=lambda status: (status.name, status.distribution))
+        return [loaded[0], *rest]
+
+    def worker_env(self) -> dict[str, str]:
+        """The environment variables that give a child process the same choice of plugins."""
+        return {DISABLED_VARIABLE: ",".join(sorted(self._disabled)), STRICT_VARIABLE: "1" if self._strict else "0"}
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Names that were to be disabled and that no installed plugin has."""
+        known = {EVERY} | {name for source in self._skipped for name in (source.name, source.distribution)}
+        return sorted(self._disabled - known)
+
+    def _load(self, candidate: Candidate) -> None:
+        source = candidate.source
+        try:
+            check_bound(source, agl.__version__)
+            self._admit(source, candidate.load())
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
+            failure = _failure(source, error)
+            if self._strict:
+                raise failure from _other(failure, error)
+            if failure is not error:
+                failure.__cause__ = error
+            self._broken.append(Quarantined(source=source, error=failure, keys=self._named.get(source, ())))
+            _log.warning("%s", failure)
+
+    def _admit(self, source: Source, plugin: object) -> None:
+        if source.name in self._loaded:
+            other = self._loaded[source.name].label
+            raise PluginError(f"another plugin has this name: {other}; remove one of the two")
+        self._hooks.register(plugin, name=source.name)
+        try:
+            check_hooks(self._hooks, plugin)
+            entries = components(self._hooks, plugin)
+            self._named[source] = tuple(key_of(entry) for entry in entries)
+            self._catalog.add(source, entries, reserved=(CORE_PLUGIN, RUN_PLUGIN))
+        except BaseException:
+            self._hooks.unregister(plugin)
+            raise
+        self._loaded[source.name] = source
+
+    def _get(self, record: type[E], name: str) -> E:
+        found = self._catalog.get(record, name)
+        if found is None:
+            kind = KINDS[record]
+            raise missing((kind, name), self._catalog.names(kind), self._broken, self._skipped)
+        return found
+
+    def _source_of(self, entry: Entry) -> Source:
+        return self._catalog.source_of(entry) or Source(name=entry.name)
+
+    def _note_failure(self, plugin: str, hook: str, error: Exception) -> None:
+        self._failures[plugin] = self._failures.get(plugin, 0) + 1
+        if self._failures[plugin] == 1:
+            source = self._loaded[plugin]
+            _log.error(
+                "%s of the plugin %s raised; the run goes on, and further failures of this plugin are only counted "
+                "(see: agl plugins list); %s",
+                hook,
+                source.label,
+                source.remedy,
+                exc_info=error,
+            )
+
+    def _status(self, source: Source, state: PluginState, keys: Iterable[Key] = (), *, error: str = "") -> PluginStatus:
+        return PluginStatus(
+            name=source.name,
+            distribution=source.distribution,
+            version=source.version,
+            module=source.module,
+            state=state,
+            components=tuple(f"{kind} {name}" for kind, name in keys),
+            error=error,
+            failures=self._failures.get(source.name, 0) if state == "loaded" else 0,
+        )
+
+
+def _label(entry: Entry) -> str:
+    return f"the {key_of(entry)[0]} {entry.name!r}"
+
+
+def _failure(source: Source, error: BaseException) -> PluginError:
+    if isinstance(error, BrokenPluginError | DuplicateComponentError):
+        return error
+    what = str(error) if isinstance(error, PluginError) else describe(error)
+    return BrokenPluginError(f"the plugin {source.label} failed to load: {what}; {source.remedy}")
+
+
+def _other(failure: PluginError, error: BaseException) -> BaseException | None:
+    return None if failure is error else error

@@ -1,0 +1,324 @@
+"""Contracts of training: credit, runners, loggers, algorithms and the context that an algorithm receives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from agl.contracts._store import Metric, Store
+from agl.contracts._tracing import Policy
+from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
+
+
+class Credit(Protocol):
+    """Turns the rewards of a group of episodes into a number for every call that is not rejected."""
+
+    def assign(self, group: Sequence[Episode]) -> Sequence[Sequence[CallCredit]]:
+        """One list per episode, in order; episodes of one group share a task. Pure and deterministic."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes attempts. The worker loop around it claims, renews leases and writes outcomes."""
+
+    async def start(self) -> None:
+        """Acquire what attempts share, such as a pool of processes."""
+        ...
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt to its end; never raises for what the agent does. Cancelling it stops the agent."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop running attempts and release everything; idempotent."""
+        ...
+
+
+class Logger(Protocol):
+    """A metric sink beside the store."""
+
+    def log(self, metrics: Sequence[Metric]) -> None:
+        """Take a batch of numbers; called in order of step, from one thread."""
+        ...
+
+    def close(self) -> None:
+        """Flush; idempotent."""
+        ...
+
+
+class StepReport(Record, frozen=True, kw_only=True):
+    """What one step of an algorithm did.
+
+    Attributes:
+        step: From 1; equals the number of steps done, over restarts too.
+        is_finished: Nothing is left to do.
+        metrics: Numbers to log at this step.
+        trained: Ids of the rollouts that the step's update consumed; the driver refuses one that was trained
+            before by this algorithm.
+        published: ``name@version`` of resources that the step published.
+        stop_reason: Why it finished, in words; ``""`` while it has not.
+    """
+
+    step: int
+    is_finished: bool = False
+    metrics: dict[str, float] = {}
+    trained: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()
+    stop_reason: str = ""
+
+
+class Collected(Record, frozen=True, kw_only=True):
+    """Finished rollouts of one request, in its order: groups are contiguous.
+
+    Attributes:
+        episodes: All of them, failed ones included: look at ``rollout.status``, ``reward`` and ``rows``.
+        dropped: Episodes per reason that the experiment's policies for failed rollouts and missing rewards
+            removed, so that nothing disappears uncounted.
+    """
+
+    episodes: tuple[Episode, ...] = ()
+    dropped: dict[str, int] = {}
+
+    def groups(self) -> list[list[Episode]]:
+        """The episodes by group id, in order of first appearance."""
+        groups: dict[str, list[Episode]] = {}
+        for episode in self.episodes:
+            groups.setdefault(episode.rollout.group_id, []).append(episode)
+        return list(groups.values())
+
+
+class CollectFn(Protocol):
+    """Runs the agent on tasks and returns the finished rollouts."""
+
+    async def __call__(
+        self,
+        tasks: Sequence[Json],
+        *,
+        step: int,
+        n: int = 1,
+        mode: Literal["train", "val", "test"] = "train",
+        resources: Mapping[str, str] | None = None,
+        key: str = "",
+        keeps_all: bool = False,
+    ) -> Collected:
+        """Run every task ``n`` times as one group each.
+
+        Rollout ids follow from (experiment, algorithm, step, mode, key, position), so that a step that is repeated
+        after a crash finds what it had already paid for.
+
+        Args:
+            tasks: What to run.
+            step: The step that asks.
+            n: Rollouts per task.
+            mode: What they are for.
+            resources: Versions to pin by name; the live ones elsewhere.
+            key: Tells several requests of one step and mode apart, which may then run at the same time; letters,
+                digits, ``_`` and ``-``.
+            keeps_all: Give failed and unrewarded training rollouts as they are, instead of applying the
+                experiment's policies for them; validation and test rollouts always come as they are.
+        """
+        ...
+
+
+class Recorded(Record, frozen=True, kw_only=True):
+    """Finished training rollouts that others paid for.
+
+    Those of other algorithms of the run are in order of their ids, those of other experiments in the order in which
+    they finished.
+
+    Who paid is in each rollout's ``metadata`` (``algorithm`` and ``step``), with what in its ``resources``.
+
+    Attributes:
+        episodes: Those that the experiment's policies for failed rollouts and missing rewards keep.
+        dropped: Rollouts per reason that were left out; ``stale`` for those older than was asked for.
+        steps: The last finished step of every source, or the place in the feed of another experiment, for the next
+            request's ``after``.
+        is_over: No source will take another step; of other experiments, nothing more has finished.
+    """
+
+    episodes: tuple[Episode, ...] = ()
+    dropped: dict[str, int] = {}
+    steps: dict[str, int] = {}
+    is_over: bool = False
+
+    def groups(self) -> list[list[Episode]]:
+        """The episodes by who paid, step and group id, in order of first appearance."""
+        groups: dict[tuple[str, str, str], list[Episode]] = {}
+        for episode in self.episodes:
+            who = episode.rollout.metadata
+            key = (str(who.get("algorithm")), str(who.get("step")), episode.rollout.group_id)
+            groups.setdefault(key, []).append(episode)
+        return list(groups.values())
+
+
+class RecordedFn(Protocol):
+    """Reads what the algorithms named in ``source`` paid for, so that another learns from it."""
+
+    async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
+        """The rollouts of the sources' finished steps above ``after``, a step by source.
+
+        With the schedule ``concurrent`` it waits until there is such a step or no source takes another one; where
+        algorithms take turns it returns at once.
+
+        Args:
+            after: ``steps`` of the answer before; nothing to read from the beginning.
+            max_age: Staleness: how many versions of a tuned resource may have followed the one that a rollout
+                ran with; ``None`` for any number.
+        """
+        ...
+
+
+class PublishFn(Protocol):
+    """Publishes a new version of a resource that the algorithm tunes and makes it live."""
+
+    async def __call__(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
+    ) -> ResourceVersion:
+        """Returns once new rollouts get this version and, for weights, the policy serves it.
+
+        The version is ``<experiment>-<run>-<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
+        """
+        ...
+
+
+class ProposeFn(Protocol):
+    """Stores a new version of a resource that the algorithm tunes, without making it live."""
+
+    async def __call__(
+        self,
+        name: str,
+        resource: Resource,
+        *,
+        step: int,
+        key: str,
+        parent: str = "",
+        metadata: Mapping[str, Json] | None = None,
+    ) -> ResourceVersion:
+        """Returns the version, which ``collect(resources={name: version})`` can pin.
+
+        The version is ``<experiment>-<run>-<algorithm>-<step>-<key>``, and its metadata say ``candidate: true``.
+        The same content again is harmless. Refuses a name that the algorithm does not tune.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmContext:
+    """Everything that an algorithm may use; immutable.
+
+    Attributes:
+        experiment: The experiment's name.
+        name: This algorithm's name, unique within the experiment.
+        tunes: Names of the resources that it owns now.
+        train: Training tasks; ``val`` validation tasks.
+        seed: The experiment's seed; derive random state from (seed, step, purpose), keep none in globals.
+        workdir: This algorithm's directory for checkpoints; exists.
+        folder: What relative paths in the experiment are relative to.
+        store: The experiment's store.
+        credit: The configured credit assignment.
+        collect: See :class:`CollectFn`.
+        sources: Names of the algorithms whose rollouts it was told to learn from; ``()`` for its own.
+        recorded: See :class:`RecordedFn`; refuses without ``sources``.
+        publish: See :class:`PublishFn`.
+        propose: See :class:`ProposeFn`.
+        live: Name and live version of every resource, tuned or not.
+        endpoint: Where a policy of the experiment serves, by name: for algorithms that ask a model themselves.
+        current: The live version of a resource by name.
+        policy: The running policy by name.
+        progress: ``progress(done, total, text)``: drives this algorithm's progress bar within a step.
+        say: Tells the person one line, such as what the algorithm plans to spend.
+        clock: Unix seconds.
+    """
+
+    experiment: str
+    name: str
+    tunes: tuple[str, ...]
+    train: Sequence[Json]
+    val: Sequence[Json]
+    seed: int
+    workdir: Path
+    folder: Path
+    store: Store
+    credit: Credit
+    collect: CollectFn
+    sources: tuple[str, ...]
+    recorded: RecordedFn
+    publish: PublishFn
+    propose: ProposeFn
+    live: Callable[[], Mapping[str, str]]
+    endpoint: Callable[[str], LLM]
+    current: Callable[[str], ResourceVersion]
+    policy: Callable[[str], Policy]
+    progress: Callable[[int, int, str], None]
+    say: Callable[[str], None]
+    clock: Callable[[], float]
+
+
+class Algorithm(Protocol):
+    """Tunes resources in resumable steps. Construct it with its parameters only; they are typed and checked.
+
+    The driver calls ``setup``, then ``restore`` when there is a saved state, then ``step`` until it is finished,
+    and saves ``state()`` after every step. Kill the process anywhere: at most the step in flight is repeated.
+    """
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        """Check what can be checked before anything is paid; raise :class:`~agl.errors.ConfigError`."""
+        ...
+
+    async def step(self) -> StepReport:
+        """Do one step: collect, update, publish. Must be repeatable from the state before it."""
+        ...
+
+    def state(self) -> Mapping[str, Json]:
+        """What ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
+        ...
+
+    async def restore(self, state: Mapping[str, Json]) -> None:
+        """Continue from ``state()``; weights and optimiser included."""
+        ...
+
+    async def close(self) -> None:
+        """Release memory and threads; idempotent."""
+        ...
+
+
+@runtime_checkable
+class CheckedAlgorithm(Algorithm, Protocol):
+    """An algorithm that can check what it needs while another one still has its turn.
+
+    Where algorithms follow each other, a later one is set up when its turn comes. This says before anything is paid
+    what would fail then.
+    """
+
+    async def check(self, context: AlgorithmContext) -> None:
+        """Raise :class:`~agl.errors.ConfigError` for what ``setup`` would refuse, as far as that is known by now.
+
+        Called on an object that is not set up and is closed afterwards. Takes no memory that matters and says nothing
+        to the person; the resources that it tunes may have other versions when its turn comes.
+        """
+        ...
+
+
+@runtime_checkable
+class ExtendableAlgorithm(Algorithm, Protocol):
+    """An algorithm that can go on beyond its last step when its parameters ask for more.
+
+    Steps that were taken in two sittings do what the same number in one does. Where they cannot, such as with a
+    learning rate that falls over the steps, the algorithm's documentation says what happens instead.
+    """
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Whether steps are left after those of ``state``, the last state of a run that had finished.
+
+        Asked of an object that is not set up. A run that goes on is set up and restored from that state as usual.
+
+        Args:
+            state: What :meth:`Algorithm.state` gave after the last step.
+            tasks: How many training tasks there are.
+            sources_go_on: Whether an algorithm takes further steps that this one was told to learn from.
+        """
+        ...
+
+
+Params = Mapping[str, Any]
+"""Keyword arguments of a component, from ``[algorithm.params]`` or the like."""

@@ -1,0 +1,212 @@
+"""From an exchange to model calls: one record per sampled choice, with its tokens or the reason why it has none."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from agl._redact import redact
+from agl.dialects import _chat as chat
+from agl.dialects import _completions as completions
+from agl.dialects import _messages as messages
+from agl.dialects import _responses as responses
+from agl.dialects._exchange import Answer, Choice, Exchange, dialect_of
+from agl.dialects._media import may_hold_media, reference_media
+from agl.dialects._request import parse_body, sampling_of, without_secrets
+from agl.errors import CaptureError
+from agl.schemas import Dialect, Json, ModelCall
+
+_READERS = {
+    "chat": (chat.read_body, chat.read_stream),
+    "completions": (completions.read_body, completions.read_stream),
+    "responses": (responses.read_body, responses.read_stream),
+    "messages": (messages.read_body, messages.read_stream),
+}
+
+NOT_ASKED = "token ids were not asked for: the policy is not in training"
+NO_IDS = (
+    "the backend returned no token ids although they were asked for; serve the model with vLLM >= 0.10.2, with "
+    "SGLang, or with agl's own policy server"
+)
+NO_IDS_IN_MESSAGES = (
+    "the backend returned no token ids: the Anthropic messages format has none; let the agent call "
+    "/v1/chat/completions, or use agl's own policy server"
+)
+_MAX_ERROR = 2000
+
+
+def calls_of(
+    exchange: Exchange, *, policy: str = "", model_version: str = "", want_ids: bool = True
+) -> list[ModelCall]:
+    """The model calls of one exchange, at least one; never raises for what a backend sends.
+
+    Args:
+        exchange: A request to one of the endpoints that :func:`dialect_of` knows, and what came back.
+        policy: Name of the policy that served it.
+        model_version: Its version, used where the backend does not name one.
+        want_ids: Whether token ids were asked for; decides what ``ids_missing`` says.
+
+    Returns:
+        One call per choice, by index. ``ids_missing`` is set when ids or log-probabilities are absent, or when
+        they differ in number (then both are kept).
+
+    Raises:
+        CaptureError: The path is no endpoint of a model.
+    """
+    dialect = dialect_of(exchange.path)
+    if dialect is None:
+        raise CaptureError(f"{exchange.path!r} is no model endpoint; ask dialect_of before recording a call")
+    request = parse_body(exchange.request)
+    answer = _embeddings(exchange) if dialect == "embeddings" else _answer(dialect, exchange)
+    base = _base(exchange, dialect, request, answer)
+    base = msgspec.structs.replace(base, policy=policy, model_version=answer.model_version or model_version)
+    if not answer.choices:
+        why = "embeddings sample no tokens" if dialect == "embeddings" else f"no answer: {base.error}"
+        return [msgspec.structs.replace(base, ids_missing=why)]
+    return [_call(base, choice, want_ids=want_ids) for choice in answer.choices]
+
+
+def _answer(dialect: Dialect, exchange: Exchange) -> Answer:
+    if exchange.status >= 400 or exchange.status == 0:
+        return Answer(error=_http_error(exchange))
+    read_body, read_stream = _READERS[dialect]
+    read = read_stream if exchange.is_streamed else read_body
+    try:
+        answer = read(exchange.response)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return Answer(error=_unreadable(exchange, error))
+    if not answer.choices and not answer.error:
+        return Answer(error=_unreadable(exchange, None), model_version=answer.model_version)
+    return answer
+
+
+def _embeddings(exchange: Exchange) -> Answer:
+    is_error = exchange.status >= 400 or exchange.status == 0
+    return Answer(error=_http_error(exchange) if is_error else "")
+
+
+def _unreadable(exchange: Exchange, error: Exception | None) -> str:
+    size = len(exchange.response)
+    if not size:
+        return exchange.error or "the backend sent an empty body"
+    if not exchange.is_complete:
+        return exchange.error or f"the answer was cut after {size} bytes"
+    start = exchange.response[:120].decode("utf-8", "replace")
+    return f"the answer is not what the API promises ({error or 'it holds no choice'}); it starts with {start!r}"
+
+
+def _http_error(exchange: Exchange) -> str:
+    body = parse_body(exchange.response) or {}
+    found = chat.error_text(body.get("error")) or chat.error_text(body.get("message") or body.get("detail"))
+    text = found or exchange.response[:_MAX_ERROR].decode("utf-8", "replace")
+    status = f"HTTP {exchange.status}" if exchange.status else "no response"
+    return redact(f"{status}: {text or exchange.error or 'no message'}"[:_MAX_ERROR])
+
+
+def _base(exchange: Exchange, dialect: Dialect, request: dict[str, Any] | None, answer: Answer) -> ModelCall:
+    """What the choices of one exchange share."""
+    stored, inputs = _stored_request(exchange, request)
+    given = request or {}
+    asked = given.get("n")
+    model = given.get("model")
+    return ModelCall(
+        request_id=exchange.request_id,
+        dialect=dialect,
+        model=model if isinstance(model, str) else "",
+        request=stored,
+        response=_plain_response(exchange, dialect),
+        sampling=sampling_of(given),
+        choices=asked if isinstance(asked, int) and asked > 0 else 1,
+        retry_count=exchange.retry_count,
+        status_code=exchange.status,
+        is_streamed=exchange.is_streamed,
+        is_complete=exchange.is_complete and (bool(answer.choices) or dialect == "embeddings"),
+        latency_s=exchange.latency_s,
+        first_token_s=exchange.first_token_s,
+        inputs=inputs,
+        error=answer.error or ("" if _is_whole(exchange, answer.choices) else exchange.error),
+    )
+
+
+def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
+    """Whether a stream brought every choice to its end: what broke afterwards took nothing from the answer.
+
+    Clients hang up when they have read the last event, which may be before the end of the body.
+    """
+    return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
+
+
+def _stored_request(exchange: Exchange, request: dict[str, Any] | None) -> tuple[Json, tuple[str, ...]]:
+    if request is None:
+        return exchange.request[:_MAX_ERROR].decode("utf-8", "replace"), ()
+    kept = without_secrets(request)
+    return reference_media(kept) if may_hold_media(exchange.request) else (kept, ())
+
+
+def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
+    """The body of an answer without choices: an error's JSON; an embedding's without its vectors."""
+    if exchange.status < 400 and dialect != "embeddings":
+        return None
+    body = parse_body(redact(exchange.response.decode("utf-8", "replace")).encode())
+    return {key: value for key, value in body.items() if key != "data"} if body else None
+
+
+def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:
+    prompt_ids, response_ids, problem = _pack(choice)
+    logprobs, logprob_problem = _pack_logprobs(choice.logprobs)
+    problem = problem or logprob_problem or _missing(base.dialect, choice, want_ids=want_ids)
+    is_complete = choice.is_finished if base.is_streamed else base.is_complete
+    cut = "" if is_complete else "the stream ended before the answer did"
+    return msgspec.structs.replace(
+        base,
+        response=choice.response,
+        prompt_ids=prompt_ids,
+        response_ids=response_ids,
+        logprobs=logprobs,
+        ids_missing=problem,
+        finish_reason=choice.finish_reason,
+        choice=choice.index,
+        is_complete=is_complete,
+        error=base.error or cut,
+    )
+
+
+def _pack(choice: Choice) -> tuple[bytes, bytes, str]:
+    prompt_ids, response_ids = choice.prompt_ids or (), choice.response_ids or ()
+    try:
+        # struct packs a list twice as fast as array does; a call has more than a thousand ids
+        return (
+            struct.pack(f"<{len(prompt_ids)}i", *prompt_ids),
+            struct.pack(f"<{len(response_ids)}i", *response_ids),
+            "",
+        )
+    except struct.error as error:
+        return b"", b"", f"the backend's token ids are no 32-bit integers: {error}"
+
+
+def _pack_logprobs(values: list[float | None] | None) -> tuple[bytes, str]:
+    if not values:
+        return b"", ""
+    try:
+        return struct.pack(f"<{len(values)}f", *values), ""
+    except (struct.error, OverflowError):
+        return b"", f"the backend's log-probabilities are not all numbers ({len(values)} values)"
+
+
+def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
+    """Why the tokens of a choice cannot be trained on; ``""`` when they can."""
+    if choice.response_ids is None and choice.prompt_ids is None:
+        if not want_ids:
+            return NOT_ASKED
+        return NO_IDS_IN_MESSAGES if dialect == "messages" else NO_IDS
+    if choice.response_ids is None:
+        return "the backend returned the prompt's token ids and not the response's"
+    if not choice.prompt_ids:
+        return "the backend returned the response's token ids and not the prompt's"
+    if choice.logprobs is None and choice.response_ids:
+        return "the backend returned token ids without log-probabilities"
+    given, expected = len(choice.logprobs or ()), len(choice.response_ids)
+    if given != expected:
+        return f"{given} log-probabilities for {expected} response tokens"
+    return ""

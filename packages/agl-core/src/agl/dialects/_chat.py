@@ -1,0 +1,220 @@
+"""Chat completions: bodies and streams, with token ids in vLLM's fields, SGLang's, or none.
+
+vLLM: ``prompt_token_ids`` at the top (in a stream on the first chunk), ``choices[i].token_ids`` (in a stream the
+delta's ids). SGLang: ``choices[i].prompt_token_ids`` and ``choices[i].response_token_ids``.
+"""
+
+from typing import Any
+
+import msgspec
+
+from agl.dialects._exchange import Answer, Choice
+from agl.dialects._foreign import as_dict, dicts_in
+from agl.dialects._sse import decode_events, payloads
+from agl.dialects._versions import version_of
+from agl.schemas import Json
+
+
+class _Token(msgspec.Struct, gc=False):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Token] | None = None
+
+    def values(self) -> list[float | None]:
+        return [token.logprob for token in self.content or ()]
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    message: dict[str, Any] | None = None
+    delta: dict[str, Any] | None = None
+    finish_reason: Any = None
+    stop_reason: Any = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    response_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Chunk(msgspec.Struct, gc=False):
+    choices: list[_Choice] = []
+    usage: Any = None
+    prompt_token_ids: list[int] | None = None
+    model_version: Any = None
+    model_versions: Any = None
+    weight_versions: Any = None
+    error: Any = None
+
+
+class _Body(_Chunk, gc=False):
+    id: Any = None
+    object: Any = None
+    created: Any = None
+    model: Any = None
+    system_fingerprint: Any = None
+    service_tier: Any = None
+
+
+_BODY = msgspec.json.Decoder(_Body)
+_CHUNK = msgspec.json.Decoder(_Chunk)
+_CHUNKS = msgspec.json.Decoder(list[_Chunk])
+_HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
+
+
+def read_body(data: bytes) -> Answer:
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+    body = _BODY.decode(data)
+    choices = tuple(_plain_choice(body, choice) for choice in body.choices)
+    return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
+
+
+def _plain_choice(body: _Body, choice: _Choice) -> Choice:
+    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+    reason = choice.finish_reason
+    return Choice(
+        index=choice.index,
+        response=_response(body, choice.index, choice.message, choice.stop_reason, reason),
+        finish_reason=reason if isinstance(reason, str) else "",
+        prompt_ids=body.prompt_token_ids if choice.prompt_token_ids is None else choice.prompt_token_ids,
+        response_ids=ids,
+        logprobs=choice.logprobs.values() if choice.logprobs is not None else None,
+    )
+
+
+def _version(body: _Body) -> str:
+    return version_of(body.model_version, body.model_versions, body.weight_versions)
+
+
+def _response(body: _Body, index: int, message: Json, stop_reason: Json, finish_reason: Json) -> dict[str, Json]:
+    head = {name: value for name in _HEAD_FIELDS if (value := getattr(body, name)) is not None}
+    choice = {"index": index, "message": message, "finish_reason": finish_reason}
+    if stop_reason is not None:
+        choice["stop_reason"] = stop_reason
+    return {**head, "choices": [choice]}
+
+
+def error_text(error: object) -> str:
+    """The message of an ``error`` field."""
+    if not error:
+        return ""
+    return str(as_dict(error).get("message") or error)
+
+
+class _Growing:
+    """One choice of a stream while its deltas are put together."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, list[str]] = {}
+        self.fields: dict[str, Json] = {}
+        self.calls: dict[int, dict[str, Json]] = {}
+        self.ids: list[int] | None = None
+        self.prompt_ids: list[int] | None = None
+        self.logprobs: list[float | None] | None = None
+        self.finish_reason: Json = None
+        self.stop_reason: Json = None
+
+    def add(self, choice: _Choice) -> None:
+        """Take one delta with its tokens."""
+        if choice.delta:
+            self._add_delta(choice.delta)
+        ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+        if ids is not None:
+            self.ids = _extended(self.ids or [], ids)
+        if choice.prompt_token_ids is not None:
+            self.prompt_ids = choice.prompt_token_ids
+        if choice.logprobs is not None:
+            self.logprobs = _extended(self.logprobs or [], choice.logprobs.values())
+        if choice.finish_reason is not None:
+            self.finish_reason = choice.finish_reason
+        if choice.stop_reason is not None:
+            self.stop_reason = choice.stop_reason
+
+    def _add_delta(self, delta: dict[str, Any]) -> None:
+        for key, value in delta.items():
+            if key == "tool_calls":
+                for call in dicts_in(value):
+                    self._add_call(call)
+            elif isinstance(value, str) and key != "role":
+                self.texts.setdefault(key, []).append(value)
+            elif value is not None:
+                self.fields[key] = value
+
+    def _add_call(self, part: dict[str, Any]) -> None:
+        index = part.get("index")
+        call = self.calls.setdefault(index if isinstance(index, int) else len(self.calls), {})
+        given = as_dict(part.get("function"))
+        function = call.setdefault("function", {"name": "", "arguments": ""})
+        for key in ("name", "arguments"):
+            if isinstance(given.get(key), str):
+                function[key] += given[key]
+        call.update({key: value for key, value in part.items() if key not in ("index", "function") and value})
+
+    def message(self) -> dict[str, Json]:
+        """The assistant's message as a plain body would hold it."""
+        texts = {key: "".join(parts) for key, parts in self.texts.items()}
+        message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
+        if self.calls:
+            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
+            message["content"] = message["content"] or None
+        return message
+
+
+def _extended(values: list[Any], more: list[Any]) -> list[Any]:
+    values.extend(more)
+    return values
+
+
+def read_stream(data: bytes) -> Answer:
+    """The answer in a stream, as far as it came."""
+    found, is_done = payloads(data)
+    chunks = decode_events(found, _CHUNK, _CHUNKS)
+    growing: dict[int, _Growing] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            state = growing.get(choice.index)
+            if state is None:
+                state = growing[choice.index] = _Growing()
+            state.add(choice)
+    error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
+    if not growing:
+        return Answer(error=error)
+    body = _merged(_head(found), chunks)
+    choices = tuple(_grown_choice(body, index, growing[index], is_done=is_done) for index in sorted(growing))
+    return Answer(choices=choices, model_version=_version(body), error=error)
+
+
+def _head(found: list[bytes]) -> _Body:
+    """The first event that can be read as a chunk, which names id and model."""
+    for data in found:
+        try:
+            return _BODY.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return _Body()
+
+
+def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
+    """The first chunk's head with what the others say: the first prompt ids, the last usage and versions."""
+    for chunk in chunks:
+        body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
+        body.usage = chunk.usage or body.usage
+        body.model_version = chunk.model_version or body.model_version
+        body.model_versions = chunk.model_versions or body.model_versions
+        body.weight_versions = chunk.weight_versions or body.weight_versions
+    body.object = "chat.completion"
+    return body
+
+
+def _grown_choice(body: _Body, index: int, state: _Growing, *, is_done: bool) -> Choice:
+    reason = state.finish_reason
+    return Choice(
+        index=index,
+        response=_response(body, index, state.message(), state.stop_reason, reason),
+        finish_reason=reason if isinstance(reason, str) else "",
+        prompt_ids=body.prompt_token_ids if state.prompt_ids is None else state.prompt_ids,
+        response_ids=state.ids,
+        logprobs=state.logprobs,
+        is_finished=is_done or reason is not None,
+    )

@@ -1,0 +1,87 @@
+"""One HTTP exchange with a model server, as bytes: what a proxy or a wire hook saw, before anybody parses it."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from agl.schemas import Dialect, Json
+
+_ENDPOINTS: tuple[tuple[str, Dialect], ...] = (
+    ("/chat/completions", "chat"),
+    ("/completions", "completions"),
+    ("/responses", "responses"),
+    ("/messages", "messages"),
+    ("/embeddings", "embeddings"),
+)
+
+
+def dialect_of(path: str) -> Dialect | None:
+    """The wire format of the endpoint at ``path`` (a URL or its path), ``None`` for anything else."""
+    plain = path.split("?", 1)[0].rstrip("/")
+    for suffix, dialect in _ENDPOINTS:
+        if plain.endswith(suffix):
+            return dialect
+    return None
+
+
+class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A request and what came back for it.
+
+    Attributes:
+        path: URL or path that was called; names the dialect.
+        request: The body as the client sent it, before :func:`~agl.dialects.prepare_body`.
+        status: HTTP status; 0 when no response came.
+        headers: Of the response, names in lower case.
+        response: The body's bytes, as many as arrived, content encodings undone.
+        is_streamed: Whether the body is a stream of server-sent events.
+        is_complete: Whether the body's end arrived and nobody cut it.
+        latency_s: From the request's last byte to the response's last byte.
+        first_token_s: To the first byte of the body.
+        request_id: Shared by the retries of one request.
+        retry_count: The client's count of retries.
+        error: What went wrong on the way, ``""`` if nothing.
+    """
+
+    path: str
+    request: bytes
+    request_id: str
+    status: int = 0
+    headers: Mapping[str, str] = {}
+    response: bytes = b""
+    is_streamed: bool = False
+    is_complete: bool = True
+    latency_s: float = 0.0
+    first_token_s: float = 0.0
+    retry_count: int = 0
+    error: str = ""
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One sampled answer as a dialect's reader found it; ``None`` where the backend said nothing.
+
+    Attributes:
+        response: The whole body as plain JSON with this choice only, without ids and log-probabilities.
+        is_finished: Whether the answer's end was seen.
+    """
+
+    index: int
+    response: Json
+    finish_reason: str = ""
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    logprobs: list[float | None] | None = None
+    is_finished: bool = True
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a dialect's reader made of a body.
+
+    Attributes:
+        choices: By index; empty when the body holds none.
+        model_version: Version of the weights in the backend's own words; several are joined with ``+``.
+        error: The backend's error, ``""`` if none.
+    """
+
+    choices: tuple[Choice, ...] = ()
+    model_version: str = ""
+    error: str = ""

@@ -1,0 +1,107 @@
+"""Anthropic messages: blocks and named events.
+
+The format has no token ids; a server that adds ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of
+numbers) to the body, or in a stream to ``message_start`` and ``message_delta``, is understood.
+"""
+
+from typing import Any
+
+import msgspec
+
+from agl.dialects._chat import error_text
+from agl.dialects._exchange import Answer, Choice
+from agl.dialects._foreign import as_dict, as_index, as_list, as_text, is_list
+from agl.dialects._sse import decode_events, payloads
+from agl.dialects._versions import version_of
+
+_BODY: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_BODIES: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(list[dict[str, Any]])
+_DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
+
+
+def read_body(data: bytes) -> Answer:
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+    return _answer(_BODY.decode(data), is_finished=True)
+
+
+def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
+    version = version_of(body.get("model_version"), body.get("model_versions"), body.get("weight_versions"))
+    if not is_list(body.get("content")):
+        return Answer(model_version=version, error=error_text(body.get("error")))
+    choice = Choice(
+        index=0,
+        response={key: value for key, value in body.items() if key not in _DROPPED},
+        finish_reason=str(body.get("stop_reason") or ""),
+        prompt_ids=_list(body.get("prompt_token_ids")),
+        response_ids=_list(body.get("token_ids")),
+        logprobs=_list(body.get("logprobs")),
+        is_finished=is_finished,
+    )
+    return Answer(choices=(choice,), model_version=version, error=error_text(body.get("error")))
+
+
+def _list(value: Any) -> list[Any] | None:
+    return as_list(value) if is_list(value) else None
+
+
+def read_stream(data: bytes) -> Answer:
+    """The answer in a stream, as far as it came."""
+    found, _ = payloads(data)
+    events = decode_events(found, _BODY, _BODIES)
+    message: dict[str, Any] = {}
+    blocks: dict[int, dict[str, Any]] = {}
+    inputs: dict[int, list[str]] = {}
+    is_finished, error = False, ""
+    for event in events:
+        match event.get("type"):
+            case "message_start" if isinstance(event.get("message"), dict):
+                message = dict(event["message"])
+            case "content_block_start" if isinstance(event.get("content_block"), dict):
+                blocks[as_index(event.get("index"))] = dict(event["content_block"])
+            case "content_block_delta" if isinstance(event.get("delta"), dict):
+                index = as_index(event.get("index"))
+                _grow(blocks.setdefault(index, {"type": "text", "text": ""}), event["delta"], inputs, index)
+            case "message_delta":
+                _finish(message, event)
+            case "message_stop":
+                is_finished = True
+            case "error":
+                error = error_text(event.get("error"))
+            case _:
+                pass
+    if not message:
+        return Answer(error=error)
+    for index, parts in inputs.items():
+        blocks[index]["input"] = _json("".join(parts))
+    message["content"] = [blocks[index] for index in sorted(blocks)]
+    answer = _answer(message, is_finished=is_finished)
+    return msgspec.structs.replace(answer, error=error or answer.error)
+
+
+def _grow(block: dict[str, Any], delta: dict[str, Any], inputs: dict[int, list[str]], index: int) -> None:
+    match delta.get("type"):
+        case "text_delta":
+            block["text"] = as_text(block.get("text")) + as_text(delta.get("text"))
+        case "input_json_delta":
+            inputs.setdefault(index, []).append(as_text(delta.get("partial_json")))
+        case "thinking_delta":
+            block["thinking"] = as_text(block.get("thinking")) + as_text(delta.get("thinking"))
+        case "signature_delta":
+            block["signature"] = delta.get("signature")
+        case _:
+            pass
+
+
+def _finish(message: dict[str, Any], event: dict[str, Any]) -> None:
+    delta = as_dict(event.get("delta"))
+    message.update({key: value for key, value in delta.items() if value is not None})
+    message["usage"] = {**as_dict(message.get("usage")), **as_dict(event.get("usage"))}
+    message.update({key: event[key] for key in (*_DROPPED, "model_version", "model_versions") if key in event})
+
+
+def _json(text: str) -> Any:
+    """A tool's input; the text itself when a cut left it unfinished."""
+    try:
+        return msgspec.json.decode(text) if text else {}
+    except msgspec.DecodeError:
+        return text

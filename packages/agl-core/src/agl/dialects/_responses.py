@@ -1,0 +1,116 @@
+"""Responses: typed items and events. vLLM gives ids as raw messages when ``enable_response_messages`` is set.
+
+Log-probabilities come with text parts only, so an answer with tool calls or with marker tokens has fewer of them
+than ids; the call says so.
+"""
+
+from typing import Any
+
+import msgspec
+
+from agl.dialects._chat import error_text
+from agl.dialects._exchange import Answer, Choice
+from agl.dialects._foreign import as_dict, as_list, as_text, dicts_in, is_list
+from agl.dialects._sse import decode_events, payloads
+from agl.dialects._versions import version_of
+
+_BODY: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_BODIES: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(list[dict[str, Any]])
+
+_FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
+_DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "instructions", "tools")
+
+
+def read_body(data: bytes) -> Answer:
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+    return _answer(_BODY.decode(data), is_finished=True)
+
+
+def read_stream(data: bytes) -> Answer:
+    """The answer in a stream: the final event's response, or the items that came before a cut."""
+    found, _ = payloads(data)
+    events = decode_events(found, _BODY, _BODIES)
+    for event in reversed(events):
+        if event.get("type") in _FINAL and isinstance(event.get("response"), dict):
+            return _answer(as_dict(event["response"]), is_finished=True)
+    error = next((error_text(event.get("error") or event.get("message")) for event in events if _is_error(event)), "")
+    first = next((event["response"] for event in events if isinstance(event.get("response"), dict)), None)
+    if first is None:
+        return Answer(error=error)
+    partial = {**as_dict(first), "status": "in_progress", "output": _items(events)}
+    answer = _answer(partial, is_finished=False)
+    return msgspec.structs.replace(answer, error=error or answer.error)
+
+
+def _is_error(event: dict[str, Any]) -> bool:
+    return event.get("type") == "error" or "error" in event
+
+
+def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
+    version = version_of(body.get("model_version"), body.get("model_versions"), body.get("weight_versions"))
+    error = error_text(body.get("error"))
+    if not is_list(body.get("output")):
+        return Answer(model_version=version, error=error)
+    logprobs: list[float | None] = []
+    output = [_without_logprobs(item, logprobs) for item in as_list(body["output"])]
+    reason = as_dict(body.get("incomplete_details")).get("reason")
+    choice = Choice(
+        index=0,
+        response={**{key: value for key, value in body.items() if key not in _DROPPED}, "output": output},
+        finish_reason=str(reason or body.get("status") or ""),
+        prompt_ids=_tokens(body.get("input_messages"), body.get("prompt_token_ids")),
+        response_ids=_tokens(body.get("output_messages"), body.get("token_ids")),
+        logprobs=logprobs or None,
+        is_finished=is_finished,
+    )
+    return Answer(choices=(choice,), model_version=version, error=error)
+
+
+def _without_logprobs(item: Any, logprobs: list[float | None]) -> Any:
+    entry = as_dict(item)
+    if not is_list(entry.get("content")):
+        return item
+    return {**entry, "content": [_part(part, logprobs) for part in as_list(entry["content"])]}
+
+
+def _part(part: Any, logprobs: list[float | None]) -> Any:
+    entry = as_dict(part)
+    if "logprobs" not in entry:
+        return part
+    logprobs.extend(_value(token) for token in as_list(entry["logprobs"]))
+    return {key: value for key, value in entry.items() if key != "logprobs"}
+
+
+def _value(token: Any) -> float | None:
+    value = as_dict(token).get("logprob")
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _tokens(messages: Any, plain: Any) -> list[int] | None:
+    if not is_list(messages):
+        return as_list(plain) if is_list(plain) else None
+    lists = [as_list(item["tokens"]) for item in dicts_in(messages) if "tokens" in item]
+    return [number for tokens in lists for number in tokens] if lists else None
+
+
+def _items(events: list[dict[str, Any]]) -> list[Any]:
+    """Output items of a stream that ended early: whole ones as they came, the open one from its deltas."""
+    items: dict[int, Any] = {}
+    for event in events:
+        index, kind = event.get("output_index"), event.get("type")
+        if not isinstance(index, int):
+            continue
+        if kind in ("response.output_item.added", "response.output_item.done"):
+            items[index] = event.get("item")
+        elif isinstance(event.get("delta"), str) and isinstance(items.get(index), dict):
+            _grow(as_dict(items[index]), str(kind), event["delta"])
+    return [items[index] for index in sorted(items)]
+
+
+def _grow(item: dict[str, Any], kind: str, delta: str) -> None:
+    if kind == "response.function_call_arguments.delta":
+        item["arguments"] = as_text(item.get("arguments")) + delta
+    elif kind == "response.output_text.delta":
+        content = dicts_in(item.get("content")) or [{"type": "output_text", "text": ""}]
+        content[-1]["text"] = as_text(content[-1].get("text")) + delta
+        item["content"] = content

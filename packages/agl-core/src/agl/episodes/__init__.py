@@ -1,0 +1,48 @@
+"""Episodes: from recorded spans to what algorithms train on: the call forest, transitions, rows, scores and credit."""
+
+from agl._who import Enclosing, Who
+from agl.episodes._agreement import Agreement, Verdict, client_of, find_disagreement
+from agl.episodes._credit import EpisodeCredit
+from agl.episodes._forest import Forest, ForestOptions, build_forest
+from agl.episodes._rejects import Reject, Selection, find_rejects, is_answered
+from agl.episodes._rewards import ExactMatch, final_text
+from agl.episodes._rows import attach, make_rows, rollout_weights, split_row
+from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
+from agl.episodes._timeline import Timeline, chronological
+from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards, to_transitions
+
+__all__ = [
+    "Agreement",
+    "Enclosing",
+    "EpisodeCredit",
+    "EpisodeOptions",
+    "ExactMatch",
+    "Forest",
+    "ForestOptions",
+    "Reject",
+    "Score",
+    "ScoreOptions",
+    "Selection",
+    "Timeline",
+    "Verdict",
+    "Who",
+    "admitted_rewards",
+    "attach",
+    "build_episode",
+    "build_forest",
+    "call_rewards",
+    "chronological",
+    "client_of",
+    "counts",
+    "episode_reward",
+    "final_text",
+    "find_disagreement",
+    "find_rejects",
+    "is_answered",
+    "make_rows",
+    "recorded_rewards",
+    "rollout_weights",
+    "score",
+    "split_row",
+    "to_transitions",
+]

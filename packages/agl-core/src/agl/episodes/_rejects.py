@@ -1,0 +1,168 @@
+"""Why a recorded call reaches no row: exactly one reason, found once per attempt."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from agl._who import Who
+from agl.errors import ConfigError
+from agl.schemas import ModelCall, Record, RejectReason, Span
+
+
+class Reject(Record, frozen=True, kw_only=True):
+    """A reason and its words."""
+
+    reason: RejectReason
+    detail: str
+
+
+class Selection(Record, frozen=True, kw_only=True):
+    """Which calls are wanted.
+
+    Attributes:
+        agent_match: Regular expression on the agent's name and on the nodes and tools within that agent; ``None``
+            selects all. It selects by :func:`re.search`, as Agent Lightning does: ``write|rewrite`` finds
+            ``write_query`` too, and ``^write$`` finds ``write`` alone. An agent inside another is its own agent:
+            the outer one's name does not select it.
+        policy: Name of the policy whose calls are wanted; ``None`` for any.
+    """
+
+    agent_match: str | None = None
+    policy: str | None = None
+
+    def pattern(self) -> re.Pattern[str] | None:
+        """The compiled ``agent_match``; raises :class:`ConfigError` when it is no regular expression."""
+        try:
+            return None if self.agent_match is None else re.compile(self.agent_match)
+        except re.error as error:
+            raise ConfigError(
+                f"agent_match = {self.agent_match!r} is not a regular expression: {error}; "
+                "escape special characters with a backslash, or list names as in 'write|rewrite'"
+            ) from error
+
+
+def find_rejects(
+    spans: Sequence[Span], *, attempt_id: str | None, selection: Selection, who: Mapping[str, Who]
+) -> dict[int, Reject]:
+    """The rejected ones among model calls in order of time, by index in ``spans``.
+
+    ``attempt_id`` is the deciding attempt's; ``who`` says by span id who made the calls.
+    """
+    superseded = _superseded(spans)
+    pattern = selection.pattern()
+    found: dict[int, Reject] = {}
+    for index, span in enumerate(spans):
+        call = span.call
+        if call is None:
+            continue
+        reject = (
+            _outside(span, attempt_id)
+            or superseded.get(index)
+            or _unselected(call, who[span.span_id], selection.policy, pattern)
+            or _unusable(call)
+        )
+        if reject is not None:
+            found[index] = reject
+    return found
+
+
+def is_answered(call: ModelCall) -> bool:
+    """Whether the whole answer arrived without an error."""
+    return call.is_complete and not call.error and 200 <= call.status_code < 400
+
+
+def _outside(span: Span, attempt_id: str | None) -> Reject | None:
+    if span.attempt_id != attempt_id:
+        return Reject(reason="not_final", detail=f"attempt {span.attempt_id} did not decide the rollout")
+    if span.is_late:
+        return Reject(reason="late", detail="recorded after the attempt was decided")
+    return None
+
+
+def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
+    """All but the last complete exchange of each request; nothing where no exchange was complete.
+
+    The choices of one exchange share request id and retry count and differ in their index.
+    """
+    requests = [span.call.request_id for span in spans if span.call is not None and span.call.request_id]
+    if len(set(requests)) == len(requests):
+        return {}
+    exchanges: dict[tuple[str, str], list[int]] = {}
+    for index, span in enumerate(spans):
+        if span.call is not None and span.call.request_id:
+            exchanges.setdefault((span.attempt_id, span.call.request_id), []).append(index)
+    found: dict[int, Reject] = {}
+    for members in exchanges.values():
+        if len(members) > 1:
+            found.update(_losers(spans, members))
+    return found
+
+
+def _losers(spans: Sequence[Span], members: Sequence[int]) -> dict[int, Reject]:
+    answered: dict[int, int] = {}
+    retry = -1
+    for index in members:
+        call = spans[index].call
+        if call is None or not is_answered(call) or spans[index].is_late:
+            continue
+        if call.retry_count != retry:
+            retry, answered = call.retry_count, {}
+        answered[call.choice] = index
+    if not answered:
+        return {}
+    kept = spans[next(reversed(answered.values()))].span_id
+    winners = set(answered.values())
+    detail = f"the client retried the request; call {kept} answered it"
+    return {
+        index: Reject(reason="superseded", detail=detail)
+        for index in members
+        if index not in winners and not _is_cut_choice(spans[index].call, retry, answered)
+    }
+
+
+def _is_cut_choice(call: ModelCall | None, retry: int, answered: Mapping[int, int]) -> bool:
+    """Whether this is a choice of the winning exchange that failed by itself."""
+    return call is not None and call.retry_count == retry and call.choice not in answered
+
+
+def _unselected(call: ModelCall, who: Who, policy: str | None, pattern: re.Pattern[str] | None) -> Reject | None:
+    if call.dialect == "embeddings":
+        return Reject(reason="not_selected", detail="an embeddings call samples no tokens")
+    if policy is not None and call.policy != policy:
+        served = f"policy {call.policy!r}" if call.policy else f"model {call.model!r}, which is no configured policy,"
+        return Reject(reason="not_selected", detail=f"{served} served it, not {policy!r}")
+    if pattern is not None and not _matches(pattern, who):
+        names = f"agent {who.agent!r}" if who.agent else "a call without an agent"
+        return Reject(reason="not_selected", detail=f"agent_match {pattern.pattern!r} does not select {names}")
+    return None
+
+
+def _matches(pattern: re.Pattern[str], who: Who) -> bool:
+    return pattern.search(who.agent) is not None or any(pattern.search(name) for name in who.inside)
+
+
+def _unusable(call: ModelCall) -> Reject | None:
+    if call.error or not 200 <= call.status_code < 400:
+        status = f"HTTP status {call.status_code}" if call.status_code else "no response"
+        return Reject(reason="error", detail=f"{status}: {call.error}" if call.error else status)
+    if not call.is_complete:
+        return Reject(reason="incomplete", detail=f"the answer was cut after {call.response_len} tokens")
+    if call.inputs:
+        return Reject(reason="non_token_input", detail=f"{len(call.inputs)} inputs are not tokens: {call.inputs[0]}")
+    if call.ids_missing:
+        return Reject(reason="missing_token_ids", detail=call.ids_missing)
+    return _badly_packed(call)
+
+
+def _badly_packed(call: ModelCall) -> Reject | None:
+    """Ids that are absent, torn or do not fit the log-probabilities."""
+    if not call.prompt_ids:
+        return Reject(reason="missing_token_ids", detail="the record has no prompt ids")
+    if not call.response_ids:
+        return Reject(reason="empty_response", detail="the model sampled no token")
+    if len(call.prompt_ids) % 4 or len(call.response_ids) % 4:
+        sizes = f"{len(call.prompt_ids)} and {len(call.response_ids)} bytes"
+        return Reject(reason="length_mismatch", detail=f"packed ids of {sizes} are not whole int32 numbers")
+    if len(call.logprobs) != len(call.response_ids):
+        count = len(call.logprobs) // 4
+        return Reject(reason="length_mismatch", detail=f"{call.response_len} response ids, {count} log-probabilities")
+    return None

@@ -1,0 +1,192 @@
+"""Which recorded rewards count: for the whole episode, and for single calls.
+
+A reward that came with an agent's own token has the source ``agent`` and counts only where that is trusted.
+A reward that was appended after the attempt was decided counts only when it comes from outside the attempt: from an
+evaluator, a hook or a person. ``None`` stays ``None``; nothing here turns a missing reward into a number.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+from agl._who import Enclosing
+from agl.episodes._timeline import Moment, Timeline
+from agl.schemas import Record, Reward, Span
+
+_RANK = {"evaluator": 0, "environment": 1}
+_OTHER = 2
+_FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
+
+
+class ScoreOptions(Record, frozen=True, kw_only=True):
+    """Which rewards train.
+
+    Attributes:
+        key: Name of the reward, or of a dimension, that is the episode's scalar; ``None`` to choose by rule.
+        weights: Weights by reward or dimension name; the scalar is their weighted sum. All must be present.
+        trust_agent: Whether rewards with the source ``agent`` count.
+    """
+
+    key: str | None = None
+    weights: dict[str, float] = {}
+    trust_agent: bool = False
+
+
+class Score(Record, frozen=True, kw_only=True):
+    """An episode's scalar and, in words, why it is that one or why there is none."""
+
+    value: float | None
+    note: str
+
+
+def episode_reward(
+    spans: Sequence[Span],
+    *,
+    key: str | None = None,
+    weights: Mapping[str, float] | None = None,
+    trust_agent: bool = False,
+) -> float | None:
+    """The scalar of one attempt's spans, ``None`` if there is none; :func:`score` has the rule."""
+    options = ScoreOptions(key=key, weights=dict(weights or {}), trust_agent=trust_agent)
+    return score([span.reward for span in spans if span.reward and counts(span, options)], options=options).value
+
+
+def counts(span: Span, options: ScoreOptions) -> bool:
+    """Whether a reward span is admitted: its source is trusted, and it is not the attempt's own late one."""
+    reward = span.reward
+    if reward is None or (reward.source == "agent" and not options.trust_agent):
+        return False
+    return not span.is_late or reward.source in _FROM_OUTSIDE
+
+
+def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
+    """The scalar of rewards in order of time; only those of scope ``rollout`` are looked at.
+
+    Of one name the best source wins (evaluator, then environment, then the others), and of one source the last.
+    Then: the reward called ``key``; or the weighted sum; or, of the best source, the unnamed reward, else the
+    only one. Several named rewards without key and weights give ``None``.
+    """
+    named = _by_name([reward for reward in rewards if reward.scope == "rollout"])
+    if not named:
+        return Score(value=None, note="no reward about the whole rollout was recorded")
+    if options.key is not None:
+        return _keyed(named, options.key)
+    if options.weights:
+        return _weighted(named, options.weights)
+    best = min(_rank(reward) for reward in named.values())
+    choice = {name: reward for name, reward in named.items() if _rank(reward) == best}
+    if len(choice) > 1 and "" not in choice:
+        names = ", ".join(sorted(choice))
+        return Score(value=None, note=f"several rewards were recorded ({names}); declare a key or weights for them")
+    chosen = choice.get("") or next(iter(choice.values()))
+    return Score(value=chosen.value, note=_says(chosen, chosen.name))
+
+
+def call_rewards(
+    timeline: Timeline, calls: Sequence[Span], *, enclosing: Enclosing, options: ScoreOptions
+) -> dict[str, float]:
+    """Sum of the rewards about single calls, by the call's span id; of one name the last counts.
+
+    ``calls`` are the candidates in order of time. A reward of scope ``turn`` without a span is about the newest
+    call before it. A reward about a span that is no model call is about the newest call that the same agent began
+    before that span's end, such as the one that asked for the tool; without one of that agent, any agent's.
+    """
+    finder = _Finder(timeline, calls, enclosing)
+    found: dict[str, dict[str, float]] = {}
+    for span in timeline.spans:
+        reward = span.reward
+        if reward is None or reward.scope == "rollout" or not counts(span, options):
+            continue
+        about = finder.call_of(span, reward)
+        if about is None:
+            continue
+        named = found.setdefault(about, {})
+        named.pop(reward.name, None)
+        if reward.value is not None:
+            named[reward.name] = reward.value
+    return {span_id: sum(named.values()) for span_id, named in found.items() if named}
+
+
+class _Finder:
+    """Finds the call that a reward is about."""
+
+    def __init__(self, timeline: Timeline, calls: Sequence[Span], enclosing: Enclosing) -> None:
+        self._timeline = timeline
+        self._enclosing = enclosing
+        self._calls = calls
+        self._call_ids = {span.span_id for span in calls}
+        self._moments = [timeline.start(span) for span in calls]
+        self._spans = {span.span_id: span for span in timeline.spans}
+        self._agents: dict[str, list[int]] | None = None
+
+    def call_of(self, span: Span, reward: Reward) -> str | None:
+        target = reward.span_id or (span.parent_id if reward.scope == "span" else None)
+        if target is None:
+            index = bisect_right(self._moments, self._timeline.start(span)) - 1
+            return self._calls[index].span_id if index >= 0 else None
+        if target in self._call_ids:
+            return target
+        about = self._spans.get(target)
+        if about is None or about.call is not None:
+            return None
+        return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
+
+    def _newest(self, moment: Moment, agent: str) -> str | None:
+        """The newest call begun at ``moment`` or before, by ``agent`` if it made one."""
+        if self._agents is None:
+            self._agents = {}
+            for index, call in enumerate(self._calls):
+                self._agents.setdefault(self._enclosing.who(call).agent, []).append(index)
+        own = self._agents.get(agent, [])
+        index = bisect_right(own, moment, key=self._moments.__getitem__) - 1
+        if index >= 0:
+            return self._calls[own[index]].span_id
+        index = bisect_right(self._moments, moment) - 1
+        return self._calls[index].span_id if index >= 0 else None
+
+
+def _by_name(rewards: Sequence[Reward]) -> dict[str, Reward]:
+    """The reward that counts under each name: best source first, then the last one."""
+    named: dict[str, Reward] = {}
+    for reward in rewards:
+        held = named.get(reward.name)
+        if held is None or _rank(reward) <= _rank(held):
+            named[reward.name] = reward
+    return named
+
+
+def _rank(reward: Reward) -> int:
+    return _RANK.get(reward.source, _OTHER)
+
+
+def _keyed(named: Mapping[str, Reward], key: str) -> Score:
+    found = _lookup(named, key)
+    if found is None:
+        names = ", ".join(repr(name) for name in sorted(named))
+        return Score(value=None, note=f"no reward or dimension {key!r} was recorded; recorded: {names}")
+    reward, value = found
+    return Score(value=value, note=_says(reward, key))
+
+
+def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Score:
+    total = 0.0
+    for name, weight in weights.items():
+        found = _lookup(named, name)
+        if found is None or found[1] is None:
+            return Score(value=None, note=f"the weighted reward {name!r} is missing")
+        total += weight * found[1]
+    return Score(value=total, note="weighted sum of " + ", ".join(weights))
+
+
+def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None] | None:
+    """The reward called ``key``, else the best source's dimension of that name."""
+    if key in named:
+        return named[key], named[key].value
+    holders = [reward for reward in named.values() if key in reward.dimensions]
+    if not holders:
+        return None
+    best = min(holders, key=_rank)
+    return best, best.dimensions[key]
+
+
+def _says(reward: Reward, name: str) -> str:
+    return f"reward {name!r} of the {reward.source}" if name else f"the {reward.source}'s reward"

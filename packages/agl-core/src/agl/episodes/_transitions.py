@@ -1,0 +1,197 @@
+"""From an attempt's spans to an episode: every recorded call as a transition, and the rows that train.
+
+Everything is iterative and sorts once, so that an attempt may have a hundred thousand spans of any depth.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from agl._who import Enclosing, Who
+from agl.episodes._agreement import Agreement, Verdict, find_disagreement
+from agl.episodes._forest import ForestOptions, build_forest
+from agl.episodes._rejects import Reject, Selection, find_rejects
+from agl.episodes._rows import make_rows
+from agl.episodes._scores import ScoreOptions, call_rewards, counts, score
+from agl.episodes._timeline import Timeline, chronological
+from agl.schemas import Attempt, Episode, Record, Reward, Rollout, Sampling, Span, Transition
+
+_KEPT = Reject(reason="", detail="")
+_PLAIN = Sampling()
+_NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
+
+
+class EpisodeOptions(Record, frozen=True, kw_only=True):
+    """How an episode is built.
+
+    Attributes:
+        score: Which rewards train.
+        forest: How branches are found.
+        unseen: Whether the calls of an attempt train of which others went past the gateway.
+        unattributed: Whether they train where some lie in no framework's span, and others do.
+    """
+
+    score: ScoreOptions = ScoreOptions()
+    forest: ForestOptions = ForestOptions()
+    unseen: Verdict = "drop"
+    unattributed: Verdict = "accept"
+
+
+def build_episode(
+    rollout: Rollout,
+    attempt: Attempt | None,
+    spans: Sequence[Span],
+    *,
+    agent_match: str | None = None,
+    policy: str | None = None,
+    options: EpisodeOptions | None = None,
+) -> Episode:
+    """An episode from a rollout's spans, those of all its attempts in any order.
+
+    Args:
+        rollout: With its hidden fields.
+        attempt: The deciding attempt; ``None`` if none was started. Calls of others are rejected, and their
+            rewards do not count.
+        spans: May hold late ones, which are rejected; a late reward counts if it comes from outside the attempt.
+        agent_match: Regular expression that selects agents, see :class:`agl.episodes._rejects.Selection`.
+        policy: Name of the policy that is trained; ``None`` for all.
+        options: See :class:`EpisodeOptions`.
+
+    Calls, transitions and rows are in order of time. Raises :class:`ConfigError` for a bad ``agent_match``.
+    """
+    chosen = options or EpisodeOptions()
+    attempt_id = attempt.attempt_id if attempt else None
+    agreement = find_disagreement(spans, attempt_id=attempt_id)
+    transitions = to_transitions(
+        spans,
+        attempt_id=attempt_id,
+        selection=Selection(agent_match=agent_match, policy=policy),
+        options=chosen,
+        reject=_disagreement(agreement, chosen),
+    )
+    rewards = [span.reward for span in recorded_rewards(spans, attempt_id) if span.reward is not None]
+    admitted = admitted_rewards(spans, attempt_id, chosen.score)
+    return Episode(
+        rollout=rollout,
+        attempt=attempt,
+        reward=score(admitted, options=chosen.score).value,
+        rewards=tuple(rewards),
+        transitions=transitions,
+        rows=make_rows(transitions, group_id=rollout.group_id),
+        unseen=agreement.unseen,
+        unattributed=agreement.unattributed,
+    )
+
+
+def to_transitions(
+    spans: Sequence[Span],
+    *,
+    attempt_id: str | None,
+    selection: Selection,
+    options: EpisodeOptions,
+    reject: Reject | None = None,
+) -> tuple[Transition, ...]:
+    """Every model call of ``spans`` in order of time, placed in the forest or with its reject reason.
+
+    ``reject`` is a reason against all of them; one that a call has of its own comes first.
+    """
+    timeline = chronological(spans)
+    calls = [span for span in timeline.spans if span.call is not None]
+    enclosing = Enclosing(timeline.spans)
+    who = {span.span_id: enclosing.who(span) for span in calls}
+    rejects = find_rejects(calls, attempt_id=attempt_id, selection=selection, who=who)
+    if reject is not None:
+        rejects = {i: rejects.get(i, reject) for i in range(len(calls))}
+    kept = [i for i in range(len(calls)) if i not in rejects]
+    forest = build_forest([calls[i] for i in kept], options=options.forest)
+    placed = dict(zip(kept, forest.branch, strict=True))
+    drift = {kept[i]: text for i, text in forest.drift.items()}
+    rewards = _rewards_of_calls(timeline, calls, rejects, enclosing, attempt_id, options.score)
+    turns = _turns(calls, who)
+    return tuple(
+        _transition(
+            span,
+            who=who[span.span_id],
+            turn=turns[i],
+            branch=placed.get(i, -1),
+            reward=rewards.get(span.span_id),
+            reject=rejects.get(i, _KEPT),
+            drift=drift.get(i, ""),
+        )
+        for i, span in enumerate(calls)
+    )
+
+
+def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
+    """Why no call of the attempt trains: what was recorded of it is not all that happened."""
+    if found.unseen and options.unseen == "drop":
+        detail = f"{len(found.unseen)} model calls of the attempt were not recorded; {found.unseen[0].client} made one"
+        return Reject(reason="unseen_calls", detail=detail)
+    if found.unattributed and options.unattributed == "drop":
+        detail = f"{len(found.unattributed)} recorded calls lie outside of what the framework reported"
+        return Reject(reason="unattributed", detail=detail)
+    return None
+
+
+def recorded_rewards(spans: Sequence[Span], attempt_id: str | None) -> list[Span]:
+    """The deciding attempt's reward spans in order of time, whoever reported them."""
+    own = [span for span in spans if span.reward is not None and span.attempt_id == attempt_id]
+    return chronological(own).spans
+
+
+def admitted_rewards(spans: Sequence[Span], attempt_id: str | None, options: ScoreOptions) -> list[Reward]:
+    """The deciding attempt's rewards that count, in order of time."""
+    found = recorded_rewards(spans, attempt_id)
+    return [span.reward for span in found if span.reward is not None and counts(span, options)]
+
+
+def _rewards_of_calls(
+    timeline: Timeline,
+    calls: Sequence[Span],
+    rejects: Mapping[int, Reject],
+    enclosing: Enclosing,
+    attempt_id: str | None,
+    options: ScoreOptions,
+) -> dict[str, float]:
+    own = [span for span in timeline.spans if span.attempt_id == attempt_id]
+    if not any(span.reward is not None and span.reward.scope != "rollout" for span in own):
+        return {}
+    candidates = [span for i, span in enumerate(calls) if i not in rejects or rejects[i].reason not in _NEVER_REWARDED]
+    return call_rewards(timeline._replace(spans=own), candidates, enclosing=enclosing, options=options)
+
+
+def _turns(calls: Sequence[Span], who: Mapping[str, Who]) -> list[int]:
+    """Each call's position among its agent's in its attempt; retries and choices of one request share a turn."""
+    requests: dict[tuple[str, str], dict[str, int]] = {}
+    turns: list[int] = []
+    for span in calls:
+        own = requests.setdefault((span.attempt_id, who[span.span_id].agent), {})
+        request = span.call.request_id if span.call else ""
+        turns.append(own.setdefault(request or span.span_id, len(own)))
+    return turns
+
+
+def _transition(
+    span: Span, *, who: Who, turn: int, branch: int, reward: float | None, reject: Reject, drift: str
+) -> Transition:
+    call = span.call
+    assert call is not None  # noqa: S101  # the caller keeps model calls only
+    sampling = call.sampling
+    return Transition(
+        rollout_id=span.rollout_id,
+        attempt_id=span.attempt_id,
+        span_id=span.span_id,
+        agent=who.agent,
+        path=who.path,
+        turn=turn,
+        branch=branch,
+        start=-1 if reject.reason else len(call.prompt_ids) // 4,
+        policy=call.policy,
+        model_version=call.model_version,
+        prompt_ids=call.prompt_ids,
+        response_ids=call.response_ids,
+        logprobs=call.logprobs,
+        reward=reward,
+        reject=reject.reason,
+        detail=reject.detail or drift,
+        temperature=1.0 if sampling.temperature is None else sampling.temperature,
+        is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
+    )

@@ -1,9 +1,0 @@
-"""Plugins: found by entry point, checked before they are imported, quarantined when they fail.
-
-The :class:`PluginManager` is an object that its owner passes on; nothing here is global.
-"""
-
-from agl.plugins.manager import PluginManager
-from agl.plugins.status import PluginStatus
-
-__all__ = ["PluginManager", "PluginStatus"]

@@ -1,0 +1,139 @@
+"""Rollouts and attempts: one run of the agent on one task, and the tries that it takes."""
+
+from typing import Literal, TypeGuard
+
+import msgspec
+
+from agl.schemas._base import SCHEMA_VERSION, Json, Record
+from agl.schemas._span import Span
+
+Mode = Literal["train", "val", "test"]
+RolloutStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+AttemptStatus = Literal["running", "succeeded", "failed", "timeout", "lost", "cancelled"]
+
+TERMINAL_ROLLOUT: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+TERMINAL_ATTEMPT: frozenset[str] = frozenset({"succeeded", "failed", "timeout", "lost", "cancelled"})
+
+
+class RetryPolicy(Record, frozen=True, kw_only=True):
+    """How often a rollout is tried, and how long one attempt may take.
+
+    Attributes:
+        max_attempts: Attempts at most, the first included.
+        timeout_s: Wall-clock seconds that the agent may take in one attempt, after which its worker stops it;
+            ``None`` for no limit.
+        grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: what the
+            worker may take to start the agent and to stop it.
+        retry_on: The attempt outcomes that lead to another attempt.
+    """
+
+    max_attempts: int = 1
+    timeout_s: float | None = None
+    grace_s: float = 0.0
+    retry_on: tuple[AttemptStatus, ...] = ("failed", "timeout", "lost")
+
+
+class Rollout(Record, frozen=True, kw_only=True):
+    """One run of the agent on one task.
+
+    Attributes:
+        rollout_id: Sortable and unique; chosen by the caller, so that enqueueing twice is harmless.
+        task: What the agent gets; JSON.
+        experiment: Name of the experiment, ``""`` for none.
+        group_id: The task's identity, shared by the rollouts whose rewards are compared.
+        mode: Whether the rollout trains, validates or tests.
+        resources: Pinned resource versions by name; a name that is absent means the newest.
+        retry: Attempts and time limit.
+        hidden: Top-level keys of ``task`` that only reward emitters see, never the agent.
+        metadata: Anything the enqueuer wants to find again, such as algorithm and step.
+        status: Queued, running, or terminal; terminal is final.
+        attempts: Attempts started so far.
+        attempt_id: The running or deciding attempt.
+        created_at: Unix seconds, like the two that follow; 0.0 until it happened.
+    """
+
+    rollout_id: str
+    task: Json
+    experiment: str = ""
+    group_id: str = ""
+    mode: Mode = "train"
+    resources: dict[str, str] = {}
+    retry: RetryPolicy = RetryPolicy()
+    hidden: tuple[str, ...] = ()
+    metadata: dict[str, Json] = {}
+    status: RolloutStatus = "queued"
+    attempts: int = 0
+    attempt_id: str | None = None
+    created_at: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the outcome is final."""
+        return self.status in TERMINAL_ROLLOUT
+
+    @property
+    def visible_task(self) -> Json:
+        """The task without its hidden keys: what an agent may see."""
+        if not self.hidden or not _is_object(self.task):
+            return self.task
+        return {key: value for key, value in self.task.items() if key not in self.hidden}
+
+    @property
+    def for_agent(self) -> "Rollout":
+        """This rollout as an agent may see it: without the hidden keys and their names."""
+        return msgspec.structs.replace(self, task=self.visible_task, hidden=())
+
+
+class ErrorInfo(Record, frozen=True, kw_only=True):
+    """An exception as data: its type's qualified name, its message, its formatted traceback."""
+
+    type: str
+    message: str
+    traceback: str = ""
+
+
+class Attempt(Record, frozen=True, kw_only=True):
+    """One try at a rollout by one worker.
+
+    Attributes:
+        attempt_id: ``<rollout_id>.<number>``; assigned by the store at the claim.
+        number: 1 for the first.
+        worker: Who holds or held it.
+        claim_id: The claim request that made it, so that a repeated request gets the same attempt.
+        lease_until: Unix seconds at which the attempt counts as lost unless it is renewed.
+    """
+
+    attempt_id: str
+    rollout_id: str
+    number: int
+    worker: str
+    claim_id: str = ""
+    status: AttemptStatus = "running"
+    lease_until: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    error: ErrorInfo | None = None
+    schema_version: int = SCHEMA_VERSION
+
+
+class Claim(Record, frozen=True, kw_only=True):
+    """A rollout to run and the attempt that was opened for it."""
+
+    rollout: Rollout
+    attempt: Attempt
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """How an attempt ended, with the spans that were not appended before; written in one transaction."""
+
+    attempt_id: str
+    status: AttemptStatus
+    error: ErrorInfo | None = None
+    spans: tuple[Span, ...] = ()
+
+
+def _is_object(value: Json) -> TypeGuard[dict[str, Json]]:
+    return isinstance(value, dict)

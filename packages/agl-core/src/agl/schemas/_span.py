@@ -1,0 +1,81 @@
+"""Spans: OpenTelemetry's fields plus where they belong, and typed payloads for model calls and rewards."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from agl.schemas._base import SCHEMA_VERSION, Json, Record
+from agl.schemas._call import ModelCall
+
+RewardSource = Literal["evaluator", "environment", "agent", "hook", "human"]
+RewardScope = Literal["rollout", "turn", "span"]
+SpanStatus = Literal["unset", "ok", "error"]
+
+
+class Reward(Record, frozen=True, kw_only=True):
+    """A reward, what it is about, and who says so.
+
+    Attributes:
+        value: The scalar; ``None`` stays ``None`` (a declared policy decides what that means for training).
+        name: Which reward this is, such as the emitter's name; ``""`` for the unnamed one.
+        dimensions: Named parts, such as ``{"syntax": 1.0, "goal": 0.0}``.
+        scope: Whether it is about the whole rollout, one turn, or one span.
+        span_id: The span it is about; for ``turn`` the model call's span. ``None`` for ``rollout``, and for
+            ``turn`` where it means the newest model call before the reward.
+        source: Who reported it. ``agent`` is set by the gateway for everything that came with an attempt token.
+        feedback: Why, in words; prompt optimisers read it.
+    """
+
+    value: float | None
+    name: str = ""
+    dimensions: dict[str, float | None] = {}
+    scope: RewardScope = "rollout"
+    span_id: str | None = None
+    source: RewardSource = "environment"
+    feedback: str = ""
+
+
+class SpanEvent(Record, frozen=True, kw_only=True):
+    """Something that happened within a span; ``time_ns`` is Unix nanoseconds."""
+
+    name: str
+    time_ns: int
+    attributes: dict[str, Json] = {}
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One recorded operation of an attempt; unique by (rollout, attempt, span id).
+
+    Attributes:
+        span_id: 16 lower-case hex digits.
+        trace_id: 32 lower-case hex digits; one per attempt for spans made here, foreign ones keep theirs.
+        parent_id: The span it happened in, ``None`` at the root.
+        sequence: Position in the attempt, from 1; assigned by the store when it is 0 on append.
+        name: ``"{operation} {model|agent|tool}"`` by the GenAI conventions.
+        kind: OpenTelemetry's span kind in lower case.
+        start_ns: Unix nanoseconds, like ``end_ns``.
+        status: OpenTelemetry's status.
+        attributes: By name; JSON values; names in :mod:`agl.semconv`.
+        is_late: Set by the store when the attempt was already decided at the append.
+        call: The model call, on ``chat`` spans.
+        reward: The reward, on reward spans.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    span_id: str
+    name: str
+    trace_id: str = ""
+    parent_id: str | None = None
+    sequence: int = 0
+    kind: Literal["internal", "client", "server", "producer", "consumer"] = "internal"
+    start_ns: int = 0
+    end_ns: int = 0
+    status: SpanStatus = "unset"
+    status_message: str = ""
+    attributes: dict[str, Any] = {}
+    events: tuple[SpanEvent, ...] = ()
+    is_late: bool = False
+    call: ModelCall | None = None
+    reward: Reward | None = None
+    schema_version: int = SCHEMA_VERSION

@@ -1,0 +1,150 @@
+"""Transitions and rows: what an algorithm trains on, and why a call is not among it."""
+
+from typing import Literal
+
+import msgspec
+
+from agl.schemas._base import Record
+from agl.schemas._rollout import Attempt, Rollout
+from agl.schemas._span import Reward
+
+RejectReason = Literal[
+    "",
+    "error",  # the backend answered with an error, or not at all
+    "incomplete",  # the answer was cut: cancelled stream, lost connection
+    "superseded",  # the client retried the request; the last complete answer counts
+    "missing_token_ids",
+    "length_mismatch",  # log-probabilities and response ids differ in number
+    "empty_response",
+    "non_token_input",  # images or audio that the algorithm cannot train on
+    "not_selected",  # the agent filter, or a policy that is not in training
+    "late",  # recorded after the attempt was decided
+    "unseen_calls",  # other calls of the attempt went past the gateway: see Episode.unseen
+    "unattributed",  # it lies in no framework's span, and the experiment wants such rollouts left out
+    "not_final",  # belongs to an attempt that did not decide the rollout
+    "no_reward",
+    "too_long",
+    "stale",
+]
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """``(input_t, output_t, reward_t)`` of one model call.
+
+    Attributes:
+        span_id: The model call's span.
+        agent: Who made the call: agent, node or role; ``""`` if nothing said so.
+        path: Names of the enclosing agents, nodes and tools, outermost first.
+        turn: Position among this agent's calls in the attempt, from 0.
+        branch: Index of the branch of the call forest that the call is on.
+        start: Index in that branch's row where ``response_ids`` begins; -1 when rejected.
+        prompt_ids: Packed int32, [P]; ``response_ids`` [R] likewise; ``logprobs`` packed float32, [R].
+        reward: The call's own reward (turn or span scope), ``None`` if none.
+        reject: Why the call reaches no row; ``""`` if it does.
+        detail: The reject reason in words, or the drift that started a new branch.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    span_id: str
+    agent: str = ""
+    path: tuple[str, ...] = ()
+    turn: int = 0
+    branch: int = -1
+    start: int = -1
+    policy: str = ""
+    model_version: str = ""
+    prompt_ids: bytes = b""
+    response_ids: bytes = b""
+    logprobs: bytes = b""
+    reward: float | None = None
+    reject: RejectReason = ""
+    detail: str = ""
+    temperature: float = 1.0
+    is_distribution_changed: bool = False
+
+
+class Segment(Record, frozen=True, kw_only=True):
+    """The part ``[start, stop)`` of a row that one call sampled."""
+
+    start: int
+    stop: int
+    span_id: str
+    agent: str = ""
+    model_version: str = ""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """One branch of an attempt's call forest, ready for a trainer. T is the number of tokens.
+
+    Attributes:
+        ids: Packed int32, [T].
+        mask: uint8, [T]: 1 where a policy in training sampled the token, else 0.
+        logprobs: Packed float32, [T]: behaviour log-probabilities, 0.0 where the mask is 0.
+        advantages: Packed float32, [T]; empty until credit was assigned and normalised.
+        segments: The sampled parts in order; disjoint, and their union is where the mask is 1.
+    """
+
+    rollout_id: str
+    attempt_id: str
+    group_id: str
+    branch: int
+    ids: bytes
+    mask: bytes
+    logprobs: bytes
+    advantages: bytes = b""
+    segments: tuple[Segment, ...] = ()
+
+
+class LooseCall(Record, frozen=True, kw_only=True):
+    """A model call that only one of two sides saw: the framework's tracer, or who records the calls.
+
+    Attributes:
+        span_id: The framework's ``chat`` span, or the recorded call's.
+        client: The class or library that called, and the host, as well as they are known.
+    """
+
+    span_id: str
+    agent: str = ""
+    model: str = ""
+    client: str = ""
+
+
+class Episode(Record, frozen=True, kw_only=True):
+    """A finished rollout as an algorithm sees it.
+
+    Attributes:
+        rollout: With the full task, hidden keys included.
+        attempt: The deciding attempt; ``None`` if none was ever started.
+        reward: The scalar that trains; ``None`` stays ``None``.
+        rewards: Every reward that was recorded, in order.
+        transitions: Every recorded call, in order of time, rejected ones included with their reason.
+        rows: The branches.
+        unseen: Calls that a framework reported and nobody recorded; the rollout is only partly known.
+        unattributed: Recorded calls outside of all that a framework reported, where it reported something.
+    """
+
+    rollout: Rollout
+    attempt: Attempt | None
+    reward: float | None
+    rewards: tuple[Reward, ...] = ()
+    transitions: tuple[Transition, ...] = ()
+    rows: tuple[Row, ...] = ()
+    unseen: tuple[LooseCall, ...] = ()
+    unattributed: tuple[LooseCall, ...] = ()
+
+
+class CallCredit(Record, frozen=True, kw_only=True):
+    """What credit assignment gives one call.
+
+    Attributes:
+        span_id: The model call's span.
+        value: The call's return, or its advantage when ``is_advantage``.
+        baseline: Calls with one ``baseline`` key are compared; each rollout counts once in its statistics.
+        is_advantage: The value is final; an estimator must not normalise it again.
+    """
+
+    span_id: str
+    value: float
+    baseline: str
+    is_advantage: bool = False

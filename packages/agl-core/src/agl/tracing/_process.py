@@ -1,0 +1,102 @@
+"""What a rollout changes in its process, and how it is undone.
+
+Patches belong to the process while rollouts come and go, so they are counted: the first active rollout applies
+them, the last one restores the originals. This is the one place of the core that holds process-wide state, because
+the things that it patches are process-wide.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, TypeAlias, cast
+
+Undo: TypeAlias = Callable[[], None]
+ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+"""Gives what a tracer needs around one attempt; called with the :class:`agl.tracing._context.Capture`."""
+
+
+@dataclass
+class _State:
+    lock: Lock = field(default_factory=Lock)
+    users: list[object] = field(default_factory=list[object])
+    undo: list[Undo] = field(default_factory=list[Undo])
+    scopes: list[ScopeMaker] = field(default_factory=list[ScopeMaker])
+    made: dict[tuple[Any, str], tuple[Any, Any]] = field(default_factory=dict[tuple[Any, str], tuple[Any, Any]])
+
+
+_STATE = _State()
+
+
+def hold(user: object) -> None:
+    """Patch the process for ``user``, which is kept alive until :func:`release`."""
+    with _STATE.lock:
+        if not _STATE.users:
+            _apply()
+        _STATE.users.append(user)
+
+
+def release(user: object) -> None:
+    """The end of :func:`hold`; the last user's restores the originals."""
+    with _STATE.lock:
+        _STATE.users.remove(user)
+        if not _STATE.users:
+            _revert()
+
+
+def add_scope(make: ScopeMaker) -> None:
+    """Enter ``make(capture)`` around every attempt from now on; idempotent."""
+    with _STATE.lock:
+        if make not in _STATE.scopes:
+            _STATE.scopes.append(make)
+
+
+def remove_scope(make: ScopeMaker) -> None:
+    """Stop what :func:`add_scope` started; attempts that run keep theirs."""
+    with _STATE.lock:
+        if make in _STATE.scopes:
+            _STATE.scopes.remove(make)
+
+
+def enter_scopes(stack: ExitStack, capture: object) -> None:
+    """Enter the registered scopes on ``stack``."""
+    for make in tuple(_STATE.scopes):
+        stack.enter_context(make(capture))
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Set ``owner.name`` to ``make(original)``; the returned function restores the original object itself.
+
+    Where somebody else has patched on top since, theirs stays: ours below it is idle outside rollouts.
+    """
+    original = cast("Any", vars(owner)[name])
+    ours = _replacement(owner, name, original, make)
+    setattr(owner, name, ours)
+
+    def undo() -> None:
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+
+    return undo
+
+
+def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:
+    """``make(original)``, the one made the last time where the original is the same."""
+    wrapped, ours = _STATE.made.get((owner, name), (None, None))
+    if wrapped is not original:
+        ours = make(original)
+        _STATE.made[owner, name] = (original, ours)
+    return ours
+
+
+def _apply() -> None:
+    from agl.tracing import _threads as threads
+    from agl.tracing._wire import hook as wire
+
+    _STATE.undo.extend(threads.install())
+    _STATE.undo.append(wire.install())
+
+
+def _revert() -> None:
+    while _STATE.undo:
+        _STATE.undo.pop()()

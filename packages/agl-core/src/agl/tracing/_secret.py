@@ -1,0 +1,83 @@
+"""The key that signs attempt tokens: from the environment, else one file per user that nobody else can read."""
+
+import os
+import secrets
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from agl.errors import ConfigError
+
+SECRET_ENV = "AGL_SECRET"
+_MIN_BYTES = 16
+
+
+def load_secret(path: Path | None = None) -> bytes:
+    """The signing key: ``AGL_SECRET`` if set, else the content of ``path``, made on first use with mode 0600.
+
+    Args:
+        path: Defaults to ``secret`` in :func:`state_dir`.
+
+    Raises:
+        ConfigError: It is too short, others can read the file, or the file cannot be made.
+    """
+    given = os.environ.get(SECRET_ENV)
+    if given is not None:
+        return check_secret(given.encode(), source=f"the environment variable {SECRET_ENV}")
+    path = path or state_dir() / "secret"
+    try:
+        if not path.exists():
+            _create(path)
+        return _read(path)
+    except OSError as error:
+        raise ConfigError(
+            f"the signing key {path} cannot be read or made ({error}). "
+            f"Set {SECRET_ENV} to at least {_MIN_BYTES} random characters, or make the folder writable."
+        ) from error
+
+
+def check_secret(secret: bytes, *, source: str) -> bytes:
+    """``secret`` itself; raises :class:`ConfigError` when it is too short to sign with."""
+    if len(secret) < _MIN_BYTES:
+        raise ConfigError(
+            f"{source} has {len(secret)} bytes, at least {_MIN_BYTES} are needed. "
+            'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return secret
+
+
+def state_dir() -> Path:
+    """Where this user's state lives: ``agl`` below the platform's usual folder."""
+    if sys.platform == "win32":
+        root = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        root = str(Path.home() / "Library" / "Application Support")
+    else:
+        root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(root) / "agl"
+
+
+def _create(path: Path) -> None:
+    """Write the whole file under another name first, so that nobody ever reads half a key."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        _publish(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _publish(draft: Path, path: Path) -> None:
+    """Another process that was first wins: both calls refuse a target that exists."""
+    place = os.rename if sys.platform == "win32" else os.link
+    with suppress(FileExistsError):
+        place(draft, path)
+
+
+def _read(path: Path) -> bytes:
+    if sys.platform != "win32" and path.stat().st_mode & 0o077:
+        raise ConfigError(f"the signing key {path} can be read by other users. Run: chmod 600 {path}")
+    return check_secret(path.read_bytes().strip(), source=f"the signing key {path}")

@@ -1,0 +1,106 @@
+"""Model calls and rewards as spans, by the GenAI conventions."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from agl import semconv
+from agl.schemas import Dialect, Json, ModelCall, Reward, Span
+from agl.schemas._ids import new_span_id
+
+_OPERATIONS: dict[Dialect, str] = {
+    "completions": semconv.OP_TEXT_COMPLETION,
+    "embeddings": semconv.OP_EMBEDDINGS,
+}
+
+
+def chat_spans(
+    calls: Sequence[ModelCall],
+    *,
+    rollout_id: str,
+    attempt_id: str,
+    trace_id: str,
+    parent_id: str | None,
+    framework_span_id: str,
+    start_ns: int,
+    end_ns: int,
+    about: Mapping[str, Json] | None = None,
+) -> list[Span]:
+    """One span per call, all below ``parent_id``; ``framework_span_id`` is kept where the client sent one.
+
+    ``about`` are further attributes of all of them, such as who made the call.
+    """
+    return [
+        Span(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            span_id=new_span_id(),
+            trace_id=trace_id,
+            parent_id=parent_id,
+            name=f"{_OPERATIONS.get(call.dialect, semconv.OP_CHAT)} {call.model}".rstrip(),
+            kind="client",
+            start_ns=start_ns,
+            end_ns=end_ns,
+            status="error" if call.error else "ok",
+            status_message=call.error,
+            attributes={**(about or {}), **_attributes(call, framework_span_id)},
+            call=call,
+        )
+        for call in calls
+    ]
+
+
+def make_reward_span(
+    rollout_id: str, attempt_id: str, reward: Reward, *, trace_id: str = "", parent_id: str | None = None
+) -> Span:
+    """A reward as a span, by the GenAI conventions for evaluations."""
+    now = time.time_ns()
+    attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: reward.name}
+    if reward.value is not None:
+        attributes[semconv.EVALUATION_SCORE] = reward.value
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        span_id=new_span_id(),
+        trace_id=trace_id,
+        parent_id=parent_id,
+        name=f"{semconv.OP_EVALUATE} {reward.name}".strip(),
+        start_ns=now,
+        end_ns=now,
+        attributes=attributes,
+        reward=reward,
+    )
+
+
+def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:
+    answer = _mapping(call.response)
+    found: dict[str, Any] = {
+        semconv.OPERATION: _OPERATIONS.get(call.dialect, semconv.OP_CHAT),
+        semconv.REQUEST_MODEL: call.model,
+        semconv.RESPONSE_MODEL: answer.get("model"),
+        semconv.RESPONSE_ID: answer.get("id"),
+        semconv.FINISH_REASONS: [call.finish_reason] if call.finish_reason else None,
+        semconv.MODEL_VERSION: call.model_version,
+        semconv.ERROR_TYPE: _error_type(call),
+        semconv.FRAMEWORK_SPAN_ID: framework_span_id,
+        **_usage(_mapping(answer.get("usage")), call),
+    }
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _error_type(call: ModelCall) -> str:
+    if not call.error:
+        return ""
+    return str(call.status_code) if call.status_code >= 400 else "incomplete" if call.status_code else "no_response"
+
+
+def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
+    """Token counts: of the ids where there are some, else what the backend counted."""
+    prompt = call.prompt_len or counted.get("prompt_tokens", counted.get("input_tokens"))
+    response = call.response_len or counted.get("completion_tokens", counted.get("output_tokens"))
+    pairs = ((semconv.INPUT_TOKENS, prompt), (semconv.OUTPUT_TOKENS, response))
+    return {name: value for name, value in pairs if isinstance(value, int)}
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

@@ -1,0 +1,148 @@
+"""What the arms of a serving split earned, and whether that is enough to promote one.
+
+Counted are finished rollouts, and conversations from their first call on, that a split placed while the labels named
+the versions that they name now, so that both arms met the same requests at the same time. A rollout that failed counts
+0; one that has no reward is left out, and its number is reported.
+"""
+
+from collections.abc import Sequence
+
+from agl.contracts import RolloutQuery, Store
+from agl.episodes import episode_reward
+from agl.schemas import Record, Rollout
+from agl.stores import all_spans
+from agl_gateway.splits import Pins, differing, pins_of, placement_of
+from agl_run import Comparison, compare, interval
+from agl_run.commands import COUNTED, is_counted, pages
+
+_PAGE = 500
+
+
+class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One arm.
+
+    Attributes:
+        label: Its name.
+        versions: Of the resources in which the arms differ.
+        rollouts: Those that count; ``failed`` and ``unrewarded`` of them failed, and succeeded without a reward.
+        mean: Of the rewards, ``None`` without any; ``low`` and ``high`` are the ends of its interval, ``None`` for
+            fewer than two rewards.
+    """
+
+    label: str
+    versions: dict[str, str]
+    rollouts: int
+    failed: int
+    unrewarded: int
+    mean: float | None
+    low: float | None
+    high: float | None
+
+    @property
+    def rewarded(self) -> int:
+        """Rollouts that the mean is over."""
+        return self.rollouts - self.unrewarded
+
+
+class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """All arms, the baseline first, and every other one against it.
+
+    Attributes:
+        differing: Resources in which the arms differ; without any there is nothing to compare.
+        against: By label, ``None`` while an arm has fewer than two rewards.
+        confidence: Of all intervals.
+    """
+
+    arms: list[ArmReport]
+    differing: list[str]
+    against: dict[str, Comparison | None]
+    confidence: float
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """The rollouts of one arm that count; attributes as in :class:`ArmReport`, with every reward in order of id."""
+
+    rewards: list[float]
+    failed: int
+    unrewarded: int
+
+
+async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
+    """By label, what was earned between these versions. Reads the spans of every rollout that the split placed."""
+    names = differing(pins)
+    tallies = {label: _Tally() for label in pins}
+    async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)):
+        for rollout in page:
+            if names and is_counted(rollout) and (arm := _arm(rollout, pins, names)) is not None:
+                tallies[arm].add(rollout, episode_reward(await all_spans(store, rollout.rollout_id)))
+    return {label: tally.sample() for label, tally in tallies.items()}
+
+
+async def split_report(
+    store: Store, labels: Sequence[str], *, experiment: str | None = None, confidence: float = 0.95
+) -> SplitReport:
+    """What the arms earned; ``labels`` name them, the baseline first."""
+    pins = await pins_of(store, labels)
+    found = await samples(store, pins, experiment=experiment)
+    between = _between(pins, differing(pins))
+    baseline, *others = labels
+    return SplitReport(
+        arms=[_report(label, between[label], found[label], confidence) for label in labels],
+        differing=differing(pins),
+        against={label: _compared(found[baseline].rewards, found[label].rewards, confidence) for label in others},
+        confidence=confidence,
+    )
+
+
+class _Tally:
+    """Counts the rollouts of one arm."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self._failed = 0
+        self._unrewarded = 0
+
+    def add(self, rollout: Rollout, reward: float | None) -> None:
+        if rollout.status == "failed":
+            self._failed += 1
+            self.rewards.append(reward or 0.0)
+        elif reward is None:
+            self._unrewarded += 1
+        else:
+            self.rewards.append(reward)
+
+    def sample(self) -> Sample:
+        return Sample(rewards=self.rewards, failed=self._failed, unrewarded=self._unrewarded)
+
+
+def _report(label: str, versions: dict[str, str], sample: Sample, confidence: float) -> ArmReport:
+    count = len(sample.rewards)
+    low, high = interval(sample.rewards, confidence=confidence) if count > 1 else (None, None)
+    return ArmReport(
+        label=label,
+        versions=versions,
+        rollouts=count + sample.unrewarded,
+        failed=sample.failed,
+        unrewarded=sample.unrewarded,
+        mean=sum(sample.rewards) / count if count else None,
+        low=low,
+        high=high,
+    )
+
+
+def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
+    """The rollout's arm, ``None`` if it was placed between other versions or not at all."""
+    placement = placement_of(rollout)
+    if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
+        return None
+    then = {label: placement.versions[label] for label in pins}
+    return placement.arm if _between(then, differing(then)) == _between(pins, names) else None
+
+
+def _between(pins: Pins, names: Sequence[str]) -> Pins:
+    """The versions of the named resources alone."""
+    return {label: {name: own[name] for name in names} for label, own in pins.items()}
+
+
+def _compared(old: Sequence[float], new: Sequence[float], confidence: float) -> Comparison | None:
+    return compare(old, new, confidence=confidence) if min(len(old), len(new)) > 1 else None

@@ -1,0 +1,161 @@
+"""A serving split: which share of what is served runs with the versions that a label names.
+
+``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm follows from a hash of
+the rollout's id, or of its conversation's, so that every gateway decides alike and keeps nothing; the first label is
+the baseline that the others are compared with. Versions are pinned to the rollout when it is queued and recorded with
+its arm, so that a label that moves later changes nothing about it.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import msgspec
+
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.schemas import Record, Rollout
+from agl_run.commands import LABEL, all_labels
+
+KEY = "split"
+"""Where the metadata of a rollout hold its placement."""
+
+CONVERSATION = "conversation"
+"""Where they hold the conversation that the rollout is part of, if it is part of one."""
+
+Pins = dict[str, dict[str, str]]
+"""Versions by label and resource."""
+
+_EXAMPLE = "write --split production=0.9,candidate=0.1"
+
+
+class Split(Record, frozen=True, kw_only=True):
+    """Shares by label, in order; they add up to 1, and the first label is the baseline."""
+
+    shares: dict[str, float]
+
+    @property
+    def baseline(self) -> str:
+        """The first label."""
+        return next(iter(self.shares))
+
+    def arm_of(self, key: str) -> str:
+        """The label that ``key`` belongs to: the same in every process and at any time.
+
+        The labels divide the numbers from 0 to 1 in their order, so that of two labels the share of the second may
+        grow without a key leaving it.
+        """
+        point = int.from_bytes(blake2b(f"agl-split/{key}".encode(), digest_size=8).digest()) / 2**64
+        edge = 0.0
+        *others, last = self.shares
+        for label in others:
+            edge += self.shares[label]
+            if point < edge:
+                return label
+        return last
+
+
+class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What a rollout's metadata say of the split.
+
+    Attributes:
+        arm: The label whose versions the rollout is pinned to.
+        shares: The split at that time.
+        versions: By label and resource, the versions of those resources in which the arms differed.
+    """
+
+    arm: str
+    shares: dict[str, float]
+    versions: Pins
+
+
+def parse_split(text: str) -> Split:
+    """The split that ``LABEL=SHARE,LABEL=SHARE,...`` describes; raises :class:`ConfigError`."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        label, _, number = (piece.strip() for piece in part.partition("="))
+        if not LABEL.fullmatch(label) or label in shares:
+            why = "is given twice" if label in shares else "may hold letters, digits, '_', '.' and '-' only"
+            raise ConfigError(f"--split {text!r}: the label {label!r} {why}; {_EXAMPLE}")
+        shares[label] = _share(text, label, number)
+    if len(shares) < 2:
+        raise ConfigError(f"--split {text!r} has one arm, and nothing to compare it with; {_EXAMPLE}")
+    total = sum(shares.values())
+    if abs(total - 1.0) > 1e-9:
+        raise ConfigError(f"--split {text!r}: the shares add up to {total:g} and must add up to 1; {_EXAMPLE}")
+    return Split(shares=shares)
+
+
+def _share(text: str, label: str, number: str) -> float:
+    try:
+        share = float(number)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share < 1.0:
+        raise ConfigError(
+            f"--split {text!r}: the share of {label!r} is {number!r}, no number between 0 and 1; {_EXAMPLE}"
+        )
+    return share
+
+
+async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
+    """The versions of every arm: of each resource that has the first label, the one that the arm's label names.
+
+    A resource without the arm's label has the version of the first one there.
+    """
+    baseline = labels[0]
+    pointing = await all_labels(store)
+    covered = {name: named for name, named in pointing.items() if baseline in named}
+    return {label: {name: named.get(label, named[baseline]) for name, named in covered.items()} for label in labels}
+
+
+async def check_labels(store: Store, labels: Iterable[str]) -> None:
+    """Raise :class:`ConfigError` unless every label names something, and nothing lacks the first one."""
+    wanted = list(labels)
+    pointing = await all_labels(store)
+    for label in wanted:
+        if not any(label in named for named in pointing.values()):
+            known = sorted({known for named in pointing.values() for known in named})
+            raise ConfigError(
+                f"the label {label!r} names no version of any resource in this store, whose labels are "
+                f"{known or 'none'}; run: agl resources promote NAME VERSION --label {label}"
+            )
+    for name, named in pointing.items():
+        if wanted[0] not in named and set(wanted) & named.keys():
+            raise ConfigError(
+                f"{name!r} has no label {wanted[0]!r}, so that the arms cannot be compared; run: "
+                f"agl resources promote {name} VERSION --label {wanted[0]}"
+            )
+
+
+def differing(pins: Pins) -> list[str]:
+    """Names of the resources whose versions differ between the arms."""
+    names = dict.fromkeys(name for versions in pins.values() for name in versions)
+    return [name for name in names if len({versions[name] for versions in pins.values()}) > 1]
+
+
+def placed(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
+    """The rollout with the versions of its arm, and its placement in the metadata.
+
+    As it is, if it was placed before, or pins a resource itself in which the arms differ.
+    """
+    names = differing(pins)
+    if KEY in rollout.metadata or any(name in rollout.resources for name in names):
+        return rollout
+    conversation = rollout.metadata.get(CONVERSATION)
+    arm = split.arm_of(conversation if isinstance(conversation, str) else rollout.rollout_id)
+    versions = {label: {name: own[name] for name in names} for label, own in pins.items()}
+    placement = Placement(arm=arm, shares=split.shares, versions=versions)
+    return msgspec.structs.replace(
+        rollout,
+        resources={**pins[arm], **rollout.resources},
+        metadata={**rollout.metadata, KEY: msgspec.to_builtins(placement)},
+    )
+
+
+def placement_of(rollout: Rollout) -> Placement | None:
+    """Where the rollout was placed, ``None`` if it was not."""
+    found = rollout.metadata.get(KEY)
+    try:
+        return None if found is None else msgspec.convert(found, Placement)
+    except msgspec.ValidationError:
+        return None  # metadata of somebody else that happen to have this name

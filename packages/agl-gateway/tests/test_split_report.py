@@ -1,0 +1,296 @@
+"""A serving split: shares, placements, what the arms earned, and promotion on that evidence."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
+from agl.stores.memory import MemoryStore
+from agl_gateway.split_report import split_report
+from agl_gateway.splits import Split, check_labels, parse_split, pins_of, placed, placement_of
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
+from agl_run.comparison import compare, student_quantile
+from agl_run.experiment import labels
+
+SPLIT = parse_split("production=0.5,candidate=0.5")
+VERSIONS = [
+    *(ResourceVersion(name="prompt", version=f"v{i}", resource=PromptTemplate(template=f"{i}")) for i in (1, 2, 3)),
+    *(ResourceVersion(name="tools", version=f"t{i}", resource=JsonResource(value=i)) for i in (1, 2)),
+]
+
+
+async def labelled(store: Store, **pointing: str) -> None:
+    """Publish the versions; `production="prompt@v1"` points a label."""
+    await store.publish(VERSIONS)
+    for label, target in pointing.items():
+        name, _, version = target.partition("@")
+        await labels.move(store, name, label, version)
+
+
+async def serve(store: Store, rewards: dict[str, Sequence[float | None]], *, name: str = "r") -> None:
+    """Finish rollouts whose arm is the one asked for, one by reward; ``None`` has none, ``nan`` fails."""
+    pins = await pins_of(store, list(SPLIT.shares))
+    waiting = {label: list(values) for label, values in rewards.items()}
+    for index in range(10_000):
+        rollout = placed(Rollout(rollout_id=f"{name}-{index:05d}", task=index), SPLIT, pins)
+        placement = placement_of(rollout)
+        assert placement is not None
+        if not waiting.get(placement.arm):
+            if not any(waiting.values()):
+                return
+            continue
+        value = waiting[placement.arm].pop(0)
+        await store.enqueue([rollout])
+        (claim,) = await store.claim(worker="w")
+        attempt = claim.attempt
+        spans = [
+            Span(
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                span_id="0" * 16,
+                name="r",
+                reward=Reward(value=value, source="evaluator"),
+            )
+        ]
+        is_failed = value is not None and math.isnan(value)
+        outcome = Outcome(
+            attempt_id=attempt.attempt_id,
+            status="failed" if is_failed else "succeeded",
+            spans=() if is_failed or value is None else tuple(spans),
+        )
+        await store.finish([outcome])
+
+
+def test_a_tenth_of_a_thousand_ids_lands_in_the_candidate_arm() -> None:
+    split = parse_split("production=0.9,candidate=0.1")
+    count = sum(split.arm_of(f"ro-{i}") == "candidate" for i in range(10_000))
+    assert 900 < count < 1100  # 3.3 standard deviations
+
+
+def test_arm_of_an_id_never_changes_between_releases() -> None:
+    split = parse_split("production=0.9,candidate=0.1")
+    assert ["ro-14", "ro-16", "ro-24"] == [f"ro-{i}" for i in range(40) if split.arm_of(f"ro-{i}") == "candidate"]
+
+
+@given(st.text(), st.floats(0.01, 0.98), st.floats(0.001, 0.01))
+def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float) -> None:
+    before = Split(shares={"production": 1 - share, "candidate": share})
+    after = Split(shares={"production": 1 - share - more, "candidate": share + more})
+    if before.arm_of(key) == "candidate":
+        assert "candidate" == after.arm_of(key)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("production=0.9,candidate=0.2", "add up to 1.1"),
+        ("production=1.0", "'1.0', no number between 0 and 1"),
+        ("production=0.5", "one arm"),
+        ("production=0.9,candidate=x", "'x', no number"),
+        ("production=0.9,candidate=nan", "'nan', no number"),
+        ("production=0.5,production=0.5", "given twice"),
+        ("production=0.5,a/b=0.5", "may hold letters"),
+        ("", "may hold letters"),
+    ],
+)
+def test_bad_split_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_split(text)
+
+
+@pytest.mark.parametrize(
+    ("pointing", "message"),
+    [
+        ({"production": "prompt@v1"}, r"'candidate' names no version .* labels are \['production'\]"),
+        ({}, "'production' names no version .* labels are none"),
+        ({"production": "prompt@v1", "candidate": "tools@t2"}, "'tools' has no label 'production'"),
+    ],
+)
+def test_label_that_names_nothing_is_refused(pointing: dict[str, str], message: str) -> None:
+    async def body() -> None:
+        store = MemoryStore()
+        await labelled(store, **pointing)
+        await check_labels(store, ["production", "candidate"])
+
+    with pytest.raises(ConfigError, match=message):
+        asyncio.run(body())
+
+
+def test_rollout_gets_the_versions_of_its_arm_and_keeps_what_it_pinned() -> None:
+    async def body() -> dict[str, dict[str, str]]:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v2")
+        await labels.move(store, "tools", "production", "t1")
+        return await pins_of(store, ["production", "candidate"])
+
+    pins = asyncio.run(body())
+    for index in range(20):
+        rollout = placed(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
+        arm = SPLIT.arm_of(f"ro-{index}")
+        assert {"prompt": {"production": "v1", "candidate": "v2"}[arm], "tools": "t1"} == rollout.resources
+        assert rollout == placed(rollout, SPLIT, pins)
+        own = Rollout(rollout_id=f"ro-{index}", task=0, resources={"prompt": "v3"})
+        assert own == placed(own, SPLIT, pins)
+        other = placed(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
+        assert "t2" == other.resources["tools"]
+
+
+def test_rollouts_of_one_conversation_share_an_arm() -> None:
+    pins = {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}}
+    for conversation in ("a", "b", "c", "d"):
+        rollouts = [
+            placed(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
+            for i in range(8)
+        ]
+        assert 1 == len({rollout.resources["prompt"] for rollout in rollouts})
+
+
+def test_fiellers_interval_agrees_with_a_search_and_with_welch() -> None:
+    """The ends are where |new - r old| equals t times its standard error."""
+    old, new = [2.0, 3.0, 4.0, 5.0, 6.0], [4.0, 5.0, 6.0, 7.0, 8.0]
+    result = compare(old, new)
+    assert result.ratio_low is not None
+    assert result.ratio_high is not None
+    quantile = student_quantile(0.975, 8)
+    for ratio in (result.ratio_low, result.ratio_high):
+        assert abs(6 - ratio * 4) == pytest.approx(quantile * math.sqrt(0.5 + ratio**2 * 0.5))
+    assert (result.low > 0, result.ratio_low > 1) == (False, False)
+
+
+@given(*[st.lists(st.floats(0.1, 1.0), min_size=3, max_size=9)] * 2)
+def test_ratio_is_clear_of_1_exactly_when_the_difference_is_clear_of_0(old: list[float], new: list[float]) -> None:
+    result = compare(old, new)
+    if result.ratio_low is not None and result.ratio_high is not None and abs(result.low) > 1e-9 < abs(result.high):
+        assert (result.low > 0, result.high < 0) == (result.ratio_low > 1, result.ratio_high < 1)
+
+
+def test_ratio_to_a_mean_that_may_be_0_has_no_interval() -> None:
+    assert (None, None) == (compare([-1, 1, 0.3], [1, 2]).ratio_low, compare([-1, 1, 0.3], [1, 2]).ratio_high)
+    assert (None, None) == (compare([-2, -1], [1, 2]).policy_improvement_ratio, compare([-2, -1], [1, 2]).ratio_low)
+
+
+def test_report_counts_what_was_placed_between_the_present_versions() -> None:
+    async def body() -> Any:
+        store = MemoryStore()
+        await labelled(store, production="prompt@v1", candidate="prompt@v3")
+        await serve(store, {"production": [1.0] * 3, "candidate": [1.0] * 3}, name="before")
+        await labels.move(store, "prompt", "candidate", "v2")
+        await serve(store, {"production": [0.4, 0.6, None], "candidate": [0.8, math.nan, 1.0]})
+        return await split_report(store, ["production", "candidate"])
+
+    report = asyncio.run(body())
+    production, candidate = report.arms
+    assert ({"prompt": "v1"}, 3, 0, 1, 0.5) == (
+        production.versions,
+        production.rollouts,
+        production.failed,
+        production.unrewarded,
+        production.mean,
+    )
+    assert ({"prompt": "v2"}, 3, 1, pytest.approx(0.6)) == (
+        candidate.versions,
+        candidate.rollouts,
+        candidate.failed,
+        candidate.mean,
+    )
+    assert pytest.approx(1.2) == report.against["candidate"].policy_improvement_ratio
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., Result]:
+    """``command("split")`` runs `agl resources split` on a store with served arms."""
+    path = tmp_path / "runs.db"
+
+    def call(*arguments: str, rewards: dict[str, Sequence[float | None]] | None = None, tools: bool = False) -> Result:
+        if rewards is not None:
+
+            async def make() -> None:
+                store = SQLiteStore(f"sqlite:///{path}")
+                await labelled(store, production="prompt@v1", candidate="prompt@v2")
+                if tools:
+                    await labels.move(store, "tools", "production", "t1")
+                    await labels.move(store, "tools", "candidate", "t2")
+                await serve(store, rewards)
+                await store.close()
+
+            asyncio.run(make())
+        return CliRunner().invoke(cli, ["resources", *arguments, "--store", f"sqlite:///{path}"])
+
+    return call
+
+
+LOW = [0.1, 0.2, 0.1, 0.2] * 5
+HIGH = [0.8, 0.9, 0.8, 0.9] * 5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "status", "message"),
+    [
+        ({"production": LOW, "candidate": HIGH}, (), 0, "difference +0.7000"),
+        ({"production": LOW, "candidate": HIGH[:19]}, (), 1, "20 rewards of the old version and 19 of the new one"),
+        ({"production": LOW, "candidate": HIGH[:19]}, ("--min-rollouts", "10"), 0, "policy_improvement_ratio 5.6"),
+        ({"production": LOW, "candidate": HIGH}, ("--min-gain", "0.7"), 1, "must lie above 0.7"),
+        ({"production": LOW, "candidate": LOW}, (), 1, "not shown to be better"),
+    ],
+    ids=["better", "too few", "fewer wanted", "gain too small", "equal"],
+)
+def test_arm_is_promoted_on_the_stated_criterion_only(
+    command: Callable[..., Result],
+    rewards: dict[str, Sequence[float | None]],
+    options: tuple[str, ...],
+    status: int,
+    message: str,
+) -> None:
+    done = command("promote", "prompt", "candidate", "--if-better", "--split", *options, rewards=rewards)
+    assert (status, True) == (done.exit_code, message in done.output), done.output
+    now = "v1" if status else "v2"
+    assert f"labels: {'candidate, ' if not status else ''}production" in command("show", "prompt", now).output
+
+
+def test_split_prints_both_arms_and_the_ratio(command: Callable[..., Result]) -> None:
+    done = command("split", rewards={"production": LOW, "candidate": HIGH})
+    assert "production  20        0       0          0.1500" in done.output
+    assert "candidate against production: difference +0.7000" in done.output
+    assert "policy_improvement_ratio 5.667 [" in done.output
+    report = json.loads(command("split", "--json").output)
+    assert ["prompt"] == report["differing"]
+    assert pytest.approx(0.85 / 0.15) == report["against"]["candidate"]["policy_improvement_ratio"]
+
+
+def test_arms_that_differ_in_two_resources_promote_neither(command: Callable[..., Result]) -> None:
+    arguments = ("promote", "prompt", "candidate", "--if-better", "--split")
+    done = command(*arguments, rewards={"production": LOW, "candidate": HIGH}, tools=True)
+    assert (1, True) == (done.exit_code, "differ in prompt, tools" in done.output), done.output
+
+
+def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) -> None:
+    arguments = ("promote", "prompt", "candidate", "--if-better", "--split")
+    command(*arguments, rewards={"production": LOW, "candidate": HIGH})
+    assert "the same versions of every resource" in command("split").output
+    again = command(*arguments)
+    assert (1, True) == (again.exit_code, "differ in nothing" in again.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("split", "production", "production"), "cannot be compared"),
+        (("split", "production", "canary"), "'canary' names no version"),
+        (("promote", "prompt", "candidate", "--split"), "give both, or neither"),
+    ],
+)
+def test_wrong_use_is_told(command: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
+    command("list", rewards={})
+    done = command(*arguments)
+    assert (1, True) == (done.exit_code, message in done.output), done.output

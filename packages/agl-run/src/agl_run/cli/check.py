@@ -1,0 +1,33 @@
+"""``agl check``: everything that can be wrong with an experiment before it runs."""
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from agl import PluginManager
+from agl_run.cli.context import pass_manager
+from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.experiment.build import check_components
+from agl_run.experiment.plan import Plan
+
+
+@click.command()
+@experiment_argument
+@pass_manager
+def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
+    """Check the experiment in FILE: keys, datasets, plugins, parameters, who tunes what. Starts nothing."""
+    plan = make_trainer(file, settings, manager=manager).plan()
+    asyncio.run(check_components(plan))
+    click.echo(_summary(plan, file))
+
+
+def _summary(plan: Plan, file: Path) -> str:
+    config = plan.config
+    lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
+    lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
+    for algorithm in config.algorithm:
+        agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
+        lines.append(f"{algorithm.label}: {algorithm.use} tunes {', '.join(algorithm.resources)}{agents}")
+    lines.append(f"no problem found; start with: agl run {file}")
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""``agl dev``: try the agent on a few tasks and see what would be recorded and trained; nothing is trained."""
+
+from pathlib import Path
+
+import click
+
+from agl import PluginManager
+from agl.schemas import Episode
+from agl_run.cli.context import pass_manager
+from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.output import json_option, print_json
+
+
+@click.command()
+@experiment_argument
+@click.option("-n", "--tasks", default=3, show_default=True, help="How many tasks to try.")
+@json_option
+@pass_manager
+def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
+    """Run the agent of FILE on a few training tasks and show what was seen."""
+    trainer = make_trainer(file, settings, manager=manager)
+    result = trainer.dev(tasks=tasks)
+    if as_json:
+        print_json(result)
+        return
+    for episode in result.episodes:
+        click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+
+
+def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
+    """A few lines on a rollout: how it ended, its reward, its calls, and why some train nothing."""
+    rollout = episode.rollout
+    reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
+    lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {len(episode.rows)} rows"]
+    if episode.attempt and episode.attempt.error:
+        lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
+    for call in episode.transitions:
+        who = call.agent or "agent"
+        tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
+        fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"
+        if call.reject == "missing_token_ids" and not is_trained:
+            fate = "recorded"
+        lines.append(f"  {who} turn {call.turn}: {tokens}, {fate}")
+    return "\n".join(lines)

@@ -1,0 +1,52 @@
+"""Recorded calls as dialogues in OpenAI's chat format, as fine-tuning reads them: one line per conversation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from agl.dialects import call_messages, comparable
+from agl.schemas import Episode, ModelCall, Span
+
+_LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
+
+
+def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """The conversations of an episode in order, each with its tools, agent and the episode's reward.
+
+    A call whose messages a later call continues is part of the later one's dialogue. Calls without an answer, and
+    those of other attempts and agents, are left out; missing token ids do not matter here.
+    """
+    calls = {span.span_id: span.call for span in spans if span.call is not None}
+    kept: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+    for transition in episode.transitions:
+        call = calls[transition.span_id]
+        messages = [] if transition.reject in _LEFT_OUT or call.dialect == "embeddings" else call_messages(call)
+        if not messages or messages[-1].get("role") != "assistant":
+            continue
+        kept = [found for found in kept if not _continues(messages, found[0])]
+        about = {"rollout_id": transition.rollout_id, "agent": transition.agent, "reward": episode.reward}
+        tools = chat_tools(call)
+        kept.append((messages, {"messages": messages, **({"tools": tools} if tools else {}), **about}))
+    return [line for _, line in kept]
+
+
+def chat_tools(call: ModelCall) -> list[Any]:
+    """The tools of a request in chat's form, whatever its dialect; tools that only a server runs are left out."""
+    found = call.request.get("tools") if _is_object(call.request) else None
+    given = [tool for tool in found if _is_object(tool)] if isinstance(found, list) else []  # pyright: ignore[reportUnknownVariableType]  # any JSON
+    if call.dialect == "chat":
+        return given
+    return [_function(tool) for tool in given if "name" in tool]
+
+
+def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
+    return len(earlier) < len(messages) and comparable(earlier) == comparable(messages[: len(earlier)])
+
+
+def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": tool["name"], "description": tool.get("description", "")}
+    fields["parameters"] = tool.get("parameters") or tool.get("input_schema") or {"type": "object"}
+    return {"type": "function", "function": fields}
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)

@@ -1,0 +1,49 @@
+"""``agl exec -- COMMAND``: record one run of any program, with no experiment.
+
+With agl-gateway installed and an endpoint to pass calls on to, any program is recorded through the gateway. Without,
+a Python program is recorded from within.
+"""
+
+import asyncio
+import sys
+import time
+
+import click
+
+from agl import PluginManager
+from agl_run.cli.context import pass_manager
+from agl_run.experiment.once import RecordedRun, record_command
+
+DEFAULT_STORE = "sqlite:///runs/agl.db"
+
+_NO_CALLS = (
+    "agl: no model call was seen. A Python program is recorded where its clients use httpx, as the openai and "
+    "anthropic ones do; any other program where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
+)
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--store", "url", default=None, envvar="AGL_STORE", help="Where to keep the record.  [sqlite:///runs/agl.db]"
+)
+@click.option("--upstream", default=None, envvar="OPENAI_BASE_URL", help="Where the program's model calls go.")
+@click.option("--timeout", "timeout_s", type=float, default=None, help="Seconds after which the program is stopped.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@pass_manager
+def exec_(
+    manager: PluginManager, url: str | None, upstream: str | None, timeout_s: float | None, command: tuple[str, ...]
+) -> None:
+    """Run COMMAND once and record its model calls; its output and exit status pass through."""
+    started = time.monotonic()
+    run: RecordedRun = asyncio.run(
+        record_command(
+            command, manager=manager, store_url=url or DEFAULT_STORE, upstream=upstream or "", timeout_s=timeout_s
+        )
+    )
+    seconds = time.monotonic() - started
+    click.echo(
+        f"agl: recorded {run.calls} model calls in {seconds:.1f} s; look with: agl show {run.rollout_id}", err=True
+    )
+    if not run.calls:
+        click.echo(_NO_CALLS, err=True)
+    sys.exit(run.exit_code)

@@ -1,0 +1,197 @@
+"""``agl export``: recorded rollouts as JSON lines, prompts as text, JSON or a Python constant, weights as files."""
+
+import pprint
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import click
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import RolloutQuery, Store
+from agl.episodes import build_episode
+from agl.errors import ConfigError
+from agl.schemas import (
+    Episode,
+    PromptTemplate,
+    Record,
+    ResourceVersion,
+    Row,
+    Span,
+    Transition,
+    to_json,
+    unpack_floats,
+    unpack_ids,
+)
+from agl_run.cli.context import pass_manager
+from agl_run.cli.dialogues import dialogues
+from agl_run.cli.lineage import shown, text_of
+from agl_run.cli.models import copy_model
+from agl_run.cli.opening import store_option, with_store
+from agl_run.cli.query import deciding, every_span, filter_options, make_query, pages
+
+
+class Recorded(Record, frozen=True, kw_only=True):
+    """A rollout as it is exported."""
+
+    episode: Episode
+    spans: list[Span]
+
+
+@click.command()
+@click.argument("rollout_ids", nargs=-1, metavar="[IDS]...")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(("messages", "transitions", "rows", "spans", "text", "json", "python", "model")),
+    default="messages",
+    show_default=True,
+    help="messages: OpenAI chat dialogues, as fine-tuning reads them; transitions: one model call a line; "
+    "rows: one training row a line; spans: everything, as recorded. "
+    "Of a resource: text, json, or python for a constant; model: the files of trained weights.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write, by default stdout; for a model, the directory to make.",
+)
+@click.option("--min-reward", type=float, help="Only rollouts with at least this reward.")
+@click.option("--agents", help="Regular expression: only these agents' calls.")
+@store_option
+@filter_options
+@pass_manager
+def export(
+    manager: PluginManager,
+    rollout_ids: tuple[str, ...],
+    form: str,
+    output: Path | None,
+    min_reward: float | None,
+    agents: str | None,
+    store_url: str | None,
+    experiment: str | None,
+    status: tuple[str, ...],
+    mode: str | None,
+) -> None:
+    """Write rollouts as JSON lines: those named, or all that match the filters.
+
+    With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
+    the newest version counts by default.
+    """
+    if form in (*_OF_RESOURCES, "model"):
+        _export_resources(manager, store_url, rollout_ids, form, output)
+        return
+    query = msgspec.structs.replace(make_query(experiment, status, mode, limit=100), ids=rollout_ids)
+
+    async def work(store: Store) -> int:
+        count = 0
+        with _target(output) as target:
+            async for item in _recorded(store, query, agents):
+                if min_reward is not None and (item.episode.reward is None or item.episode.reward < min_reward):
+                    continue
+                for line in _LINES[form](item):
+                    target.write(to_json(line) + b"\n")
+                    count += 1
+        return count
+
+    count = with_store(manager, store_url, work)
+    click.echo(f"{count} lines of {form} written to {output or 'stdout'}", err=True)
+
+
+def _export_resources(
+    manager: PluginManager, store_url: str | None, names: tuple[str, ...], form: str, output: Path | None
+) -> None:
+    if not names:
+        raise ConfigError(f"--format {form} writes a resource; name one, such as: agl export my_prompt --format {form}")
+
+    async def work(store: Store) -> list[ResourceVersion]:
+        pairs = [name.partition("@") for name in names]
+        return [(await shown(store, name, version or None)).version for name, _, version in pairs]
+
+    versions = with_store(manager, store_url, work)
+    if form == "model":
+        if len(versions) > 1:
+            raise ConfigError(f"--format model writes one directory, and {len(versions)} resources are named; name one")
+        click.echo(copy_model(versions[0], output), err=True)
+        return
+    with _target(output) as target:
+        for version in versions:
+            target.write(_OF_RESOURCES[form](version).encode() + b"\n")
+    click.echo(", ".join(f"{v.name}@{v.version}" for v in versions) + f" written to {output or 'stdout'}", err=True)
+
+
+def _as_python(version: ResourceVersion) -> str:
+    """An assignment that any Python reads; the comment says where the value came from."""
+    constant = re.sub(r"\W", "_", version.name).upper()
+    resource = version.resource
+    value: Any = resource.template if isinstance(resource, PromptTemplate) else msgspec.to_builtins(resource)
+    constant = f"_{constant}" if constant[:1].isdigit() else constant
+    return f"# {version.name}@{version.version}\n{constant} = {pprint.pformat(value, width=100, sort_dicts=False)}"
+
+
+_OF_RESOURCES: dict[str, Callable[[ResourceVersion], str]] = {
+    "text": lambda version: text_of(version.resource),
+    "json": lambda version: to_json(version).decode(),
+    "python": _as_python,
+}
+
+
+@contextmanager
+def _target(output: Path | None) -> Generator[BinaryIO]:
+    if output is None:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    try:
+        file = output.open("wb")
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(output)!r}: {error.strerror}; pass another --output") from error
+    with file:
+        yield file
+
+
+async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Recorded]:
+    async for page in pages(store, query):
+        for rollout in page:
+            attempts = await store.attempts(rollout.rollout_id)
+            spans = await every_span(store, rollout.rollout_id, attempts)
+            episode = build_episode(rollout, deciding(rollout, attempts), spans, agent_match=agents)
+            yield Recorded(episode=episode, spans=spans)
+
+
+def _messages(item: Recorded) -> Iterable[Any]:
+    return dialogues(item.episode, item.spans)
+
+
+def _spans(item: Recorded) -> Iterable[Any]:
+    return item.spans
+
+
+def _transitions(item: Recorded) -> Iterable[Any]:
+    return ({**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions)
+
+
+def _rows(item: Recorded) -> Iterable[Any]:
+    return ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows)
+
+
+def _plain(record: Transition | Row) -> dict[str, Any]:
+    """The record with token ids, masks and numbers as lists."""
+    unpack: dict[str, Callable[[bytes], list[Any]]] = {"mask": list, "logprobs": unpack_floats}
+    unpack |= {"advantages": unpack_floats}
+    fields = msgspec.structs.asdict(record)
+    return {
+        name: unpack.get(name, unpack_ids)(value) if isinstance(value, bytes) else value
+        for name, value in fields.items()
+    }
+
+
+_LINES: dict[str, Callable[[Recorded], Iterable[Any]]] = {
+    "messages": _messages,
+    "transitions": _transitions,
+    "rows": _rows,
+    "spans": _spans,
+}

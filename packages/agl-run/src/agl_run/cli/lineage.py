@@ -1,0 +1,140 @@
+"""What commands say about versions of resources: their text, lineage, labels, scores and rewards."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, cast
+
+import msgspec
+
+from agl.contracts import RolloutQuery, Store
+from agl.episodes import episode_reward
+from agl.errors import NotFoundError
+from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
+from agl.stores import all_spans
+from agl_run.cli.query import COUNTED, is_counted, pages
+from agl_run.comparison import interval
+from agl_run.experiment import labels
+from agl_run.experiment.measured import scores_of
+
+_MANY = 1000
+
+
+class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One line of the list."""
+
+    version: ResourceVersion
+    labels: list[str]
+    score: str
+
+
+class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One version, the labels that point at it, and the versions that it was made from, newest first."""
+
+    version: ResourceVersion
+    labels: list[str]
+    ancestors: list[str]
+
+
+class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version and the rewards of all finished rollouts that ran with it."""
+
+    version: str
+    rewards: list[float]
+
+    def summary(self, confidence: float) -> str:
+        """Mean and interval in words."""
+        if not self.rewards:
+            return "no finished rollout with a reward ran with it"
+        low, high = interval(self.rewards, confidence=confidence)
+        mean = sum(self.rewards) / len(self.rewards)
+        return f"mean {mean:.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
+
+
+async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[Listed]:
+    """The newest version of every resource, or all versions of one, in order of publication."""
+    versions = await store.resources(name)
+    if name is not None and not versions:
+        raise NotFoundError("resource", name, await _known(store))
+    kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
+    names = dict.fromkeys(v.name for v in kept)
+    pointing = {n: await labels.labels_of(store, n) for n in names}
+    kept_scores = {n: await scores_of(store, n) for n in names}
+    found: list[Listed] = []
+    for v in kept:
+        measured = kept_scores[v.name].get(v.version)
+        score = score_of(v.metadata) if measured is None else measured.words
+        found.append(Listed(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
+    return found
+
+
+async def shown(store: Store, name: str, which: str | None) -> Shown:
+    """A version by its name or by a label, the newest by default."""
+    names = await labels.labels_of(store, name)
+    versions = {v.version: v for v in await store.resources(name)}
+    if not versions:
+        raise NotFoundError("resource", name, await _known(store))
+    newest = [v for v in versions.values() if not v.metadata.get("candidate")] or list(versions.values())
+    wanted = newest[-1].version if which is None else names.get(which, which)
+    if wanted not in versions:
+        hint = f"there are the labels {sorted(names)} and {len(versions)} versions; see agl resources list {name}"
+        raise NotFoundError("version", f"{name}@{wanted}", hint)
+    version = versions[wanted]
+    ancestors: list[str] = []
+    while version.parent in versions and version.parent not in ancestors and len(ancestors) < _MANY:
+        version = versions[version.parent]
+        ancestors.append(version.version)
+    return Shown(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
+
+
+async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
+    """The rewards of every rollout that counts and pinned each of the versions; a failed rollout counts 0."""
+    found: dict[str, list[float]] = {version: [] for version in versions}
+    async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
+        for rollout in page:
+            arm = found.get(rollout.resources.get(name, ""))
+            if arm is None or not is_counted(rollout):
+                continue
+            reward = episode_reward(await all_spans(store, rollout.rollout_id))
+            if reward is not None or rollout.status == "failed":
+                arm.append(reward or 0.0)
+    return [Arm(version=version, rewards=rewards) for version, rewards in found.items()]
+
+
+def text_of(resource: Resource) -> str:
+    """A prompt's text; anything else as indented JSON."""
+    if isinstance(resource, PromptTemplate):
+        return resource.template
+    value: Any = resource.value if isinstance(resource, JsonResource) else resource
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+
+
+def diff(old: ResourceVersion, new: ResourceVersion) -> list[str]:
+    """The difference of two versions as a unified diff; nothing when they are equal."""
+    before, after = text_of(old.resource).splitlines(), text_of(new.resource).splitlines()
+    return list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
+
+
+def score_of(metadata: dict[str, Any]) -> str:
+    """The score that an algorithm wrote beside a version, ``mean [low, high] n=...``; empty without one.
+
+    ``selection`` marks the score by which a version was chosen among others, which flatters the chosen one.
+    """
+    measured, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
+    return measured or (f"{selection} (selection)" if selection else "")
+
+
+def _estimate(score: Any) -> str:
+    if isinstance(score, int | float):
+        return f"{score:.3f}"
+    parts = cast("dict[str, Any]", score) if isinstance(score, dict) else {}
+    if not {"mean", "low", "high", "n"} <= parts.keys():
+        return ""
+    return f"{parts['mean']:.3f} [{parts['low']:.3f}, {parts['high']:.3f}] n={parts['n']}"
+
+
+def _pointing(names: dict[str, str], version: str) -> list[str]:
+    return sorted(label for label, pointed in names.items() if pointed == version)
+
+
+async def _known(store: Store) -> str:
+    return f"there are {sorted(version.name for version in await store.resources())}"

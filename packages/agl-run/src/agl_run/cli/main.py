@@ -1,0 +1,79 @@
+"""The frame of the command line: global options, lazily loaded commands, errors as one paragraph."""
+
+import logging
+import traceback
+from typing import Any
+
+import click
+
+import agl
+from agl.contracts import CommandEntry
+from agl.errors import AglError, UnknownComponentError
+from agl_run.cli.context import manager_of
+
+
+class OpenGroup(click.Group):
+    """A group below ``agl`` to which plugins add commands: those whose record names this group as their parent."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of the group's own commands and of the plugins'."""
+        return sorted([*super().list_commands(ctx), *(entry.name for entry in _entries_below(ctx, self.name or ""))])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command; a plugin's is imported now, and one that no plugin has is a usage error."""
+        return super().get_command(ctx, cmd_name) or _plugin_command(ctx, f"{self.name} {cmd_name}")
+
+
+class PluginGroup(click.Group):
+    """Commands by their plugin records: ``--help`` prints summaries, a command is imported when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return [entry.name for entry in _entries_below(ctx, "")]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported; an unknown one is a usage error with the close match or the install line."""
+        return _plugin_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The commands with their summaries, importing none of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(entry.name, entry.summary) for entry in _entries_below(ctx, "")])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an :class:`AglError` becomes one paragraph on stderr and exit status 1."""
+        try:
+            return super().invoke(ctx)
+        except AglError as error:
+            if ctx.params.get("debug"):
+                click.echo(traceback.format_exc(), err=True)
+            raise click.ClickException(str(error)) from error
+
+
+def _entries_below(ctx: click.Context, parent: str) -> list[CommandEntry]:
+    entries = manager_of(ctx).entries("command")
+    return [entry for entry in entries if isinstance(entry, CommandEntry) and entry.parent == parent]
+
+
+def _plugin_command(ctx: click.Context, name: str) -> click.Command:
+    manager = manager_of(ctx)
+    try:
+        entry = manager.command(name)
+    except UnknownComponentError as error:
+        raise click.UsageError(str(error), ctx) from error
+    factory = manager.resolve(entry)
+    return factory if isinstance(factory, click.Command) else factory()
+
+
+@click.group(cls=PluginGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(agl.__version__, prog_name="agl")
+@click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+@click.option("--no-plugins", is_flag=True, is_eager=True, help="Use the core's own components only.")
+def cli(debug: bool, no_plugins: bool) -> None:
+    """Train AI agents from their own runs."""
+
+
+def main() -> None:
+    """Entry point of the ``agl`` command."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    cli(prog_name="agl")

@@ -1,0 +1,59 @@
+"""Opens the store that a command reads: the one named, or the only one that ``runs/`` holds."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError
+
+T = TypeVar("T")
+
+SQLITE = "sqlite:///"
+
+store_option = click.option(
+    "--store",
+    "store_url",
+    envvar="AGL_STORE",
+    help="URL of the store, or a SQLite file; by default $AGL_STORE, or the only runs/*.db.",
+)
+
+
+def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
+    """Open the store, do the work, close the store."""
+    found = resolve_url(url)
+
+    async def use() -> T:
+        store: Store = manager.build(manager.store_entry(found.partition("://")[0]), url=found)
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(use())
+
+
+def resolve_url(url: str | None, folder: Path = Path()) -> str:
+    """The store's URL; raises :class:`ConfigError` for a file that is not there, because reading must not make it."""
+    if not url:
+        return _only_file(folder)
+    url = url if "://" in url else f"{SQLITE}{url}"
+    path = folder / url.removeprefix(SQLITE)
+    if url.startswith(SQLITE) and not path.exists():
+        raise ConfigError(
+            f"there is no store {str(path)!r}; correct --store (or AGL_STORE), or run an experiment first"
+        )
+    return url
+
+
+def _only_file(folder: Path) -> str:
+    files = sorted((folder / "runs").glob("*.db"))
+    if len(files) != 1:
+        found = f"found {len(files)} of runs/*.db" + "".join(f", {file.name}" for file in files[:5])
+        example = files[0].as_posix() if files else "runs/agl.db"
+        raise ConfigError(f"which store? {found}; name one with --store {SQLITE}{example}, or set AGL_STORE")
+    return f"{SQLITE}{files[0]}"

@@ -1,0 +1,102 @@
+"""Which rollouts a command is about: filters as options, and paging through a store."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import click
+import msgspec
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import NotFoundError
+from agl.schemas import Attempt, Rollout, RolloutStatus, Span
+from agl.stores import all_spans
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+LATEST = "latest"
+"""Stands for the newest rollout where a command takes an id."""
+
+STATUSES = ("queued", "running", "succeeded", "failed", "cancelled")
+PAGE = 500
+
+CONVERSATIONS = "served-conversations"
+"""The experiment of conversations that a gateway serves; their rollouts run until they are over."""
+
+COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
+"""States in which a rollout may tell of its versions; a running one that is a conversation does, others do not."""
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a length of time such as ``7d``, ``12h`` or ``90``; the type of a command's option."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no duration; write 30m, 12h, 7d or 2w")
+    return float(match[1]) * _SECONDS[match[2] or "s"]
+
+
+def filter_options(command: F) -> F:
+    """Adds ``--experiment``, ``--status`` and ``--mode``."""
+    options = (
+        click.option("--experiment", help="Only rollouts of this experiment."),
+        click.option("--status", type=click.Choice(STATUSES), multiple=True, help="Only these; repeatable."),
+        click.option("--mode", type=click.Choice(("train", "val", "test")), help="Only rollouts of this mode."),
+    )
+    decorated: Any = command
+    for option in reversed(options):
+        decorated = option(decorated)
+    return cast("F", decorated)
+
+
+def make_query(experiment: str | None, status: tuple[str, ...], mode: str | None, *, limit: int = PAGE) -> RolloutQuery:
+    """The filters as a query."""
+    fields = {"experiment": experiment, "status": status, "mode": mode, "limit": limit}
+    return msgspec.convert(fields, RolloutQuery)
+
+
+async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout]]:
+    """All rollouts that match, page by page."""
+    while True:
+        page = await store.rollouts(query)
+        if not page:
+            return
+        yield page
+        query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+
+
+async def find(store: Store, rollout_id: str) -> Rollout:
+    """The rollout by id, or the newest for ``latest``."""
+    if rollout_id == LATEST:
+        return await _latest(store)
+    return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+
+
+async def _latest(store: Store) -> Rollout:
+    """The rollout that the change feed names last; ids sort by time only within one experiment."""
+    changes = await store.changes(after=max(0, await store.cursor() - PAGE))
+    for key in dict.fromkeys(change.key for change in reversed(changes) if change.kind == "rollout"):
+        with suppress(NotFoundError):
+            return (await store.rollouts(RolloutQuery(ids=(key,))))[0]
+    newest = await store.rollouts(RolloutQuery(limit=1, is_newest_first=True))
+    if not newest:
+        raise NotFoundError("rollout", LATEST, "the store is empty")
+    return newest[0]
+
+
+async def every_span(store: Store, rollout_id: str, attempts: list[Attempt]) -> list[Span]:
+    """Spans of all attempts, and those that belong to the rollout alone."""
+    ids = ["", *(attempt.attempt_id for attempt in attempts)]
+    return [span for attempt_id in ids for span in await all_spans(store, rollout_id, attempt_id)]
+
+
+def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:
+    """The attempt that runs or decided the rollout."""
+    return next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
+
+
+def is_counted(rollout: Rollout) -> bool:
+    """Whether a rollout with one of the states ``COUNTED`` tells of its versions already."""
+    return rollout.is_finished or rollout.experiment == CONVERSATIONS

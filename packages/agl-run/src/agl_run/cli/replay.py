@@ -1,0 +1,229 @@
+"""``agl replay``: run an agent again on a recorded rollout's task, with the recorded model answers.
+
+No model, no key and no network are needed, so a run can be stepped through in a debugger, or a changed agent be
+compared with what it did before. Prompts that an algorithm has written since are those of the recorded rollout, and the
+new one belongs to an experiment of its own, ``NAME-replay``. With ``--live`` the models answer anew, as they are now.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import click
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.episodes import build_episode
+from agl.errors import ConfigError
+from agl.schemas import Json, JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout
+from agl.stores import all_spans
+from agl_run.cli.context import pass_manager
+from agl_run.cli.dev import describe_episode
+from agl_run.cli.experiment import make_trainer
+from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
+from agl_run.cli.output import json_option, print_json
+from agl_run.cli.query import deciding, find
+from agl_run.cli.replay_report import Side, compare, side_of
+from agl_run.cli.replay_server import ReplayServer
+from agl_run.experiment.config import ExperimentConfig, PolicyConfig, load_config
+from agl_run.experiment.once import record_command
+from agl_run.experiment.progress import Quiet
+from agl_run.experiment.trainer import DevResult, Trainer
+
+SUFFIX = "-replay"
+
+
+class Replayed(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The recorded run and the new one.
+
+    Attributes:
+        equal: Names of what stayed equal; ``changed`` says what did not, in words.
+        diverged: What the agent asked now and had not asked then; empty with ``--live``.
+        unused: Recorded answers that the agent did not ask for.
+    """
+
+    recorded: Side
+    replayed: Side
+    equal: list[str] = []
+    changed: list[str] = []
+    diverged: list[str] = []
+    unused: int = 0
+
+    @property
+    def is_same(self) -> bool:
+        """Whether nothing changed."""
+        return not (self.changed or self.diverged or self.unused)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Past:
+    """A recorded rollout with all that a replay needs of it; ``resources`` are those that an algorithm made."""
+
+    side: Side
+    calls: list[ModelCall]
+    resources: dict[str, Resource]
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.side.episode.rollout
+
+
+@click.command()
+@click.argument("rollout_id")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@click.option("--live", is_flag=True, help="Let the experiment's models answer anew.")
+@store_option
+@json_option
+@pass_manager
+def replay(
+    manager: PluginManager, rollout_id: str, file: Path | None, live: bool, store_url: str | None, as_json: bool
+) -> None:
+    """Run ROLLOUT_ID ("latest" for the newest) again with the agent of the experiment FILE.
+
+    A rollout that agl exec recorded needs no FILE: its command runs again. The exit status is 1 when something changed.
+    """
+    url = _store_of(file) if file is not None and not store_url else resolve_url(store_url)
+    past = with_store(manager, url, lambda store: _load(store, rollout_id))
+    with ReplayServer(() if live else past.calls) as server:
+        if file is not None:
+            now = _with_agent(manager, file, past, None if live else server)
+        else:
+            now = _with_command(manager, url, past.rollout, None if live else server)
+        equal, changed = compare(past.side, now)
+        result = Replayed(
+            recorded=past.side,
+            replayed=now,
+            equal=equal,
+            changed=changed,
+            diverged=server.diverged,
+            unused=server.unused,
+        )
+    if as_json:
+        print_json(result)
+    else:
+        _print(result, served=None if live else server.served)
+    sys.exit(0 if result.is_same else 1)
+
+
+def _print(result: Replayed, *, served: int | None) -> None:
+    click.echo(f"recorded {describe_episode(result.recorded.episode)}")
+    click.echo(f"replayed {describe_episode(result.replayed.episode)}")
+    for line in result.diverged:
+        click.echo(f"diverged: the agent asked what it had not asked then: {line}")
+    if result.unused:
+        click.echo(f"diverged: {result.unused} recorded answers were not asked for")
+    if served is not None and not (result.diverged or result.unused):
+        click.echo(f"the agent asked exactly what it asked then ({served} calls)")
+    for line in result.changed:
+        click.echo(f"changed: {line}")
+    if result.equal:
+        click.echo(f"equal: {', '.join(result.equal)}")
+
+
+def _store_of(file: Path) -> str:
+    """The experiment's own store; a relative file is relative to the experiment."""
+    url = load_config(file).experiment.store
+    if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
+        return resolve_url(url)
+    return resolve_url(f"{SQLITE}{file.absolute().parent / url.removeprefix(SQLITE)}")
+
+
+async def _load(store: Store, rollout_id: str) -> _Past:
+    rollout = await find(store, rollout_id)
+    attempt = deciding(rollout, await store.attempts(rollout.rollout_id))
+    spans = await all_spans(store, rollout.rollout_id)
+    pinned = [await store.resource(name, version) for name, version in rollout.resources.items()]
+    return _Past(
+        side=side_of(build_episode(rollout, attempt, spans), spans),
+        calls=[span.call for span in spans if span.call is not None],
+        resources={version.name: version.resource for version in pinned if version.algorithm},
+    )
+
+
+def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayServer | None) -> Side:
+    trainer = make_trainer(file, (), manager=manager, progress=Quiet())
+    if server is not None:
+        config = _served_by(server, trainer.config, past.resources)
+        trainer = Trainer.from_config(config, folder=file.absolute().parent, plugins=manager, progress=Quiet())
+    name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
+    result: DevResult = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
+    episode = result.episodes[0]
+    store_of_run = _store_of(file)
+    spans = with_store(manager, store_of_run, lambda store: all_spans(store, episode.rollout.rollout_id))
+    return side_of(episode, spans)
+
+
+def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mapping[str, Resource]) -> ExperimentConfig:
+    """The experiment with every model served from the record, the recorded resources, and nothing in training."""
+
+    def policy(name: str, given: PolicyConfig) -> PolicyConfig:
+        params = {"base_url": f"{server.url}/v1", "model": str(given.params.get("model") or name), "api_key_env": ""}
+        return PolicyConfig(use="openai", aliases=given.aliases, params=params)
+
+    section = config.experiment
+    return msgspec.structs.replace(
+        config,
+        experiment=msgspec.structs.replace(
+            section,
+            name=f"{section.name}{SUFFIX}",
+            workdir=f"{section.workdir}{SUFFIX}" if section.workdir else "",
+            train="",
+            val="",
+            validate_every=0,
+        ),
+        policy={name: policy(name, given) for name, given in config.policy.items()},
+        resource={**config.resource, **_tables(resources)},
+        algorithm=(),
+    )
+
+
+def _tables(resources: Mapping[str, Resource]) -> dict[str, dict[str, Json]]:
+    """Prompts and values as an experiment file writes them; models and weights are served from the record."""
+    found: dict[str, dict[str, Json]] = {}
+    for name, resource in resources.items():
+        if isinstance(resource, PromptTemplate):
+            found[name] = {"template": resource.template, "engine": resource.engine}
+        elif isinstance(resource, JsonResource):
+            found[name] = {"value": resource.value}
+    return found
+
+
+def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: ReplayServer | None) -> Side:
+    command = rollout.task.get("command") if _is_object(rollout.task) else None
+    if not command or not rollout.experiment.startswith("exec-"):
+        raise ConfigError(
+            f"the rollout {rollout.rollout_id} belongs to the experiment {rollout.experiment!r}; "
+            f"name its file: agl replay {rollout.rollout_id} FILE"
+        )
+    upstream = f"{server.url}/v1" if server else os.environ.get("OPENAI_BASE_URL", "")
+    with _environment(server):
+        run = asyncio.run(record_command(list(command), manager=manager, store_url=url, upstream=upstream))
+    return with_store(manager, url, lambda store: _load(store, run.rollout_id)).side
+
+
+@contextmanager
+def _environment(server: ReplayServer | None) -> Generator[None]:
+    """Points programs that read the usual variables at the server."""
+    if server is None:
+        yield
+        return
+    values = {"OPENAI_BASE_URL": f"{server.url}/v1", "ANTHROPIC_BASE_URL": server.url}
+    values |= {name: os.environ.get(name, "replay") for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY")}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)

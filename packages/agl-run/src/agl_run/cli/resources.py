@@ -1,0 +1,218 @@
+"""``agl resources``: versions of prompts, weights and other resources, where they came from, and which one counts."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl_run.cli.context import pass_manager
+from agl_run.cli.lineage import Arm, Listed, Shown, arms, diff, listed, shown, text_of
+from agl_run.cli.main import OpenGroup
+from agl_run.cli.opening import store_option, with_store
+from agl_run.cli.output import json_option, print_json, print_table, short, when
+from agl_run.comparison import Criterion, check_better, compare, says
+from agl_run.experiment import labels
+
+_label_option = click.option("--label", default="production", show_default=True, help="The label to move.")
+
+
+@click.group(cls=OpenGroup)
+def resources() -> None:
+    """List, compare and promote versions of prompts, weights and other resources."""
+
+
+@resources.command("list")
+@click.argument("name", required=False)
+@click.option("--candidates", is_flag=True, help="Also versions that an algorithm only tried.")
+@store_option
+@json_option
+@pass_manager
+def list_(manager: PluginManager, name: str | None, candidates: bool, store_url: str | None, as_json: bool) -> None:
+    """List the newest version of every resource, or all versions of NAME, oldest first."""
+    found = with_store(manager, store_url, lambda store: listed(store, name, has_candidates=candidates))
+    if as_json:
+        print_json(found)
+        return
+    columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "what")
+    print_table(columns, [_row(item) for item in found])
+
+
+@resources.command("show")
+@click.argument("name")
+@click.argument("version", required=False)
+@store_option
+@json_option
+@pass_manager
+def show_(manager: PluginManager, name: str, version: str | None, store_url: str | None, as_json: bool) -> None:
+    """Show VERSION of NAME (a version or a label; by default the newest) with its lineage and labels."""
+    found = with_store(manager, store_url, lambda store: shown(store, name, version))
+    if as_json:
+        print_json(found)
+        return
+    for line in _lines(found):
+        click.echo(line)
+
+
+@resources.command("diff")
+@click.argument("name")
+@click.argument("old")
+@click.argument("new", required=False)
+@store_option
+@pass_manager
+def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_url: str | None) -> None:
+    """Compare the version or label OLD of NAME with NEW, by default the newest. Exit status 1 when they differ."""
+
+    async def work(store: Store) -> list[str]:
+        before, after = await shown(store, name, old), await shown(store, name, new)
+        return diff(before.version, after.version)
+
+    lines = with_store(manager, store_url, work)
+    for line in lines or ["no difference"]:
+        click.echo(line)
+    sys.exit(1 if lines else 0)
+
+
+@resources.command()
+@click.argument("name")
+@click.argument("version")
+@_label_option
+@click.option("--if-better", is_flag=True, help="Only if its rewards are better than those of the label's version.")
+@click.option("--confidence", default=0.95, show_default=True, help="Of the interval that must lie above --min-gain.")
+@click.option("--min-gain", default=0.0, show_default=True, help="Least difference of the mean rewards.")
+@click.option("--min-rollouts", default=20, show_default=True, help="Least number of rewards of either version.")
+@click.option("--split", "is_split", is_flag=True, help="With --if-better: VERSION and the label as arms of a split.")
+@click.option("--experiment", help="With --if-better: only rollouts of this experiment.")
+@click.option("--reason", default="", help="Why, for the history.")
+@store_option
+@json_option
+@pass_manager
+@click.pass_context
+def promote(
+    ctx: click.Context,
+    manager: PluginManager,
+    name: str,
+    version: str,
+    label: str,
+    if_better: bool,
+    is_split: bool,
+    experiment: str | None,
+    reason: str,
+    store_url: str | None,
+    as_json: bool,
+    **criterion: Any,
+) -> None:
+    """Point a label at VERSION of NAME (a version or another label).
+
+    With --if-better the rewards of all finished rollouts that ran with either version are compared (Welch's interval
+    of the difference of means), and the label stays where it is unless there are --min-rollouts of each and the
+    interval's lower end is above --min-gain. With --split only rollouts count that a serving split gave to the arms
+    VERSION, a label then, and --label.
+    """
+    if is_split and not if_better:
+        raise ConfigError("--split says whose rewards --if-better compares; give both, or neither")
+    if is_split:
+        split = resources.get_command(ctx, "split")
+        assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
+        options = {"experiment": experiment, "reason": reason, "store_url": store_url, "as_json": as_json}
+        ctx.invoke(split, labels=(label, version), promoted=name, **options, **criterion)
+        return
+
+    async def work(store: Store) -> tuple[labels.Move, str]:
+        chosen = (await shown(store, name, version)).version.version
+        if not if_better:
+            return await labels.move(store, name, label, chosen, reason=reason), ""
+        present = await labels.labelled(store, name, label)
+        if present is None:
+            raise ConfigError(f"{name!r} has no label {label!r} to be better than; promote once without --if-better")
+        bar = Criterion(**criterion)
+        numbers = _better(await arms(store, name, [present.version, chosen], experiment=experiment), bar)
+        return await labels.move(store, name, label, chosen, reason=reason or numbers), numbers
+
+    made, numbers = with_store(manager, store_url, work)
+    if as_json:
+        print_json(made)
+        return
+    click.echo(f"{name}: {label} is now {made.version}{f' ({numbers})' if numbers else ''}")
+
+
+@resources.command()
+@click.argument("name")
+@_label_option
+@store_option
+@json_option
+@pass_manager
+def rollback(manager: PluginManager, name: str, label: str, store_url: str | None, as_json: bool) -> None:
+    """Point a label back at the version before; again, and it goes one further back."""
+    made = with_store(manager, store_url, lambda store: labels.move_back(store, name, label))
+    if as_json:
+        print_json(made)
+        return
+    click.echo(f"{name}: {label} is now {made.version} ({made.reason})")
+
+
+@resources.command("compare")
+@click.argument("name")
+@click.argument("old")
+@click.argument("new")
+@click.option("--experiment", help="Only rollouts of this experiment.")
+@click.option("--confidence", default=0.95, show_default=True, help="Of the interval.")
+@store_option
+@json_option
+@pass_manager
+def compare_(
+    manager: PluginManager,
+    name: str,
+    old: str,
+    new: str,
+    experiment: str | None,
+    confidence: float,
+    store_url: str | None,
+    as_json: bool,
+) -> None:
+    """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME."""
+
+    async def work(store: Store) -> Sequence[Arm]:
+        names = [(await shown(store, name, which)).version.version for which in (old, new)]
+        return await arms(store, name, names, experiment=experiment)
+
+    before, after = with_store(manager, store_url, work)
+    result = compare(before.rewards, after.rewards, confidence=confidence)
+    if as_json:
+        print_json(result)
+        return
+    click.echo(f"{before.version}: {before.summary(confidence)}")
+    click.echo(f"{after.version}: {after.summary(confidence)}")
+    click.echo(says(result))
+
+
+def _better(pair: Sequence[Arm], bar: Criterion) -> str:
+    old, new = pair
+    return check_better((old.version, old.rewards), (new.version, new.rewards), bar)
+
+
+def _row(item: Listed) -> tuple[str, ...]:
+    version = item.version
+    return (
+        version.name,
+        version.version,
+        version.parent or "-",
+        version.algorithm or "-",
+        str(version.step or "-"),
+        when(version.created_at),
+        ", ".join(item.labels) or "-",
+        item.score or "-",
+        short(text_of(version.resource), 40),
+    )
+
+
+def _lines(found: Shown) -> list[str]:
+    version = found.version
+    lines = [f"{version.name} {version.version}, made by {version.algorithm or 'a person'}, {when(version.created_at)}"]
+    lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []
+    lines += [f"lineage: {' <- '.join([version.version, *found.ancestors])}"]
+    lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items()]
+    return [*lines, "", text_of(version.resource)]

@@ -1,0 +1,66 @@
+"""``agl run``: run an experiment to its end, or continue one that was stopped."""
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from agl import PluginManager
+from agl_run.cli.context import pass_manager
+from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.output import json_option, print_json
+from agl_run.experiment.progress import Quiet
+from agl_run.experiment.trainer import FitResult
+
+STOPPED = 130
+"""Exit status after an interrupt, as shells have it."""
+
+
+@click.command()
+@experiment_argument
+@click.option("--resume", is_flag=True, help="Continue one that was stopped, or was given more steps.")
+@click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@json_option
+@pass_manager
+def run(
+    manager: PluginManager,
+    file: Path,
+    settings: tuple[str, ...],
+    resume: bool,
+    fresh: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Run the experiment in FILE, a TOML file."""
+    if resume and fresh:
+        raise click.UsageError("--resume continues and --fresh starts again; give one")
+    signal.signal(signal.SIGTERM, _interrupt)
+    trainer = make_trainer(file, settings, manager=manager, progress=Quiet() if quiet or as_json else None)
+    try:
+        result: FitResult = trainer.fit(resume=resume, fresh=fresh)
+    except KeyboardInterrupt:
+        click.echo(
+            f"\nstopped; everything up to the last step is kept. Continue with: agl run {file} --resume", err=True
+        )
+        sys.exit(STOPPED)
+    if as_json:
+        print_json(result)
+        return
+    click.echo(_summary(result))
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _summary(result: FitResult) -> str:
+    lines = [f"finished {result.experiment} in {result.seconds:.0f} s"]
+    if result.before is not None and result.after is not None:
+        lines.append(f"validation reward: {result.before:.3f} before, {result.after:.3f} after")
+    lines += [f"{name}: {version}" for name, version in sorted(result.resources.items())]
+    lines.append(f"metrics and checkpoints: {result.workdir}")
+    lines.append("look at the runs with: agl runs, agl show ROLLOUT, agl why ROLLOUT, agl export")
+    return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""``agl runs``: list recorded rollouts, remove some, tidy old ones.
+
+Retention is explicit and never takes what a run still needs: a rollout that is not finished, or any rollout of an
+experiment that may be resumed.
+"""
+
+import time
+from collections.abc import Sequence
+
+import click
+import msgspec
+
+from agl import PluginManager
+from agl.contracts import RolloutQuery, Store
+from agl.episodes import episode_reward
+from agl.errors import ConfigError, ConflictError
+from agl.schemas import Record, Rollout
+from agl.stores import all_spans
+from agl_run.cli.context import pass_manager
+from agl_run.cli.opening import store_option, with_store
+from agl_run.cli.output import json_option, print_json, print_table, short, when
+from agl_run.cli.query import filter_options, make_query, pages, seconds_of
+from agl_run.experiment.state import unfinished_experiments
+
+_BATCH = 500
+
+_own_store_option = click.option("--store", "store_url", help="As for agl runs.")
+
+
+class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout and the reward that its spans give."""
+
+    rollout: Rollout
+    reward: float | None
+
+
+class Collected(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What ``gc`` did: ids removed, or that would be, and how many were kept because of a running experiment."""
+
+    removed: list[str]
+    kept_for_experiments: int
+    is_dry_run: bool
+
+
+@click.group(invoke_without_command=True)
+@store_option
+@filter_options
+@click.option("--limit", default=50, show_default=True, help="Rollouts at most, in descending order of id.")
+@json_option
+@pass_manager
+@click.pass_context
+def runs(
+    ctx: click.Context,
+    manager: PluginManager,
+    store_url: str | None,
+    experiment: str | None,
+    status: tuple[str, ...],
+    mode: str | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """List recorded rollouts in descending order of id: within an experiment the newest first."""
+    ctx.meta["store_url"] = store_url
+    if ctx.invoked_subcommand is not None:
+        return
+    query = msgspec.structs.replace(make_query(experiment, status, mode, limit=limit), is_newest_first=True)
+    found = with_store(manager, store_url, lambda store: _listed(store, query))
+    if as_json:
+        print_json(found)
+        return
+    print_table(
+        ("rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"),
+        [_row(item) for item in found],
+    )
+
+
+@runs.command("rm")
+@click.argument("rollout_ids", nargs=-1, required=True)
+@_own_store_option
+@click.option("--force", is_flag=True, help="Also rollouts of an experiment that could still be resumed.")
+@pass_manager
+@click.pass_context
+def remove(
+    ctx: click.Context, manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool
+) -> None:
+    """Remove finished rollouts with their attempts and spans."""
+    url = store_url or ctx.meta["store_url"]
+    count = with_store(manager, url, lambda store: _remove(store, rollout_ids, force=force))
+    click.echo(f"removed {count} rollouts")
+
+
+@runs.command("gc")
+@_own_store_option
+@click.option(
+    "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 7d."
+)
+@click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
+@click.option("--experiment", help="Only rollouts of this experiment.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_option
+@pass_manager
+@click.pass_context
+def collect_garbage(
+    ctx: click.Context,
+    manager: PluginManager,
+    store_url: str | None,
+    older_than: float | None,
+    keep: int | None,
+    experiment: str | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove old finished rollouts, never those that an unfinished experiment needs."""
+    if older_than is None and keep is None:
+        raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, or both")
+    before = time.time() - (older_than or 0.0)
+    query = make_query(experiment, ("succeeded", "failed", "cancelled"), None)
+    url = store_url or ctx.meta["store_url"]
+    done = with_store(manager, url, lambda store: _collect(store, query, before, keep or 0, is_dry_run=dry_run))
+    if as_json:
+        print_json(done)
+        return
+    click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
+    if done.kept_for_experiments:
+        click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
+
+
+async def _listed(store: Store, query: RolloutQuery) -> list[Listed]:
+    return [
+        Listed(rollout=rollout, reward=episode_reward(await all_spans(store, rollout.rollout_id)))
+        for rollout in await store.rollouts(query)
+    ]
+
+
+def _row(item: Listed) -> tuple[str, ...]:
+    rollout = item.rollout
+    reward = "" if item.reward is None else f"{item.reward:g}"
+    task = short(rollout.visible_task, 40)
+    created = when(rollout.created_at)
+    tries = str(rollout.attempts)
+    return rollout.rollout_id, rollout.experiment, rollout.mode, rollout.status, tries, reward, created, task
+
+
+async def _remove(store: Store, rollout_ids: Sequence[str], *, force: bool) -> int:
+    running = set[str]() if force else await unfinished_experiments(store)
+    for rollout in await store.rollouts(RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))):
+        if rollout.experiment in running:
+            raise ConflictError(
+                f"the rollout {rollout.rollout_id} belongs to the experiment {rollout.experiment!r}, which is not "
+                "finished and needs it to resume; finish the experiment, or pass --force"
+            )
+    return await store.delete(rollout_ids)
+
+
+async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, *, is_dry_run: bool) -> Collected:
+    running = await unfinished_experiments(store)
+    finished = [rollout async for page in pages(store, query) for rollout in page]
+    finished.sort(key=lambda rollout: rollout.finished_at)
+    old = [rollout for rollout in finished[: max(0, len(finished) - keep)] if rollout.finished_at <= before]
+    chosen = [rollout.rollout_id for rollout in old if rollout.experiment not in running]
+    for start in range(0, 0 if is_dry_run else len(chosen), _BATCH):
+        await store.delete(chosen[start : start + _BATCH])
+    return Collected(removed=chosen, kept_for_experiments=len(old) - len(chosen), is_dry_run=is_dry_run)

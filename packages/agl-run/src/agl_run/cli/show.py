@@ -1,0 +1,155 @@
+"""``agl show``: one rollout as a tree of what happened in it, or one resource with how it came to be."""
+
+from collections.abc import Iterator, Sequence
+
+import click
+
+from agl import PluginManager, semconv
+from agl.contracts import Store
+from agl.errors import NotFoundError
+from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
+from agl.stores import all_spans
+from agl_run.cli.context import pass_manager
+from agl_run.cli.lineage import Listed, diff, listed
+from agl_run.cli.opening import store_option, with_store
+from agl_run.cli.output import json_option, print_json, short, when
+from agl_run.cli.query import find
+
+
+class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout, its attempts, and the spans of the chosen attempt and of the rollout alone."""
+
+    rollout: Rollout
+    attempts: list[Attempt]
+    spans: list[Span]
+
+
+@click.command()
+@click.argument("rollout_id")
+@click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
+@store_option
+@json_option
+@pass_manager
+def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
+    """Show ROLLOUT_ID ("latest" for the newest) as a tree of what happened in it.
+
+    The name of a resource in place of the id shows its versions, their scores and what changed from the first one.
+    """
+    found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
+    if as_json:
+        print_json(found)
+        return
+    lines = (*_header(found), *tree(found.spans)) if isinstance(found, Shown) else _story(found)
+    for line in lines:
+        click.echo(line)
+
+
+async def _find(store: Store, name: str, number: int | None) -> "Shown | list[Listed]":
+    try:
+        return await _load(store, name, number)
+    except NotFoundError as error:
+        if error.kind != "rollout" or not await store.resources(name):
+            raise
+        return await listed(store, name, has_candidates=True)
+
+
+def _story(versions: Sequence[Listed]) -> Iterator[str]:
+    """The versions of a resource with their parents and scores, and the difference of the first and the best."""
+    published = [item for item in versions if not item.version.metadata.get("candidate")] or list(versions)
+    name = published[0].version.name
+    yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
+    for item in versions:
+        version = item.version
+        made = f"by {version.algorithm} step {version.step}" if version.algorithm else "given"
+        names = f", labels {', '.join(item.labels)}" if item.labels else ""
+        tried = " (candidate)" if version.metadata.get("candidate") else ""
+        score = f", score {item.score}" if item.score else ""
+        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}"
+    yield from diff(published[0].version, published[-1].version)
+
+
+async def _load(store: Store, rollout_id: str, number: int | None) -> Shown:
+    rollout = await find(store, rollout_id)
+    attempts = await store.attempts(rollout.rollout_id)
+    chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
+    if number is not None and chosen is None:
+        raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
+    spans = await all_spans(store, rollout.rollout_id, chosen)
+    return Shown(rollout=rollout, attempts=attempts, spans=[*spans, *await all_spans(store, rollout.rollout_id, "")])
+
+
+def _header(found: Shown) -> Iterator[str]:
+    rollout = found.rollout
+    yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
+    yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
+    for attempt in found.attempts:
+        seconds = max(0.0, attempt.finished_at - attempt.started_at)
+        took = f", {seconds:.2f} s" if attempt.finished_at else ""
+        yield f"attempt {attempt.number}: {attempt.status}, by {attempt.worker}{took}{_error(attempt.error)}"
+    if not found.spans:
+        yield "no spans were recorded"
+
+
+def tree(spans: Sequence[Span]) -> list[str]:
+    """The spans as indented lines: children below their parent, in order of start."""
+    known = {span.span_id for span in spans}
+    children: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
+        parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else None
+        children.setdefault(parent or "", []).append(span)
+    lines: list[str] = []
+    waiting = [(span, 0) for span in reversed(children.pop("", []))]
+    while waiting:
+        span, depth = waiting.pop()
+        lines.append(f"{'  ' * depth}- {line_of(span)}")
+        waiting.extend((child, depth + 1) for child in reversed(children.pop(span.span_id, [])))
+    cyclic = [span for left in children.values() for span in left]
+    return [*lines, *(f"- {line_of(span)} (its parents form a circle)" for span in cyclic)]
+
+
+def line_of(span: Span) -> str:
+    """One span on one line."""
+    parts = [span.name]
+    if span.reward is not None:
+        parts.append(_reward(span.reward))
+    if span.call is not None:
+        parts.append(_call(span.call))
+    parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
+    if span.end_ns > span.start_ns:
+        parts.append(f"{(span.end_ns - span.start_ns) / 1e9:.3f} s")
+    if span.status == "error":
+        parts.append(f"ERROR {span.attributes.get(semconv.ERROR_TYPE, '')} {span.status_message}".rstrip())
+    if span.is_late:
+        parts.append("late")
+    return short(", ".join(parts), 240)
+
+
+_SHOWN = {
+    "agent": semconv.AGENT_NAME,
+    "tool": semconv.TOOL_NAME,
+    "node": semconv.NODE,
+    "to": semconv.HANDOFF_TARGET,
+    "says": semconv.OBSERVATION_CONTENT,
+    "returned": semconv.OUTPUT,
+}
+
+
+def _call(call: ModelCall) -> str:
+    tokens = f"{call.prompt_len}+{call.response_len} tokens" if not call.ids_missing else "no token ids"
+    parts = [call.policy or call.model, tokens, call.finish_reason]
+    parts.append(f"version {call.model_version}" if call.model_version else "")
+    parts.append("" if call.is_complete else "cut")
+    parts.append(f"ERROR {call.status_code or ''} {call.error}" if call.error else "")
+    return ", ".join(part for part in parts if part)
+
+
+def _reward(reward: Reward) -> str:
+    value = "None" if reward.value is None else f"{reward.value:g}"
+    dimensions = "".join(f" {name}={part}" for name, part in reward.dimensions.items())
+    about = "" if reward.scope == "rollout" else f" about this {reward.scope}"
+    name = f" {reward.name}" if reward.name else ""
+    return f"reward{name} {value}{dimensions} by {reward.source}{about}"
+
+
+def _error(error: ErrorInfo | None) -> str:
+    return f": {error.type}: {short(error.message, 200)}" if error else ""

@@ -1,0 +1,51 @@
+"""``agl why``: what became of every recorded model call, as a training row or a reason in words."""
+
+import click
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.episodes import build_episode
+from agl.schemas import Episode, Span
+from agl_run.cli.context import pass_manager
+from agl_run.cli.opening import store_option, with_store
+from agl_run.cli.output import json_option, print_json
+from agl_run.cli.query import deciding, every_span, find
+from agl_run.explain import explain
+
+
+@click.command()
+@click.argument("rollout_id")
+@click.option("--agents", help="Regular expression: which agents' calls an algorithm would train.")
+@click.option("--policy", help="Which policy's calls an algorithm would train.")
+@store_option
+@json_option
+@pass_manager
+def why(
+    manager: PluginManager,
+    rollout_id: str,
+    agents: str | None,
+    policy: str | None,
+    store_url: str | None,
+    as_json: bool,
+) -> None:
+    """Say what became of every model call of ROLLOUT_ID ("latest" for the newest)."""
+
+    async def load(store: Store) -> tuple[Episode, list[Span]]:
+        rollout = await find(store, rollout_id)
+        attempts = await store.attempts(rollout.rollout_id)
+        spans = await every_span(store, rollout.rollout_id, attempts)
+        attempt = deciding(rollout, attempts)
+        return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans
+
+    episode, spans = with_store(manager, store_url, load)
+    lines = explain(episode, spans)
+    if as_json:
+        calls = [
+            {"span_id": call.span_id, "agent": call.agent, "turn": call.turn, "row": call.branch, "start": call.start}
+            | {"reject": call.reject, "detail": call.detail, "reward": call.reward}
+            for call in episode.transitions
+        ]
+        print_json({"rollout_id": episode.rollout.rollout_id, "reward": episode.reward, "calls": calls, "text": lines})
+        return
+    for line in lines:
+        click.echo(line)

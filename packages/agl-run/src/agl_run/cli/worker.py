@@ -1,0 +1,107 @@
+"""``agl worker``: take part in a running experiment, from this machine or another."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl_run.cli.context import pass_manager
+from agl_run.cli.experiment import experiment_argument, read_experiment
+from agl_run.cli.output import json_option, print_json
+from agl_run.experiment.config import RunnerConfig
+from agl_run.experiment.joining import make_worker_plan
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.remote import RemoteWorker
+from agl_run.experiment.session import resolve_store_url
+
+_SQLITE = "sqlite:///"
+
+
+@click.command()
+@experiment_argument
+@click.option("--store", "store_url", metavar="URL", help="The experiment's store, as this machine reaches it.")
+@click.option("--gateway", "gateway_url", default="", metavar="URL", help="Its gateway, as this machine reaches it.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Attempts at once; by default what FILE says.")
+@click.option("--stay", "stays", is_flag=True, help="Wait for the next run when the experiment is finished.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@json_option
+@pass_manager
+def worker(
+    manager: PluginManager,
+    file: Path,
+    settings: tuple[str, ...],
+    store_url: str | None,
+    gateway_url: str,
+    concurrency: int | None,
+    stays: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Run rollouts of the running experiment in FILE until it is finished."""
+    config, plugins = read_experiment(file, settings, manager=manager)
+    if gateway_url and not gateway_url.startswith(("http://", "https://")):
+        raise ConfigError(f"--gateway {gateway_url!r} is no URL; write http://HOST:PORT")
+    plan = make_worker_plan(config, folder=file.absolute().parent, manager=plugins)
+    at_once = concurrency or config.runner.concurrency or RunnerConfig().concurrency
+    tell = _tell_json if as_json else _tell_nothing if quiet else _tell_text
+
+    async def work() -> None:
+        _stop_on_sigterm()
+        store = _open(plan, store_url)
+        try:
+            remote = RemoteWorker(plan, store, tell=tell, concurrency=at_once, gateway_url=gateway_url, stays=stays)
+            await remote.run()
+        finally:
+            await store.close()
+
+    try:
+        asyncio.run(work())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        tell("stopped", "stopped; what ran here runs again elsewhere")
+
+
+def _stop_on_sigterm() -> None:
+    """Cancel the current task when the process is asked to end, as asyncio does by itself for Ctrl-C."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        if task is not None:
+            loop.call_soon_threadsafe(task.cancel)
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _open(plan: Plan, given: str | None) -> Store:
+    """The experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
+    url = resolve_store_url(given or plan.config.experiment.store, plan)
+    if url.startswith("memory:"):
+        raise ConfigError(
+            f"the experiment's store is {url}, which only its own process sees; set [experiment] store to a URL that "
+            "both reach, or give --store http://HOST:PORT of the experiment's gateway"
+        )
+    if url.startswith(_SQLITE) and not Path(url.removeprefix(_SQLITE)).exists():
+        raise ConfigError(
+            f"there is no store {url} on this machine. Where the experiment runs elsewhere, give --store "
+            "http://HOST:PORT of its gateway or of `agl serve`; where it runs here, start it first"
+        )
+    return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
+
+
+def _tell_text(event: str, text: str, **values: Any) -> None:
+    del event, values
+    click.echo(text)
+
+
+def _tell_json(event: str, text: str, **values: Any) -> None:
+    print_json({"event": event, "time": time.time(), "text": text, **values})
+
+
+def _tell_nothing(event: str, text: str, **values: Any) -> None:
+    del event, text, values

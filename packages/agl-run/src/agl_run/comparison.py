@@ -1,0 +1,194 @@
+"""Comparing the rewards of two versions: means, and the intervals of their difference and of their ratio.
+
+Welch 1947, "The generalization of Student's problem when several different population variances are involved";
+Fieller 1954, "Some problems in interval estimation", for the ratio.
+Rollouts are taken as independent; several of one task are not quite, so intervals are a little too narrow then.
+"""
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist, fmean, variance
+
+from agl.errors import ConfigError
+from agl.schemas import Record
+
+
+class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """New against old.
+
+    Attributes:
+        difference: Mean of the new rewards minus that of the old ones.
+        low: Lower end of the interval of the difference; ``high`` its upper end.
+        confidence: Of the interval.
+        policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` for an old mean
+            that is not above 0, of which a multiple says nothing.
+        ratio_low: Lower end of the ratio's interval, which holds 1 exactly when that of the difference holds 0;
+            ``ratio_high`` its upper end. Both are ``None`` when the old mean is not clear of 0 at this confidence,
+            because the interval has no end then.
+        old_count: Rollouts behind the old mean; ``new_count`` behind the new one.
+    """
+
+    difference: float
+    low: float
+    high: float
+    confidence: float
+    policy_improvement_ratio: float | None
+    old_count: int
+    new_count: int
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+
+
+def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
+    """Compare two samples of rewards; raises :class:`ConfigError` for fewer than two in either."""
+    if len(old) < 2 or len(new) < 2:
+        raise ConfigError(
+            f"there are {len(old)} rewards of the old version and {len(new)} of the new one, and an interval needs two "
+            "of each at least; record more rollouts"
+        )
+    means = fmean(old), fmean(new)
+    parts = variance(old) / len(old), variance(new) / len(new)
+    spread = math.sqrt(sum(parts))
+    quantile = student_quantile(0.5 + _checked(confidence) / 2, _freedom(parts, (len(old), len(new))))
+    width = quantile * spread
+    difference = means[1] - means[0]
+    ratio_low, ratio_high = _ratio_interval(means, parts, quantile)
+    return Comparison(
+        difference=difference,
+        low=difference - width,
+        high=difference + width,
+        confidence=confidence,
+        policy_improvement_ratio=means[1] / means[0] if means[0] > 0 else None,
+        old_count=len(old),
+        new_count=len(new),
+        ratio_low=ratio_low,
+        ratio_high=ratio_high,
+    )
+
+
+def _ratio_interval(
+    means: tuple[float, float], parts: tuple[float, float], quantile: float
+) -> tuple[float | None, float | None]:
+    """Fieller's interval: every ratio r with (new - r * old)^2 <= quantile^2 * (part_new + r^2 * part_old)."""
+    old, new = means
+    squared = quantile**2
+    leading = old**2 - squared * parts[0]
+    if old <= 0 or leading <= 0:
+        return None, None
+    root = math.sqrt(max(0.0, (old * new) ** 2 - leading * (new**2 - squared * parts[1])))
+    return (old * new - root) / leading, (old * new + root) / leading
+
+
+def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
+    """Student's interval of the mean; of one value, everything."""
+    if len(values) < 2:
+        return -math.inf, math.inf
+    quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
+    width = quantile * math.sqrt(variance(values) / len(values))
+    return fmean(values) - width, fmean(values) + width
+
+
+class Criterion(Record, frozen=True, kw_only=True):
+    """When a version counts as better: enough rewards of both, and the difference's interval above the gain."""
+
+    confidence: float = 0.95
+    min_gain: float = 0.0
+    min_rollouts: int = 20
+
+
+def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
+    """The numbers in words when the rewards meet the criterion; ``old`` and ``new`` are names with rewards.
+
+    Raises:
+        ConfigError: They do not; the message has the numbers.
+    """
+    head = f"{new[0]} is not shown to be better than {old[0]}"
+    if min(len(old[1]), len(new[1])) < max(2, bar.min_rollouts):
+        raise ConfigError(
+            f"{head}: there are {len(old[1])} rewards of the old version and {len(new[1])} of the new one, and the "
+            f"criterion wants {max(2, bar.min_rollouts)} of each; record more rollouts, or lower --min-rollouts"
+        )
+    result = compare(old[1], new[1], confidence=bar.confidence)
+    if result.low <= bar.min_gain:
+        raise ConfigError(
+            f"{head}: {says(result)}; the interval must lie above {bar.min_gain:g}. "
+            "Record more rollouts, or promote without --if-better"
+        )
+    return says(result)
+
+
+def says(result: Comparison) -> str:
+    """A comparison in one line."""
+    return (
+        f"difference {result.difference:+.4f}, {result.confidence:.0%} interval [{result.low:+.4f}, "
+        f"{result.high:+.4f}]{_ratio(result)}, {result.old_count} and {result.new_count} rollouts"
+    )
+
+
+def _ratio(result: Comparison) -> str:
+    if result.policy_improvement_ratio is None:
+        return ", no ratio to a mean that is not above 0"
+    if result.ratio_low is None:
+        ends = "without interval, because the old mean is not clear of 0"
+    else:
+        ends = f"[{result.ratio_low:.3f}, {result.ratio_high:.3f}]"
+    return f", policy_improvement_ratio {result.policy_improvement_ratio:.3f} {ends}"
+
+
+def student_quantile(probability: float, freedom: float) -> float:
+    """The quantile of Student's t distribution, by bisection of its distribution function to 1e-9."""
+    if math.isinf(freedom):
+        return NormalDist().inv_cdf(probability)
+    if probability < 0.5:
+        return -student_quantile(1.0 - probability, freedom)
+    low, high = 0.0, 1.0
+    while student_cdf(high, freedom) < probability and high < 1e9:
+        high *= 2
+    while high - low > 1e-9 * max(1.0, high):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
+    return (low + high) / 2
+
+
+def student_cdf(value: float, freedom: float) -> float:
+    """Student's distribution function, by the incomplete beta function."""
+    tail = 0.5 * _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + value * value))
+    return 1.0 - tail if value >= 0 else tail
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function by its continued fraction (Lentz's method)."""
+    if x <= 0.0 or x >= 1.0:
+        return min(max(x, 0.0), 1.0)
+    if x > (a + 1) / (a + b + 2):
+        return 1.0 - _incomplete_beta(b, a, 1.0 - x)
+    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    tiny, c = 1e-300, 1.0
+    d = 1.0 / _away(1.0 - (a + b) * x / (a + 1), tiny)
+    fraction = d
+    for m in range(1, 500):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1.0 / _away(1.0 + term * d, tiny)
+            c = _away(1.0 + term / c, tiny)
+            fraction *= c * d
+        if abs(c * d - 1.0) < 1e-15:
+            break
+    return math.exp(log_front) * fraction / a
+
+
+def _away(value: float, tiny: float) -> float:
+    return value if abs(value) > tiny else tiny
+
+
+def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
+    """Welch and Satterthwaite's degrees of freedom; infinite when nothing varies."""
+    below = sum(part**2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+    return sum(parts) ** 2 / below if below > 0 else math.inf
+
+
+def _checked(confidence: float) -> float:
+    if not 0.0 < confidence < 1.0:
+        raise ConfigError(f"a confidence of {confidence} makes no interval; give one between 0 and 1, such as 0.95")
+    return confidence

@@ -1,0 +1,75 @@
+"""Building every component of a plan once, so that wrong parameters and missing packages show before a run."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from agl.contracts import RewardEmitter, RewardSetup, Upstream
+from agl.errors import ConfigError
+from agl.schemas import LLM
+from agl_run.experiment.plan import Plan
+from agl_run.replay.counterfactual import check_replays
+
+
+async def check_components(plan: Plan) -> None:
+    """Build and release everything that can be built without starting it; raises what is wrong."""
+    config, manager = plan.config, plan.manager
+    for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
+        check_replays(plan, manager.build(manager.credit(credit.use), **credit.params))
+    build_rewards(plan)
+    for name in config.tracers:
+        manager.build(manager.tracer(name))
+    trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
+    for name, policy in config.policy.items():
+        built = manager.build(manager.policy(policy.use), name=name, **policy.params)
+        if name in trained and not built.has_token_ids:
+            raise ConfigError(no_token_ids(name, policy.use))
+    await check_algorithms(plan)
+
+
+async def check_algorithms(plan: Plan) -> None:
+    """Build and release the algorithms, which check their parameters."""
+    for algorithm in plan.config.algorithm:
+        await plan.manager.build(plan.entry(algorithm), **algorithm.params).close()
+
+
+class _Policies(dict[str, LLM]):
+    """Policies by name; raises when one is asked for that this machine cannot reach."""
+
+    def __init__(self, policies: Mapping[str, LLM], unreachable: Mapping[str, str]) -> None:
+        super().__init__(policies)
+        self._unreachable = unreachable
+
+    def __getitem__(self, name: str) -> LLM:
+        if name in self._unreachable:
+            raise ConfigError(self._unreachable[name])
+        return super().__getitem__(name)
+
+
+def build_rewards(
+    plan: Plan, upstreams: Iterable[Upstream] = (), *, unreachable: Mapping[str, str] | None = None
+) -> list[tuple[str, RewardEmitter]]:
+    """The reward emitters by the names that they are used under.
+
+    Args:
+        plan: The experiment.
+        upstreams: The running policies.
+        unreachable: Policies that this machine cannot reach, with the reason; a reward that asks for one is refused.
+    """
+    manager = plan.manager
+    running = {up.name: LLM(endpoint=up.base_url, model=up.model, api_key_env=up.api_key_env) for up in upstreams}
+    policies = _Policies({name: LLM() for name in plan.config.policy} | running, unreachable or {})
+
+    def build(use: str, params: Mapping[str, Any]) -> RewardEmitter:
+        entry = manager.reward(use)
+        return manager.build(entry, **({**params, "setup": setup} if entry.takes_setup else params))
+
+    setup = RewardSetup(folder=plan.folder, policies=policies, build=build)
+    return [(item.use, build(item.use, item.params)) for item in plan.config.reward]
+
+
+def no_token_ids(name: str, use: str) -> str:
+    """What is wrong with training on the tokens of a backend that gives none."""
+    return (
+        f"an algorithm trains on the tokens of {name!r}, and its backend (use = {use!r}) returns no token ids; "
+        "serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does return them"
+    )

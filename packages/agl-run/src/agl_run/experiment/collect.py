@@ -1,0 +1,371 @@
+"""Collecting rollouts: enqueue, wait for the change feed, read the spans, build the episodes."""
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+import msgspec
+
+from agl.contracts import Collected, Credit, RolloutQuery, Store
+from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
+from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
+from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, to_json
+from agl.stores import all_spans
+from agl_run.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
+from agl_run.experiment.config import AlgorithmConfig
+from agl_run.experiment.names import NameCheck
+from agl_run.experiment.plan import NAME, Plan
+from agl_run.replay.counterfactual import Replays
+from agl_run.replay.plan import REPLAY, CounterfactualCredit
+
+WAIT_S = 20.0
+"""Seconds of one wait at the change feed; only a bound, every change wakes it."""
+
+GRACE_S = 90.0
+"""Seconds that a worker may take to start an agent's process and to stop an agent that ran out of time."""
+
+"""Spans read at once."""
+
+
+class FinishFeed:
+    """Tells who waits that a rollout is finished; one reader of the change feed for all."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._reader: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+
+    async def __aenter__(self) -> "FinishFeed":
+        """Start to read at the feed's end."""
+        self._reader = asyncio.create_task(self._read(await self._store.cursor()))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop reading."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+    def watch(self, rollout_id: str) -> "asyncio.Future[None]":
+        """A future that ends when the rollout is finished; ask before enqueueing. Raises what ended the reading."""
+        if self._error is not None:
+            raise self._error
+        return self._waiting.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+
+    def forget(self, rollout_id: str) -> None:
+        """Nobody waits for it any more."""
+        self._waiting.pop(rollout_id, None)
+
+    def resolve(self, rollout_id: str) -> None:
+        """The rollout is finished."""
+        future = self._waiting.pop(rollout_id, None)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    async def _read(self, cursor: int) -> None:
+        try:
+            while True:
+                for change in await self._store.changes(after=cursor, wait_s=WAIT_S):
+                    cursor = change.cursor
+                    if change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled"):
+                        self.resolve(change.key)
+        except Exception as error:  # noqa: BLE001  # handed to everybody who waits, now or later
+            self._error = error
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+
+
+class Collector:
+    """Runs the agent on tasks for one algorithm, or for validation.
+
+    Args:
+        plan: The experiment.
+        run: Number of the fresh start.
+        label: Name of who asks; part of the rollouts' ids.
+        store: Where rollouts are queued.
+        feed: Wakes this when rollouts finish.
+        live: Gives the live versions, which are pinned.
+        progress: Takes (done, total, text).
+        algorithm: Whose agents and policy are selected; ``None`` selects all.
+        failure: Ends with the worker's error when the worker broke.
+        credit: Prepares training episodes when it is a counterfactual one.
+        log: Takes (step, metrics) about the replays.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        run: int,
+        label: str,
+        store: Store,
+        feed: FinishFeed,
+        live: Callable[[], Mapping[str, str]],
+        progress: Callable[[int, int, str], None],
+        algorithm: AlgorithmConfig | None,
+        failure: "asyncio.Future[None]",
+        credit: Credit | None = None,
+        log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._run = run
+        self._label = label
+        self._store = store
+        self._feed = feed
+        self._live = live
+        self._progress = progress
+        self._failure = failure
+        self._credit = credit if isinstance(credit, CounterfactualCredit) else None
+        self._log = log
+        self._asked: int = 0
+        self._done: int = 0
+        self._selection = _selection(plan, algorithm)
+        self._names = NameCheck(plan, algorithm)
+        self._agreement = AgreementPolicy(plan.config.experiment)
+        self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
+
+    async def __call__(
+        self,
+        tasks: Sequence[Json],
+        *,
+        step: int,
+        n: int = 1,
+        mode: Literal["train", "val", "test"] = "train",
+        resources: Mapping[str, str] | None = None,
+        key: str = "",
+        keeps_all: bool = False,
+    ) -> Collected:
+        """See :class:`agl.contracts.CollectFn`."""
+        if key and not NAME.fullmatch(key):
+            raise ConfigError(f"the key {key!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
+        pinned = {**self._live(), **(resources or {})}
+        prefix = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
+        rollouts = [
+            self._rollout(task, (step, f"{prefix}{position:05d}-{sample:03d}"), mode, pinned)
+            for position, task in enumerate(tasks)
+            for sample in range(n)
+        ]
+        episodes = await self._run_all(rollouts)
+        if mode != "train" or keeps_all:
+            return Collected(episodes=tuple(episodes))
+        self._names.check(episodes)
+        self._agreement.report(episodes)
+        kept, dropped = self._apply_policies(episodes)
+        if episodes and not kept:
+            raise RunError(_nothing_left(episodes, dropped))
+        if self._needs_ids:
+            _check_trainable(episodes)
+        if self._credit is not None:
+            kept = await self._prepare(self._credit, kept, step=step, key=key)
+        return Collected(episodes=tuple(kept), dropped=dropped)
+
+    async def _prepare(
+        self, credit: CounterfactualCredit, episodes: Sequence[Episode], *, step: int, key: str
+    ) -> list[Episode]:
+        """Let the credit replay what it needs; says and logs what that took."""
+        place = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
+        prefix = f"{self._plan.name}-{self._run}-{self._label}-{REPLAY}-{place}"
+        replays = Replays(episodes, prefix=prefix, run_all=self._run_all, store=self._store)
+        prepared = list(await credit.prepare(episodes, step=step, replay=replays))
+        if replays.count and self._log is not None:
+            await self._log(step, replays.metrics())
+        return prepared
+
+    async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
+        """Episodes of finished rollouts that others asked for, with what the experiment's policies left out."""
+        episodes = [await read_episode(self._store, r.rollout_id, selection=self._selection) for r in rollouts]
+        self._agreement.report(episodes)
+        return self._apply_policies(episodes)
+
+    async def pinned_before(
+        self, task: Json, *, step: int, mode: Literal["train", "val", "test"]
+    ) -> dict[str, str] | None:
+        """The versions that an earlier, equal request ran ``task`` with as its first, ``None`` if there is none.
+
+        What is live may have changed since, and a rollout that exists keeps what it was pinned to.
+        """
+        wanted = self._rollout(task, (step, f"{step_name(step)}-00000-000"), mode, {})
+        try:
+            found = await self._store.rollouts(RolloutQuery(ids=(wanted.rollout_id,)))
+        except NotFoundError:
+            return None
+        return found[0].resources
+
+    def _rollout(self, task: Json, place: tuple[int, str], mode: Any, pinned: dict[str, str]) -> Rollout:
+        section, runner = self._plan.config.experiment, self._plan.config.runner
+        step, position = place
+        return Rollout(
+            rollout_id=f"{section.name}-{self._run}-{self._label}-{mode}-{position}",
+            task=task,
+            experiment=section.name,
+            group_id=group_id_of(task, section.group_key),
+            mode=mode,
+            resources=pinned,
+            retry=RetryPolicy(
+                max_attempts=runner.max_attempts,
+                timeout_s=runner.timeout_s,
+                grace_s=GRACE_S,
+                retry_on=runner.retry_on,
+            ),
+            hidden=section.hidden,
+            metadata={"algorithm": self._label, "step": step},
+        )
+
+    async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
+        futures = {rollout.rollout_id: self._feed.watch(rollout.rollout_id) for rollout in rollouts}
+        self._count(asked=len(rollouts))
+
+        async def finished(rollout: Rollout) -> Episode:
+            await futures[rollout.rollout_id]
+            episode = await read_episode(self._store, rollout.rollout_id, selection=self._selection)
+            self._count(done=1)
+            return episode
+
+        tasks: list[asyncio.Task[Episode]] = []
+        work: list[asyncio.Future[list[Episode]]] = []
+        try:
+            for rollout in await self._store.enqueue(rollouts):
+                if rollout.is_finished:
+                    self._feed.resolve(rollout.rollout_id)
+            tasks = [asyncio.create_task(finished(rollout)) for rollout in rollouts]
+            work.append(asyncio.gather(*tasks))
+            await asyncio.wait({*work, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done() and not work[0].done():
+                self._failure.result()
+            return await work[0]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, *work, return_exceptions=True)
+            for rollout_id in futures:
+                self._feed.forget(rollout_id)
+
+    def _count(self, *, asked: int = 0, done: int = 0) -> None:
+        """Show how far all requests that are under way now have come together."""
+        if self._done == self._asked:
+            self._done, self._asked = 0, 0
+        self._asked += asked
+        self._done += done
+        self._progress(self._done, self._asked, "")
+
+    def _apply_policies(self, episodes: Sequence[Episode]) -> tuple[list[Episode], dict[str, int]]:
+        section = self._plan.config.experiment
+        kept: list[Episode] = []
+        dropped: Counter[str] = Counter()
+        for episode in episodes:
+            is_failed = episode.rollout.status != "succeeded"
+            refusal = self._agreement.refusal(episode)
+            if refusal:
+                dropped[refusal] += 1
+            elif not is_failed and episode.reward is not None:
+                kept.append(episode)
+            elif (section.failed if is_failed else section.missing_reward) == "penalise":
+                kept.append(_with_reward(episode, section.penalty))
+            else:
+                dropped[f"{episode.rollout.status}" if is_failed else "no reward"] += 1
+        return kept, dict(dropped)
+
+
+class EpisodeSelection(Record, frozen=True, kw_only=True):
+    """Which calls of an episode train, and which rewards count.
+
+    Attributes:
+        agents: Regular expression over agent names; ``None`` for all.
+        policy: The policy whose calls train; ``None`` for any.
+        options: How the episode is built.
+    """
+
+    agents: str | None = None
+    policy: str | None = None
+    options: EpisodeOptions = EpisodeOptions()
+
+
+def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelection:
+    section = plan.config.experiment
+    score = ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
+    agreement = AgreementPolicy(section)
+    policies = [name for name in algorithm.resources if name in plan.config.policy] if algorithm else []
+    return EpisodeSelection(
+        agents=(algorithm.agents or None) if algorithm else None,
+        policy=policies[0] if len(policies) == 1 else None,
+        options=EpisodeOptions(
+            score=score, unseen=agreement.verdict(UNSEEN), unattributed=agreement.verdict(UNATTRIBUTED)
+        ),
+    )
+
+
+async def read_episode(store: Store, rollout_id: str, *, selection: EpisodeSelection) -> Episode:
+    """The episode of a finished rollout, from the store."""
+    rollout = (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+    attempts = await store.attempts(rollout_id)
+    deciding = [attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id]
+    return build_episode(
+        rollout,
+        deciding[0] if deciding else None,
+        await all_spans(store, rollout_id),
+        agent_match=selection.agents,
+        policy=selection.policy,
+        options=selection.options,
+    )
+
+
+async def cancel_unfinished(store: Store, experiment: str) -> None:
+    """Cancel what a stopped run left queued or running, so that a fresh start does not pay for it."""
+    after = ""
+    while True:
+        query = RolloutQuery(experiment=experiment, status=("queued", "running"), after=after)
+        page = await store.rollouts(query)
+        if not page:
+            return
+        after = page[-1].rollout_id
+        await store.cancel([rollout.rollout_id for rollout in page])
+
+
+def step_name(step: int) -> str:
+    """A step as part of a rollout's id, where names sort as the steps do: five digits, more after an ``x``."""
+    return f"{step:05d}" if step < 100_000 else f"x{step:012d}"
+
+
+def group_id_of(task: Json, key: str = "") -> str:
+    """The task's identity: its ``key`` if there is one, else a digest of its content."""
+    if key:
+        value = cast("dict[str, Json]", task).get(key) if isinstance(task, dict) else None
+        if value is None:
+            raise ConfigError(
+                f"[experiment] group_key is {key!r}, which this task lacks: {str(cast('Any', task))[:80]}"
+            )
+        return str(value)
+    return f"task-{hashlib.blake2b(to_json(task), digest_size=8).hexdigest()}"
+
+
+def _with_reward(episode: Episode, reward: float) -> Episode:
+    return msgspec.structs.replace(episode, reward=reward)
+
+
+def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> str:
+    first = episodes[0]
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
+    error = first.attempt.error if first.attempt else None
+    why = f"The first one: {error.type}: {error.message}" if error else "No reward was returned, emitted or computed"
+    disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
+    if disagreed:
+        why = f"There are {describe(episodes, disagreed)}"
+    return (
+        f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
+        f"Look at one with: agl show {first.rollout.rollout_id}"
+    )
+
+
+def _check_trainable(episodes: Sequence[Episode]) -> None:
+    """Raise when no call of any episode can be trained on for lack of token ids."""
+    calls = [transition for episode in episodes for transition in episode.transitions]
+    missing = [call for call in calls if call.reject == "missing_token_ids"]
+    if missing and len(missing) == len([call for call in calls if call.reject != "not_selected"]):
+        raise MissingTokenIdsError(
+            f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "
+            "tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them when asked"
+        )

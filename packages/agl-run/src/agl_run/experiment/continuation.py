@@ -1,0 +1,120 @@
+"""Where a run of an experiment begins: anew, where it was stopped, or beyond the steps that it had finished.
+
+A finished experiment goes on when its file asks for more: an algorithm has more steps to take than it took, or there
+is a new one. What "more" means is the algorithm's to say, see :class:`~agl.contracts.ExtendableAlgorithm`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from agl.contracts import ExtendableAlgorithm, Store
+from agl.errors import ConfigError
+from agl_run.experiment import state as saved
+from agl_run.experiment.collect import cancel_unfinished
+from agl_run.experiment.config import AlgorithmConfig, ScheduleConfig
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.state import AlgorithmState, ExperimentState
+from agl_run.runners.liveness import worker_name
+
+
+async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> ExperimentState:
+    """The state that a run begins with, already saved.
+
+    Raises:
+        ConfigError: The experiment ran before and it was not said what to do, or it cannot be continued.
+    """
+    name = plan.name
+    previous = await saved.load_experiment(store, name)
+    reopened: dict[str, AlgorithmState] = {}
+    if previous is None or fresh:
+        state = ExperimentState(run=previous.run + 1 if previous else 1, owner=worker_name())
+        await cancel_unfinished(store, name)
+    elif resume:
+        reopened = await _reopened(store, plan, previous)
+        state = msgspec.structs.replace(previous, status="running", owner=worker_name())
+    elif previous.status == "finished":
+        raise ConfigError(
+            f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start, or ask for "
+            "more steps in its file and pass --resume (resume=True) to continue it"
+        )
+    else:
+        raise ConfigError(
+            f"experiment {name!r} was started before and is not finished; pass --resume (resume=True) to continue it, "
+            "or --fresh (fresh=True) to start again"
+        )
+    await saved.save(store, name, state, algorithms=reopened)
+    return state
+
+
+async def _reopened(store: Store, plan: Plan, previous: ExperimentState) -> dict[str, AlgorithmState]:
+    """The states of the algorithms that had finished and go on."""
+    configs = plan.config.algorithm
+    states = {
+        config.label: await saved.load_algorithm(store, plan.name, previous.run, config.label) or AlgorithmState()
+        for config in configs
+    }
+    going_on = {label for label, state in states.items() if not state.is_finished}
+    for _ in configs:  # until nothing changes: one that learns from another goes on because that one does
+        going_on |= {c.label for c in configs if c.label not in going_on and _has_more(plan, c, states, going_on)}
+    if previous.status == "finished" and not going_on:
+        raise _nothing_more(plan, states)
+    opened = [c for c in configs if c.label in going_on and (states[c.label].is_finished or not states[c.label].step)]
+    for config in opened:
+        _refuse_what_was_passed_on(config, configs, plan.config.schedule, states)
+    return {
+        config.label: msgspec.structs.replace(states[config.label], is_finished=False, stop_reason="")
+        for config in opened
+        if states[config.label].is_finished
+    }
+
+
+def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, AlgorithmState], going_on: set[str]) -> bool:
+    algorithm = plan.manager.build(plan.manager.algorithm(config.use), **config.params)
+    return isinstance(algorithm, ExtendableAlgorithm) and algorithm.has_more(
+        states[config.label].state,
+        tasks=len(plan.train),
+        sources_go_on=not going_on.isdisjoint(config.sources),
+    )
+
+
+def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> ConfigError:
+    reasons = "; ".join(f"{label}: {state.stop_reason}" for label, state in states.items())
+    manager = plan.manager
+    fixed = [
+        config.label
+        for config in plan.config.algorithm
+        if not isinstance(manager.build(manager.algorithm(config.use), **config.params), ExtendableAlgorithm)
+    ]
+    never = f" {', '.join(fixed)} cannot be continued after the end." if fixed else ""
+    return ConfigError(
+        f"experiment {plan.name!r} is finished ({reasons or 'it has no algorithm'}) and its file asks for nothing "
+        "more. Give an algorithm more steps, in the file or with --set, and pass --resume again; or pass --fresh "
+        f"(fresh=True) to run it again from its start.{never}"
+    )
+
+
+def _refuse_what_was_passed_on(
+    config: AlgorithmConfig,
+    configs: Sequence[AlgorithmConfig],
+    schedule: ScheduleConfig,
+    states: Mapping[str, AlgorithmState],
+) -> None:
+    """Further steps of an algorithm would undo what a later one in the schedule learned since."""
+    place = _place(config, configs, schedule)
+    for later in configs:
+        shared = set(config.resources).intersection(later.resources)
+        if _place(later, configs, schedule) > place and shared and states[later.label].step:
+            raise ConfigError(
+                f"algorithm {config.label!r} asks for further steps on {sorted(shared)}, and {later.label!r}, which "
+                f"comes after it, has trained that already. Give the steps to {later.label!r} and put "
+                f"{config.label!r} back as it was, or start again with --fresh"
+            )
+
+
+def _place(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
+    """When an algorithm has its turn; those that take turns with each other are at one place."""
+    first = [other.label for other in configs if other.label in schedule.firsts]
+    if config.label in first:
+        return first.index(config.label)
+    return len(first) + (configs.index(config) if schedule.mode == "sequential" else 0)

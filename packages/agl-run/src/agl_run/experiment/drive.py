@@ -1,0 +1,362 @@
+"""Driving the algorithms: give each its context, take its steps, save what it did, refuse to train a rollout twice."""
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Credit, Logger, Metric, Policy, StepReport
+from agl.errors import AglError, ConfigError
+from agl.schemas import Episode, Json, Resource, ResourceVersion
+from agl_run.experiment import state as saved
+from agl_run.experiment.collect import Collector
+from agl_run.experiment.config import AlgorithmConfig
+from agl_run.experiment.elsewhere import experiment_of
+from agl_run.experiment.progress import Progress
+from agl_run.experiment.recorded import Reader, Sources
+from agl_run.experiment.session import Session
+from agl_run.experiment.state import AlgorithmState, ExperimentState
+from agl_run.replay.counterfactual import check_replays
+
+VALIDATION = "validate"
+"""Name under which validation rollouts and metrics are kept."""
+
+
+class Driver:
+    """One run of an experiment's algorithms within a session.
+
+    Args:
+        session: What runs.
+        state: The experiment's state at the start.
+        progress: What the person sees.
+        loggers: Metric sinks beside the store.
+    """
+
+    def __init__(
+        self, session: Session, state: ExperimentState, *, progress: Progress, loggers: Sequence[Logger]
+    ) -> None:
+        self.session = session
+        self.state = state
+        self.progress = progress
+        self._loggers = loggers
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self.session.plan.name
+
+    def credit(self, algorithm: AlgorithmConfig) -> Credit:
+        """An algorithm's credit assignment, its own or the experiment's, made anew.
+
+        Raises:
+            ConfigError: It cannot work here.
+        """
+        plan = self.session.plan
+        config = algorithm.credit or plan.config.credit
+        credit: Credit = plan.manager.build(plan.manager.credit(config.use), **config.params)
+        check_replays(plan, credit)
+        return credit
+
+    def collector(self, label: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
+        """Collects rollouts under a name, for ``credit`` when it trains."""
+        session = self.session
+        if session.worker.failure is None:
+            raise AglError("the worker is not running")
+        return Collector(
+            plan=session.plan,
+            run=self.state.run,
+            label=label,
+            store=session.store,
+            feed=session.feed,
+            live=session.live.versions,
+            progress=lambda done, total, text: self.progress.update(f"{label} rollouts", done, total, text),
+            algorithm=algorithm,
+            failure=session.worker.failure,
+            credit=credit,
+            log=lambda step, values: self._log_replays(label, step, values),
+        )
+
+    async def _log_replays(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        await self.log(label, step, values)
+        failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
+        self.progress.say(f"{label} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
+
+    async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
+        """An algorithm's saved state, a new one before its first step."""
+        found = await saved.load_algorithm(self.session.store, self.name, self.state.run, algorithm.label)
+        return found or AlgorithmState()
+
+    async def commit(self, label: str, state: AlgorithmState, report: StepReport) -> None:
+        """Save a step: state, ledger and live versions in one transaction; then log and notify."""
+        async with self._lock:
+            self.state = msgspec.structs.replace(
+                self.state, live=self.session.live.versions(), turn=self.state.turn + 1
+            )
+            await saved.save(
+                self.session.store,
+                self.name,
+                self.state,
+                algorithms={label: state},
+                trained={(label, report.step): report.trained} if report.trained else None,
+            )
+        async with self._changed:
+            self._changed.notify_all()
+        await self.log(label, report.step, report.metrics)
+        self.session.plan.manager.notify("agl_step_finished", algorithm=label, report=report)
+
+    async def changed(self) -> None:
+        """Return after the next step that any algorithm finishes."""
+        async with self._changed:
+            await self._changed.wait()
+
+    def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> Reader:
+        """Reads the rollouts of an algorithm's sources."""
+        plan = self.session.plan
+        sources = Sources(
+            experiment=plan.name,
+            run=self.state.run,
+            labels=tuple(source for source in algorithm.sources if not experiment_of(source)),
+            experiments=tuple(filter(None, map(experiment_of, algorithm.sources))),
+            tunes=algorithm.resources,
+            waits=plan.config.schedule.mode == "concurrent",
+        )
+        return Reader(
+            sources,
+            store=self.session.store,
+            collector=collector,
+            current=self.session.live.current,
+            changed=self.changed,
+        )
+
+    async def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers to the store and the loggers."""
+        now = time.time()
+        metrics = [
+            Metric(experiment=self.name, algorithm=label, step=step, name=name, value=value, time=now)
+            for name, value in values.items()
+        ]
+        if metrics:
+            await self.session.store.log_metrics(metrics)
+            for logger in self._loggers:
+                logger.log(metrics)
+
+    async def record(self, tasks: Sequence[Json]) -> None:
+        """Run every task once and say how it went: what an experiment without an algorithm is for."""
+        collected = await self.collector("record", None)(tasks, step=1, mode="test")
+        rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
+        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
+        mean = f", mean reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+        self.progress.update("record rollouts", 0, 0)
+        self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
+
+    async def validate(self, step: int) -> float | None:
+        """Mean reward on the validation tasks with what is live now; a failed or unrewarded rollout counts 0.
+
+        Returns ``None`` when there are no validation tasks, and for a step before the last whose rollouts are gone:
+        what was live then is no longer known.
+        """
+        plan = self.session.plan
+        tasks = plan.val[: plan.config.experiment.validation_limit or None]
+        if not tasks:
+            return None
+        collector = self.collector(VALIDATION, None)
+        pinned = await collector.pinned_before(tasks[0], step=step, mode="val")
+        if pinned is None and step < self.state.turn:
+            return None
+        collected = await collector(tasks, step=step, mode="val", resources=pinned)
+        mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
+        failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
+        await self.log(VALIDATION, step, {"reward": mean, "failed": float(failed)})
+        self.progress.update(f"{VALIDATION} rollouts", 0, 0)
+        note = f" ({failed} of {len(tasks)} failed)" if failed else ""
+        self.progress.say(f"validation reward after step {step}: {mean:.3f}{note}")
+        return mean
+
+
+def _reward_or_zero(episode: Episode) -> float:
+    return 0.0 if episode.reward is None else episode.reward
+
+
+class DrivenAlgorithm:
+    """One algorithm in a schedule: sets it up when its turn comes, steps it, saves its state."""
+
+    def __init__(self, driver: Driver, config: AlgorithmConfig, state: AlgorithmState) -> None:
+        self._driver = driver
+        self._config = config
+        self._state = state
+        self._credit = driver.credit(config)
+        self._algorithm: Algorithm | None = None
+        self._trained: set[str] = set()
+        self._published: list[str] = []
+        self.is_finished = state.is_finished
+
+    @property
+    def label(self) -> str:
+        """Its name within the experiment."""
+        return self._config.label
+
+    @property
+    def steps(self) -> int:
+        """Steps that it took, those before a restart included."""
+        return self._state.step
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """Names of the resources that it tunes."""
+        return self._config.resources
+
+    async def check(self) -> None:
+        """Let the algorithm check what it needs, before its turn has come; keeps nothing of it."""
+        algorithm = self._build()
+        try:
+            if isinstance(algorithm, CheckedAlgorithm):
+                await algorithm.check(self._context())
+        finally:
+            await algorithm.close()
+
+    async def begin(self) -> None:
+        """Build, set up and restore the algorithm, once."""
+        if self._algorithm is not None:
+            return
+        session, label = self._driver.session, self._config.label
+        self._algorithm = algorithm = self._build()
+        await algorithm.setup(self._context())
+        if self._state.step:
+            await algorithm.restore(self._state.state)
+            self._driver.progress.say(f"{label}: continues after step {self._state.step}")
+        self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, label)
+
+    async def step(self) -> None:
+        """One step; raises :class:`AglError` when it would train a rollout twice."""
+        if self._algorithm is None:
+            raise AglError("begin() was not called")
+        label = self._config.label
+        self._published.clear()
+        report = await self._algorithm.step()
+        if report.step != self._state.step + 1 and not (report.is_finished and report.step == self._state.step):
+            raise AglError(
+                f"algorithm {label!r} reported step {report.step} after step {self._state.step}; "
+                "steps count from 1 and continue after a restore. This is a defect of the algorithm"
+            )
+        twice = self._trained.intersection(report.trained)
+        if twice:
+            raise AglError(f"algorithm {label!r} trained {sorted(twice)[0]!r} a second time; this is its defect")
+        self._trained.update(report.trained)
+        self._state = AlgorithmState(
+            step=report.step,
+            is_finished=report.is_finished,
+            stop_reason=report.stop_reason,
+            state=dict(self._algorithm.state()),
+        )
+        report = msgspec.structs.replace(report, published=tuple(self._published) or report.published)
+        await self._driver.commit(label, self._state, report)
+        self.is_finished = report.is_finished
+        self._driver.progress.update(f"{label} rollouts", 0, 0)
+        self._driver.progress.say(_line(label, report))
+
+    async def end(self) -> None:
+        """Release the algorithm."""
+        self._driver.progress.update(f"{self._config.label} rollouts", 0, 0)
+        self._driver.progress.update(self._config.label, 0, 0)
+        algorithm, self._algorithm = self._algorithm, None
+        if algorithm is not None:
+            await algorithm.close()
+
+    def _build(self) -> Algorithm:
+        manager = self._driver.session.plan.manager
+        return manager.build(manager.algorithm(self._config.use), **self._config.params)
+
+    def _context(self) -> AlgorithmContext:
+        driver, config = self._driver, self._config
+        session = driver.session
+        plan = session.plan
+        collector = driver.collector(config.label, config, credit=self._credit)
+        return AlgorithmContext(
+            experiment=plan.name,
+            name=config.label,
+            tunes=config.resources,
+            train=plan.train,
+            val=plan.val,
+            seed=plan.config.experiment.seed,
+            workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.label),
+            folder=plan.folder,
+            store=session.store,
+            credit=self._credit,
+            collect=collector,
+            sources=config.sources,
+            recorded=driver.recorded(config, collector),
+            publish=self._publish,
+            propose=self._propose,
+            live=session.live.versions,
+            endpoint=session.endpoint,
+            current=session.live.current,
+            policy=self._policy,
+            progress=lambda done, total, text: driver.progress.update(config.label, done, total, text),
+            say=lambda text: driver.progress.say(f"{config.label}: {text}"),
+            clock=time.time,
+        )
+
+    def _policy(self, name: str) -> Policy:
+        policies = self._driver.session.policies
+        if name not in policies:
+            raise ConfigError(f"there is no policy {name!r}; there are {sorted(policies)}")
+        return policies[name]
+
+    async def _publish(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
+    ) -> ResourceVersion:
+        version = self._version(name, resource, step=step, metadata=metadata)
+        version = await self._driver.session.publish(version)
+        self._published.append(f"{name}@{version.version}")
+        return version
+
+    async def _propose(
+        self,
+        name: str,
+        resource: Resource,
+        *,
+        step: int,
+        key: str,
+        parent: str = "",
+        metadata: Mapping[str, Json] | None = None,
+    ) -> ResourceVersion:
+        version = self._version(name, resource, step=step, metadata={**(metadata or {}), "candidate": True})
+        named = msgspec.structs.replace(version, version=f"{version.version}-{key}", parent=parent or version.parent)
+        return await self._driver.session.live.publish(named)
+
+    def _version(
+        self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
+    ) -> ResourceVersion:
+        driver, config = self._driver, self._config
+        if name not in config.resources:
+            raise ConfigError(f"algorithm {config.label!r} may not publish {name!r}; it tunes {config.resources}")
+        return ResourceVersion(
+            name=name,
+            version=f"{driver.name}-{driver.state.run}-{config.label}-{step}",
+            resource=resource,
+            parent=driver.session.live.current(name).version,
+            algorithm=config.label,
+            step=step,
+            created_at=time.time(),
+            metadata=dict(metadata or {}),
+        )
+
+
+def _make_folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+_SHOWN = re.compile(r"reward|loss|score")
+
+
+def _line(label: str, report: StepReport) -> str:
+    shown: list[Any] = [f"{name} {value:.3f}" for name, value in report.metrics.items() if _SHOWN.search(name)]
+    reason = f"; {report.stop_reason}" if report.stop_reason else ""
+    return f"{label} step {report.step}: {', '.join(shown[:4]) or 'done'}{reason}"

@@ -1,0 +1,132 @@
+"""What a worker elsewhere needs before it takes part: a plan without algorithms and data, and nothing in the way."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import agl
+from agl import PluginManager
+from agl.errors import ConfigError, GatewayLostError
+from agl.schemas import to_json
+from agl_run.experiment.address import is_loopback
+from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.plan import Plan, load_agent
+from agl_run.experiment.serving import Serving, settings_of
+from agl_run.runners.agent import AgentSpec
+from agl_run.runners.liveness import place
+from agl_run.runners.remote_gateway import RemoteGateway
+
+
+@dataclass(frozen=True, kw_only=True)
+class Obstacle:
+    """Why a worker cannot take part.
+
+    Attributes:
+        kind: ``settings`` when the two sides differ, ``gateway`` when the gateway cannot be used from here.
+        text: What was found, and what to do.
+    """
+
+    kind: Literal["settings", "gateway"]
+    text: str
+
+
+def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:
+    """A plan for running attempts only: no tasks, no algorithms, no policies are needed on a worker's machine.
+
+    Raises:
+        ConfigError: The agent cannot be loaded.
+        PluginError: The runner, a tracer or a reward is not installed.
+    """
+    section = config.experiment
+    plan = Plan(
+        config=config,
+        folder=folder,
+        manager=manager,
+        agent=AgentSpec.of(section.agent, folder=str(folder)),
+        train=(),
+        val=(),
+        resources={},
+        store=None,
+        workdir=folder / (section.workdir or f"runs/{section.name}"),
+    )
+    manager.runner(config.runner.use)
+    for name in config.tracers:
+        manager.tracer(name)
+    for item in config.reward:
+        manager.reward(item.use)
+    if plan.agent.command and config.runner.use == "async":
+        raise ConfigError('the agent is a command; set [runner] use = "command"')
+    if not plan.agent.command:
+        load_agent(plan.agent)
+    return plan
+
+
+def differences(serving: Serving, plan: Plan) -> Obstacle | None:
+    """What the running experiment says otherwise than this machine's file and installation."""
+    if serving.release != agl.__version__:
+        return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
+    mine = settings_of(plan)
+    for key, theirs in serving.settings.items():
+        if key in mine and to_json(mine[key]) != to_json(theirs):
+            what = f"{key} is {_shown(theirs)} there and {_shown(mine[key])} here"
+            return _differs(serving, f"has other settings: {what}; use the same experiment file")
+    return None
+
+
+async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> Obstacle | None:
+    """What keeps this machine from the experiment's gateway; ``is_given`` when the person named its address."""
+    where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
+    if is_loopback(gateway.url) and serving.place != place() and not is_given:
+        return Obstacle(
+            kind="gateway",
+            text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
+            '{ host = "0.0.0.0", port = 4748 }, and advertise = "HOST" if HOST is not the address that its network '
+            "interface has; or give the address at which this machine reaches it with --gateway",
+        )
+    try:
+        problem = await gateway.look()
+    except GatewayLostError as error:
+        return Obstacle(kind="gateway", text=str(error))
+    if not problem:
+        return None
+    return Obstacle(
+        kind="gateway",
+        text=f"{where} {problem}. Check that the port is open from here, and [gateway] advertise there, which says "
+        "what other machines call it; or give its address with --gateway",
+    )
+
+
+def unreachable_policies(serving: Serving) -> dict[str, str]:
+    """Policies that only the experiment's machine reaches past the gateway, with what to do about it."""
+    if serving.place == place():
+        return {}
+    return {
+        upstream.name: f"a reward asks the policy {upstream.name!r} itself, and that serves at {upstream.base_url} on "
+        f"{serving.host!r}, where only that machine reaches it; let it listen on an address of the network, or give "
+        "the reward a model of its own"
+        for upstream in serving.upstreams
+        if is_loopback(upstream.base_url)
+    }
+
+
+def check_direct_calls(serving: Serving) -> Obstacle | None:
+    """Without a gateway an agent calls the models itself, so they must be reachable from here."""
+    lost = unreachable_policies(serving)
+    if serving.gateway_url or not lost:
+        return None
+    first = next(upstream for upstream in serving.upstreams if upstream.name in lost)
+    return Obstacle(
+        kind="settings",
+        text=f"the experiment on {serving.host!r} has no gateway, and its policy {first.name!r} serves at "
+        f'{first.base_url}, where only that machine reaches it; remove [gateway] use = "none" there, or let the policy '
+        "listen on an address of the network",
+    )
+
+
+def _differs(serving: Serving, what: str) -> Obstacle:
+    return Obstacle(kind="settings", text=f"the experiment on {serving.host!r} {what}")
+
+
+def _shown(value: Any) -> str:
+    text = to_json(value).decode()
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,156 @@
+"""Rollouts that others paid for, given to an algorithm: which they are, how old, and when there are new ones.
+
+Only whole steps are shared: a step that is finished is never repeated, so what it collected is final and what another
+algorithm learns from it is the same after a restart. Rollouts of another experiment come as they have finished.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+
+from agl.contracts import Recorded, RolloutQuery, Store
+from agl.errors import ConfigError
+from agl.schemas import Record, ResourceVersion, Rollout
+from agl_run.experiment.collect import Collector, step_name
+from agl_run.experiment.elsewhere import PREFIX, Finished, finished
+from agl_run.experiment.state import AlgorithmState, load_algorithm
+
+PAGE = 1000
+
+
+class Sources(Record, frozen=True, kw_only=True):
+    """Whose rollouts are read.
+
+    Attributes:
+        experiment: The experiment's name.
+        run: Number of the fresh start.
+        labels: Names of the algorithms that pay.
+        experiments: Names of other experiments whose rollouts are read.
+        tunes: Resources of the one who asks, whose versions are what rollouts grow old by.
+        waits: Whether the sources go on while the one who asks waits.
+    """
+
+    experiment: str
+    run: int
+    labels: tuple[str, ...]
+    tunes: tuple[str, ...]
+    waits: bool
+    experiments: tuple[str, ...] = ()
+
+
+class Reader:
+    """Reads the sources' rollouts for one algorithm; see :class:`agl.contracts.RecordedFn`."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        *,
+        store: Store,
+        collector: Collector,
+        current: Callable[[str], ResourceVersion],
+        changed: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``current`` gives live versions; ``changed`` returns after the next step that any algorithm finishes."""
+        self._sources = sources
+        self._store = store
+        self._collector = collector
+        self._current = current
+        self._changed = changed
+
+    async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
+        """See :class:`agl.contracts.RecordedFn`."""
+        if not (self._sources.labels or self._sources.experiments):
+            raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
+        known = dict(after or {})
+        states = await self._news(known)
+        elsewhere = {PREFIX + name: await self._elsewhere(name, known) for name in self._sources.experiments}
+        rollouts = [
+            rollout
+            for label, state in states.items()
+            async for rollout in self._rollouts(label, after=known.get(label, 0), last=state.step)
+        ]
+        rollouts += [rollout for part in elsewhere.values() for rollout in part.rollouts]
+        ages = await self._ages(max_age)
+        young = [rollout for rollout in rollouts if max_age is None or _is_young(rollout, ages)]
+        kept, left_out = await self._collector.read(young)
+        dropped = Counter(left_out) + Counter(stale=len(rollouts) - len(young))
+        is_over = all(state.is_finished for state in states.values()) and all(p.is_all for p in elsewhere.values())
+        return Recorded(
+            episodes=tuple(kept),
+            dropped=dict(dropped),
+            steps={
+                **{label: state.step for label, state in states.items()},
+                **{source: part.cursor for source, part in elsewhere.items()},
+            },
+            is_over=is_over,
+        )
+
+    async def _elsewhere(self, experiment: str, known: Mapping[str, int]) -> Finished:
+        """What finished in another experiment since; raises :class:`ConfigError` where nothing ever did."""
+        after = known.get(PREFIX + experiment, 0)
+        found = await finished(self._store, experiment, after=after)
+        if not after and not found.rollouts:
+            raise ConfigError(
+                f"the store has no finished training rollouts of the experiment {experiment!r} to learn from; "
+                "agl runs lists what it has, and [experiment] store names the store"
+            )
+        return found
+
+    async def _news(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
+        """The sources' states, when there is something new in them or nothing more will be."""
+        while True:
+            changed = asyncio.ensure_future(self._changed())  # before reading, so that no step is missed
+            try:
+                states = {label: await self._state(label) for label in self._sources.labels}
+                is_new = any(state.step > known.get(label, 0) for label, state in states.items())
+                if is_new or not self._sources.waits or all(state.is_finished for state in states.values()):
+                    return states
+                await changed
+            finally:
+                changed.cancel()
+
+    async def _state(self, label: str) -> AlgorithmState:
+        sources = self._sources
+        return await load_algorithm(self._store, sources.experiment, sources.run, label) or AlgorithmState()
+
+    async def _rollouts(self, label: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
+        """Finished rollouts of the steps above ``after`` up to ``last``, which is where their ids sort."""
+        prefix = f"{self._sources.experiment}-{self._sources.run}-{label}-train-"
+        first = prefix + step_name(after + 1)
+        query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
+        while True:
+            page = await self._store.rollouts(query)
+            for rollout in page:
+                if not rollout.rollout_id.startswith(prefix) or _step(rollout) > last:
+                    return
+                if rollout.is_finished and rollout.metadata.get("algorithm") == label:
+                    yield rollout
+            if len(page) < PAGE:
+                return
+            query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+
+    async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
+        """The tuned resources' versions that are young enough, by name."""
+        if max_age is None:
+            return {}
+        return {name: await self._lineage(name, max_age + 1) for name in self._sources.tunes}
+
+    async def _lineage(self, name: str, count: int) -> set[str]:
+        version = self._current(name)
+        found = {version.version}
+        while len(found) < count and version.parent:
+            version = await self._store.resource(name, version.parent)
+            found.add(version.version)
+        return found
+
+
+def _step(rollout: Rollout) -> int:
+    step = rollout.metadata.get("step")
+    return step if isinstance(step, int) else 0
+
+
+def _is_young(rollout: Rollout, ages: Mapping[str, set[str]]) -> bool:
+    pinned: Sequence[tuple[str, str | None]] = [(name, rollout.resources.get(name)) for name in ages]
+    return all(version is None or version in ages[name] for name, version in pinned)

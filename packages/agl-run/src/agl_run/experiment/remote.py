@@ -1,0 +1,261 @@
+"""A worker elsewhere: joins the running experiment that its store names, and follows it through stops and starts.
+
+While an experiment runs it is a :class:`~agl_run.runners.worker.Worker` like the experiment's own, with the gateway
+elsewhere. When the experiment stops, or starts again at another address, what runs is given back and the worker waits.
+States have no wake-up in a store, so the experiment's record is read every two seconds; rollouts arrive by wake-up.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from agl.contracts import Store
+from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
+from agl.tracing import load_secret
+from agl_run.experiment.joining import Obstacle, check_direct_calls, differences, try_gateway, unreachable_policies
+from agl_run.experiment.live import PinnedResources
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.serving import Serving, load_serving, worker_key
+from agl_run.experiment.state import load_experiment
+from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
+from agl_run.runners.liveness import worker_name
+from agl_run.runners.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
+from agl_run.runners.worker import Worker, WorkerSetup
+
+_LOG = logging.getLogger("agl_run.experiment")
+
+LOOK_S = 2.0
+"""Seconds between two looks at the experiment's record."""
+
+SUMMARY_S = 10.0
+"""Seconds between two summaries of what was done."""
+
+Tell = Callable[..., None]
+"""``tell(event, text, **values)``: news for the person and for programs; returns at once."""
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """How many rollouts this worker finished, by status."""
+
+    finished: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def total(self) -> int:
+        """Finished ones, whatever their status."""
+        return sum(self.finished.values())
+
+    def text(self) -> str:
+        """In words."""
+        parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
+        return f"{self.total} rollouts finished" + (f" ({parts})" if parts else "")
+
+
+class RemoteWorker:
+    """Runs an experiment's attempts in this process until the experiment is finished.
+
+    Args:
+        plan: What runs here; see :func:`~agl_run.experiment.joining.make_worker_plan`.
+        store: The experiment's store; stays open.
+        tell: Takes news.
+        gateway_url: The gateway as this machine reaches it; by default what the experiment advertises.
+        concurrency: Attempts at once, at least 1.
+        stays: Whether to wait for the next run when the experiment is finished.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        *,
+        tell: Tell,
+        concurrency: int,
+        gateway_url: str = "",
+        stays: bool = False,
+    ) -> None:
+        self._plan = plan
+        self._store = store
+        self._tell = tell
+        self._concurrency = concurrency
+        self._gateway_url = gateway_url.rstrip("/").removesuffix("/v1")
+        self._stays = stays
+        self._name = worker_name()
+        self._has_joined = False
+        self._is_over = False
+        self._said = ""
+        self.tally = Tally()
+
+    async def run(self) -> Tally:
+        """Take part until the experiment is finished; returns what was done.
+
+        Raises:
+            ConfigError: The experiment runs, and this machine cannot take part in it; says why and what to do.
+        """
+        while not self._is_over:
+            found = await self._wait()
+            if found is not None:
+                await self._take_part(*found)
+        text = f"experiment {self._plan.name!r} is finished; {self.tally.text()} here"
+        self._tell("finished", text, finished=dict(self.tally.finished))
+        return self.tally
+
+    async def _wait(self) -> tuple[Serving, RemoteGateway | None] | None:
+        """The running experiment and its gateway once it can be joined; ``None`` when it is finished."""
+        seen: tuple[str, int] | None = None
+        while True:
+            try:
+                serving = await load_serving(self._store, self._plan.name)
+                if serving is None and await self._look_for_end():
+                    return None
+            except TokenError as error:
+                raise ConfigError(
+                    f"the store refuses this machine: {error} Set AGL_SECRET to the same value there and here, or for "
+                    "a store of `agl serve` AGL_TOKEN to its admin token"
+                ) from error
+            except StoreError as error:
+                self._say_once("waiting", f"the store does not answer; waiting: {error}")
+                await asyncio.sleep(LOOK_S)
+                continue
+            if serving is None:
+                self._say_once("waiting", f"experiment {self._plan.name!r} does not run; waiting for it to start")
+            else:
+                gateway = self._gateway_of(serving)
+                obstacle = await self._obstacle(serving, gateway)
+                if obstacle is None:
+                    return serving, gateway
+                if seen is None or seen[0] != serving.session:
+                    seen = (serving.session, serving.beat)
+                self._refuse(serving, obstacle, runs=seen[1] != serving.beat)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look_for_end(self) -> bool:
+        """Whether the experiment is finished, and nothing more is to be waited for."""
+        state = await load_experiment(self._store, self._plan.name)
+        self._is_over = state is not None and state.status == "finished" and not self._stays
+        return self._is_over
+
+    def _gateway_of(self, serving: Serving) -> RemoteGateway | None:
+        url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
+        return RemoteGateway(url, secret=load_secret()) if url else None
+
+    async def _obstacle(self, serving: Serving, gateway: RemoteGateway | None) -> Obstacle | None:
+        found = differences(serving, self._plan) or check_direct_calls(serving)
+        if found is None and gateway is not None:
+            found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
+        return found
+
+    def _refuse(self, serving: Serving, obstacle: Obstacle, *, runs: bool) -> None:
+        """An experiment that was killed leaves its record behind, so only one that counts on is certain to run."""
+        if runs and (obstacle.kind == "settings" or not self._has_joined):
+            raise ConfigError(obstacle.text)
+        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {obstacle.text}")
+
+    def _say_once(self, event: str, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._tell(event, text, experiment=self._plan.name)
+
+    async def _take_part(self, serving: Serving, gateway: RemoteGateway | None) -> None:
+        """Run attempts until this start of the experiment is over; what still runs then is given back."""
+        key = worker_key(self._plan.name, self._name)
+        self._said = ""
+        with ExitStack() as stack:
+            try:
+                await self._store.save_state({key: msgspec.json.encode({"session": serving.session})})
+                async with Worker(self._setup(serving, gateway, stack)) as worker:
+                    self._announce(serving, gateway)
+                    self._has_joined = True
+                    await self._until_over(serving, gateway, worker)
+            except StoreError as error:
+                self._tell("lost", f"the store does not answer: {error}")
+                await asyncio.sleep(LOOK_S)
+            finally:
+                await self._take_leave(key)
+
+    async def _take_leave(self, key: str) -> None:
+        try:
+            await self._store.save_state({key: b""})
+        except StoreError as error:
+            _LOG.debug("the worker could not take leave: %s", error)
+
+    def _announce(self, serving: Serving, gateway: RemoteGateway | None) -> None:
+        calls = f"model calls go to {gateway.url}" if gateway is not None else "model calls are recorded here"
+        self._tell(
+            "joined",
+            f"joined experiment {self._plan.name!r} (run {serving.run}) on {serving.host!r}; {calls}; "
+            f"runner {self._plan.config.runner.use}, {self._concurrency} at once",
+            experiment=self._plan.name,
+            run=serving.run,
+            worker=self._name,
+        )
+
+    def _setup(self, serving: Serving, gateway: RemoteGateway | None, stack: ExitStack) -> WorkerSetup:
+        url = gateway.url if gateway is not None else ""
+        endpoints = {
+            name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
+            for name, llm in serving.endpoints.items()
+        }
+        around = Surroundings(
+            store=self._store,
+            resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
+            gateway_url=url,
+            gateway=gateway,
+            upstreams=serving.upstreams,
+            requires_calls=serving.requires_calls,
+            concurrency=self._concurrency,
+            unreachable=unreachable_policies(serving),
+        )
+        setup = worker_setup(self._plan, around, make_tracers(self._plan, stack))
+        runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
+        return replace(setup, runner=runner, notify=self._notify)
+
+    def _notify(self, hook: str, **values: Any) -> None:
+        self._plan.manager.notify(hook, **values)
+        if hook == "agl_rollout_finished":
+            status = values["rollout"].status
+            self.tally.finished[status] = self.tally.finished.get(status, 0) + 1
+
+    async def _live(self) -> Mapping[str, str]:
+        serving = await load_serving(self._store, self._plan.name)
+        return serving.live if serving is not None else {}
+
+    async def _until_over(self, serving: Serving, gateway: RemoteGateway | None, worker: Worker) -> None:
+        if worker.failure is None:
+            raise RuntimeError("the worker is not running")
+        lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
+        summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+        try:
+            while not (over := await self._over(serving, gateway)):
+                await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if worker.failure.done():
+                    worker.failure.result()
+                if time.monotonic() >= summary_at and self.tally.total != shown:
+                    summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+                    self._tell("progress", self.tally.text(), finished=dict(self.tally.finished))
+        finally:
+            lost.cancel()
+        if not self._is_over:
+            self._tell("left", over)
+
+    async def _over(self, serving: Serving, gateway: RemoteGateway | None) -> str:
+        """Why this start of the experiment is over, ``""`` while it runs."""
+        current = await load_serving(self._store, self._plan.name)
+        if current is None:
+            is_finished = await self._look_for_end()
+            return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
+        if current.session != serving.session:
+            return f"experiment {self._plan.name!r} was started again"
+        if gateway is None:
+            return ""
+        try:
+            problem = await gateway.look()
+        except GatewayLostError as error:
+            return str(error)
+        is_gone = gateway.lost.is_set() or gateway.silence_s() > PATIENCE_S
+        return f"the gateway {gateway.url} {problem or 'went away'}" if is_gone else ""

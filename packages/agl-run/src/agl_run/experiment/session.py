@@ -1,0 +1,287 @@
+"""A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, ExitStack
+from typing import Any
+
+import msgspec
+
+from agl.contracts import Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Upstream
+from agl.errors import ConfigError, PolicyError, UnknownComponentError
+from agl.schemas import LLM, Outcome, ResourceVersion
+from agl.tracing import load_secret
+from agl_run.experiment.address import advertised_url, local_url
+from agl_run.experiment.build import no_token_ids
+from agl_run.experiment.collect import FinishFeed
+from agl_run.experiment.labels import labelled
+from agl_run.experiment.live import LiveResources
+from agl_run.experiment.lock import ExperimentLock
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.serving import Announcement, Serving, make_serving, require_alone, withdraw
+from agl_run.experiment.state import ExperimentState
+from agl_run.experiment.waiting import WorkerWatch
+from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
+from agl_run.runners.liveness import worker_is_dead
+from agl_run.runners.worker import Worker
+
+_LOG = logging.getLogger("agl_run.experiment")
+
+
+class Session:
+    """Everything that runs while an experiment runs: ``async with Session(plan, state) as session:``.
+
+    Attributes:
+        store: The opened store.
+        live: The live resources.
+        feed: Wakes who waits for rollouts.
+        policies: The running policies by name.
+        worker: The worker; its ``failure`` ends when it broke.
+    """
+
+    store: Store
+    live: LiveResources
+    feed: FinishFeed
+    worker: Worker
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.policies: dict[str, Policy] = {}
+        self._endpoints: dict[str, LLM] = {}
+        self._gateway: Gateway | None = None
+        self._gateway_url = ""
+        self._advertised_url = ""
+        self._announcement: Announcement | None = None
+        self._stack = AsyncExitStack()
+
+    async def open_store(self) -> Store:
+        """Lock the experiment and open its store; the first thing to do.
+
+        Raises:
+            ConfigError: Another process runs the experiment, here or on another machine.
+        """
+        lock = ExperimentLock(self.plan.workdir)
+        lock.acquire()
+        self._stack.callback(lock.release)
+        self.store = self.plan.store or _open_store(self.plan)
+        if self.plan.store is None:
+            self._stack.push_async_callback(self.store.close)
+        await require_alone(self.store, self.plan.name)
+        return self.store
+
+    async def start(self, state: ExperimentState, *, say: Callable[[str], None] | None = None) -> None:
+        """Start the rest: policies at their live versions, the gateway, the worker, or the wait for others.
+
+        Args:
+            state: Where the experiment stands.
+            say: Told when rollouts wait and no worker claims them, in an experiment that leaves them to others.
+        """
+        await withdraw(self.store, self.plan.name)
+        await self._reclaim_lost()
+        self._endpoints = endpoints = await self._start_policies()
+        upstreams = self._upstreams(endpoints)
+        await self._start_gateway(upstreams)
+        self.live = LiveResources(self.store, self._agent_llms(endpoints))
+        await self._make_live(state)
+        self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
+        around = self._surroundings(upstreams)
+        tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
+        self.worker = await self._stack.enter_async_context(Worker(worker_setup(self.plan, around, tracers)))
+        announcement = Announcement(self.store, self.plan.name, self._serving(state, around, endpoints))
+        self._announcement = await self._stack.enter_async_context(announcement)
+        if not around.concurrency and say is not None:
+            await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
+
+    async def close(self) -> None:
+        """Stop everything in reverse order."""
+        await self._stack.aclose()
+
+    def endpoint(self, name: str) -> LLM:
+        """Where a policy serves, past the gateway; raises :class:`ConfigError` that lists what there is."""
+        if name not in self._endpoints:
+            raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._endpoints)}")
+        return self._endpoints[name]
+
+    async def publish(self, version: ResourceVersion) -> ResourceVersion:
+        """Store a version and make it live; a policy serves it before this returns."""
+        version = await self.live.publish(version)
+        policy = self.policies.get(version.name)
+        if policy is not None:
+            await self._load(version.name, policy, version)
+        self.live.set(version)
+        if self._announcement is not None:
+            await self._announcement.update(self.live.versions())
+        self.plan.manager.notify("agl_resources_published", version=version)
+        return version
+
+    async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
+        if self._gateway is None:
+            await policy.load(version)
+            _require_name(name, policy, self._endpoints[name].model)
+            return
+        await self._gateway.pause(name)
+        try:
+            await policy.load(version)
+        finally:
+            model = {"model": policy.served_model} if isinstance(policy, ReplicatedPolicy) else {}
+            await self._gateway.resume(name, model_version=policy.model_version, **model)
+
+    async def _reclaim_lost(self) -> None:
+        """Give back attempts of this experiment whose worker died on this machine, without waiting for leases."""
+        query = RolloutQuery(experiment=self.plan.name, status=("running",), limit=100_000)
+        for rollout in await self.store.rollouts(query):
+            for attempt in await self.store.attempts(rollout.rollout_id):
+                if attempt.status == "running" and worker_is_dead(attempt.worker):
+                    await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost")])
+
+    async def _start_policies(self) -> dict[str, LLM]:
+        manager, trained = self.plan.manager, self.plan.trained_policies()
+        for name, config in self.plan.config.policy.items():
+            policy: Policy = manager.build(
+                manager.policy(config.use), name=name, **_from_folder(config.params, self.plan)
+            )
+            self.policies[name] = policy
+            if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
+                raise ConfigError(no_token_ids(name, config.use))
+        endpoints: dict[str, LLM] = {}
+        for name, policy in self.policies.items():
+            self._stack.push_async_callback(policy.stop)
+            endpoints[name] = await policy.start()
+        return endpoints
+
+    def _upstreams(self, endpoints: Mapping[str, LLM]) -> list[Upstream]:
+        trained = self.plan.trained_policies()
+        return [
+            Upstream(
+                name=name,
+                base_url=llm.endpoint,
+                model=llm.model,
+                aliases=self.plan.config.policy[name].aliases,
+                agents=self.plan.config.policy[name].agents,
+                api_key_env=llm.api_key_env,
+                is_trained=name in trained,
+                model_version=self.policies[name].model_version,
+                replicas=_replicas(self.policies[name]),
+            )
+            for name, llm in endpoints.items()
+        ]
+
+    async def _start_gateway(self, upstreams: list[Upstream]) -> None:
+        config, manager = self.plan.config.gateway, self.plan.manager
+        if config.use == "none" or not upstreams:
+            _require_no_replicas(upstreams)
+            return
+        try:
+            entry = manager.gateway("gateway" if config.use == "auto" else config.use)
+        except UnknownComponentError:
+            needs_gateway = self.plan.config.runner.use == "command" or any(
+                up.agents or up.replicas for up in upstreams
+            )
+            if config.use != "auto" or needs_gateway:
+                raise
+            _LOG.info("agl-gateway is not installed; model calls are recorded in the agent's process")
+            return
+        gateway: Gateway = manager.build(entry, **config.params)
+        self._stack.push_async_callback(gateway.stop)
+        url = await gateway.start(store=self.store, upstreams=upstreams, secret=load_secret())
+        self._gateway, self._gateway_url = gateway, local_url(url)
+        self._advertised_url = advertised_url(url, config.advertise)
+
+    def _agent_llms(self, endpoints: Mapping[str, LLM]) -> dict[str, LLM]:
+        if not self._gateway_url:
+            return dict(endpoints)
+        return {
+            name: msgspec.structs.replace(
+                llm, endpoint=f"{self._gateway_url}/v1", model=llm.model or name, api_key_env=""
+            )
+            for name, llm in endpoints.items()
+        }
+
+    async def _make_live(self, state: ExperimentState) -> None:
+        await self.live.restore(state.live)
+        for name in state.live:
+            if name in self.policies:
+                await self._load(name, self.policies[name], self.live.current(name))
+        initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
+        for name, resource in initial.items():
+            if name not in state.live and not await self._start_from_label(name):
+                version = f"{self.plan.name}-{state.run}-initial"
+                first = ResourceVersion(name=name, version=version, resource=resource, created_at=time.time())
+                self.live.set(await self.live.publish(first))
+
+    async def _start_from_label(self, name: str) -> bool:
+        """Make the version live that the resource's label points at; whether there is one."""
+        label = self.plan.label(name)
+        version = await labelled(self.store, name, label) if label else None
+        if version is None:
+            return False
+        if name in self.policies:
+            await self._load(name, self.policies[name], version)
+        self.live.set(version)
+        return True
+
+    def _surroundings(self, upstreams: list[Upstream]) -> Surroundings:
+        return Surroundings(
+            store=self.store,
+            resources=self.live.for_rollout,
+            gateway_url=self._gateway_url,
+            gateway=self._gateway,
+            upstreams=upstreams,
+            requires_calls=bool(self.plan.config.algorithm) and self.plan.needs_token_ids(),
+            concurrency=self.plan.config.runner.concurrency,
+        )
+
+    def _serving(self, state: ExperimentState, around: Surroundings, endpoints: Mapping[str, LLM]) -> Serving:
+        return make_serving(
+            self.plan,
+            run=state.run,
+            gateway_url=self._advertised_url,
+            upstreams=around.upstreams,
+            endpoints=self._agent_llms(endpoints),
+            live=self.live.versions(),
+            requires_calls=around.requires_calls,
+        )
+
+
+def _replicas(policy: Policy) -> tuple[str, ...]:
+    return tuple(policy.replicas) if isinstance(policy, ReplicatedPolicy) else ()
+
+
+def _require_no_replicas(upstreams: list[Upstream]) -> None:
+    spread = [upstream.name for upstream in upstreams if upstream.replicas]
+    if spread:
+        raise ConfigError(
+            f"the policies {spread} have several servers, and only the gateway spreads calls over them; remove "
+            '[gateway] use = "none", or give each policy one server'
+        )
+
+
+def _require_name(name: str, policy: Policy, model: str) -> None:
+    """Refuse weights that are served under a name that agents cannot know."""
+    if isinstance(policy, ReplicatedPolicy) and policy.served_model != model:
+        raise PolicyError(
+            f"policy {name!r} serves its new weights as {policy.served_model!r} and agents ask for {model!r}; only the "
+            'gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
+        )
+
+
+def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """A policy's parameters, with a ``model`` that is a folder beside the experiment file made absolute."""
+    model = params.get("model")
+    if isinstance(model, str) and (plan.folder / model).is_dir():
+        return {**params, "model": str((plan.folder / model).absolute())}
+    return dict(params)
+
+
+def _open_store(plan: Plan) -> Any:
+    url = resolve_store_url(plan.config.experiment.store, plan)
+    return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
+
+
+def resolve_store_url(url: str, plan: Plan) -> str:
+    """A relative SQLite path made relative to the experiment's folder."""
+    prefix = "sqlite:///"
+    if not url.startswith(prefix) or url.startswith(f"{prefix}/"):
+        return url
+    return f"{prefix}{(plan.folder / url.removeprefix(prefix)).absolute()}"

@@ -1,0 +1,93 @@
+"""A worker's parts from an experiment's plan: the same for the experiment's own process and for one elsewhere."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from agl.contracts import Runner, Store, Tracer, Upstream
+from agl.errors import RunError
+from agl.schemas import Claim, NamedResources, Outcome, Rollout
+from agl.tracing import load_secret
+from agl_run.experiment.build import build_rewards
+from agl_run.experiment.plan import Plan
+from agl_run.runners.setup import RunSetup, Settles, environment
+from agl_run.runners.worker import WorkerSetup
+
+
+class NoRunner:
+    """The runner of an experiment whose attempts all run elsewhere."""
+
+    async def start(self) -> None:
+        """Nothing is needed."""
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Nothing is claimed here."""
+        raise RunError(f"attempt {claim.attempt.attempt_id!r} was claimed where [runner] concurrency is 0")
+
+    async def stop(self) -> None:
+        """Nothing runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a worker works with besides the plan.
+
+    Attributes:
+        store: Where rollouts come from.
+        resources: Gives the resources of a rollout.
+        gateway_url: Base URL without ``/v1``; ``""`` where calls are recorded in the agent's process.
+        gateway: Waited for before an attempt ends.
+        upstreams: The running policies.
+        unreachable: Policies that this machine cannot reach past the gateway, with the reason.
+        requires_calls: Whether a successful attempt without any model call is a failure.
+        concurrency: Attempts at once; 0 for none.
+    """
+
+    store: Store
+    resources: Callable[[Rollout], Awaitable[NamedResources]]
+    gateway_url: str
+    gateway: Settles | None
+    upstreams: Sequence[Upstream]
+    requires_calls: bool
+    concurrency: int
+    unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def worker_setup(plan: Plan, around: Surroundings, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
+    """The setup of a worker for this experiment."""
+    manager, config = plan.manager, plan.config.runner
+    setup = RunSetup(
+        agent=plan.agent,
+        store=around.store,
+        secret=load_secret(),
+        resources=around.resources,
+        gateway_url=around.gateway_url,
+        gateway=around.gateway,
+        upstreams=around.upstreams,
+        tracers=tracers,
+        plugins=manager.worker_env(),
+        concurrency=around.concurrency,
+    )
+    runner: Runner = (
+        manager.build(manager.runner(config.use), setup=setup, **config.params) if around.concurrency else NoRunner()
+    )
+    return WorkerSetup(
+        store=around.store,
+        runner=runner,
+        experiment=plan.name,
+        concurrency=around.concurrency,
+        rewards=build_rewards(plan, around.upstreams, unreachable=around.unreachable),
+        gateway=around.gateway,
+        requires_calls=around.requires_calls,
+        notify=manager.notify,
+    )
+
+
+def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
+    """The experiment's tracers by name, with their environment set until ``stack`` closes."""
+    manager = plan.manager
+    names = dict.fromkeys((*plan.config.tracers, "otel", "wire"))
+    tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
+    for _, tracer in tracers:
+        stack.enter_context(environment(tracer.worker_env()))
+    return tracers

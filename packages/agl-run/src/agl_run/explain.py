@@ -1,0 +1,130 @@
+"""What became of every recorded call, in words: the text behind ``agl why``."""
+
+from collections.abc import Sequence
+
+from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
+from agl.schemas import Episode, LooseCall, RejectReason, Span, Transition
+
+_NEXT_STEP: dict[RejectReason, str] = {
+    "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
+    "as superseded.",
+    "incomplete": "The answer was cut: look for a client time limit, a cancelled task, or a backend that was stopped.",
+    "superseded": "Nothing to do: the retry that answered is what trains.",
+    "missing_token_ids": "Ask the backend for token ids (vLLM: return_token_ids) and send the calls through the "
+    "gateway; a model that returns none cannot be trained on tokens.",
+    "length_mismatch": "The backend dropped tokens or log-probabilities, as streaming with a tool parser does in some "
+    "releases: update it, or switch streaming off.",
+    "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
+    "non_token_input": "Choose an algorithm that trains on such inputs, or leave them out of the prompt.",
+    "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
+    "unseen_calls": "Let that client call the model over HTTP with httpx, or give it the base URL and the key of the "
+    'resource; if these calls are meant to be unknown, set [experiment] unseen_calls = "accept".',
+    "unattributed": "Install the tracer of whoever makes those calls, or name them: with agl.operation(...).",
+    "late": "The call ended after its attempt did: await it in the agent, or raise the time limit.",
+    "not_final": "Nothing to do: only the attempt that decided the rollout trains.",
+    "no_reward": "Return or emit a reward, add a reward emitter, or declare what a missing one means.",
+    "too_long": "Raise the token limit of the algorithm, or shorten the prompt.",
+    "stale": "The weights moved on too far since it was sampled: allow more staleness, or collect less ahead.",
+}
+
+_NO_CALLS = (
+    "No model call was recorded. Expected: calls of an OpenAI- or Anthropic-compatible client made while the agent "
+    "ran. Check that the agent called a model at all; that its client uses the base URL of the resource "
+    "(llm.get_base_url(...)) or OPENAI_BASE_URL, with the attempt's key; that a client other than httpx, or one in "
+    "another process, got both; and that the gateway and the wire tracer are switched on."
+)
+
+_DRIFT = (
+    "drift: exact ids train, so a prompt that differs from what was sampled starts a row of its own. Common causes: "
+    "a chat template that drops reasoning from earlier turns, tool calls printed anew, text tokenised again."
+)
+
+
+def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | None = None) -> list[str]:
+    """Lines for a person: the outcome, each call in order of time, its row or its reject reason, and next steps.
+
+    ``spans`` are those that the episode was built from; ``scores`` what it was built with. Each next step is
+    printed once.
+    """
+    lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions()), *_agreement(episode)]
+    if not episode.transitions:
+        return [*lines, _NO_CALLS]
+    names = {span.span_id: span.call.model for span in spans if span.call is not None}
+    lines.append(_summary(episode))
+    lines.extend(_call(call, names.get(call.span_id, "")) for call in episode.transitions)
+    reasons = {call.reject for call in episode.transitions}
+    lines.extend(f"{reason}: {step}" for reason, step in _NEXT_STEP.items() if reason in reasons)
+    if any(call.detail and not call.reject for call in episode.transitions):
+        lines.append(_DRIFT)
+    return lines
+
+
+def _outcome(episode: Episode) -> str:
+    rollout, attempt = episode.rollout, episode.attempt
+    if attempt is None:
+        return f"rollout {rollout.rollout_id} is {rollout.status}; no attempt was started"
+    line = f"rollout {rollout.rollout_id} is {rollout.status}; attempt {attempt.number} {attempt.status}"
+    return f"{line}: {attempt.error.type}: {attempt.error.message}" if attempt.error else line
+
+
+def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> list[str]:
+    """Which reward trains and why, and which ones were recorded and do not count."""
+    attempt_id = episode.attempt.attempt_id if episode.attempt else None
+    admitted = admitted_rewards(spans, attempt_id, options)
+    lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]
+    recorded = recorded_rewards(spans, attempt_id)
+    untrusted = sum(1 for span in recorded if span.reward is not None and span.reward.source == "agent")
+    if untrusted and not options.trust_agent:
+        lines.append(
+            f"{untrusted} rewards came with the agent's own token and do not count; "
+            "let an evaluator compute them, or trust the agent in the experiment"
+        )
+    own_late = len(recorded) - len(admitted) - (0 if options.trust_agent else untrusted)
+    if own_late:
+        lines.append(f"{own_late} rewards were reported by the attempt after it was decided and do not count")
+    return lines
+
+
+def _agreement(episode: Episode) -> list[str]:
+    """Each call that only the tracer or only the recording saw."""
+    lines = [
+        f"unseen: {_loose(call)} made a call that the framework reported as {call.span_id} and that nobody recorded"
+        for call in episode.unseen
+    ]
+    return lines + [
+        f"unattributed: {_loose(call)} made call {call.span_id} outside of everything that the framework reported"
+        for call in episode.unattributed
+    ]
+
+
+def _loose(call: LooseCall) -> str:
+    who = f"agent {call.agent!r}" if call.agent else "no agent"
+    return f"{call.client} ({who}{f', {call.model}' if call.model else ''})"
+
+
+def _summary(episode: Episode) -> str:
+    rejected = sum(1 for call in episode.transitions if call.reject)
+    drifted = sum(1 for call in episode.transitions if call.detail and not call.reject)
+    tokens = sum(row.mask.count(1) for row in episode.rows)
+    line = (
+        f"{len(episode.transitions)} calls recorded, {rejected} rejected; {len(episode.rows)} rows, "
+        f"{tokens} tokens train"
+    )
+    return f"{line}; {drifted} prompts drifted from what was sampled" if drifted else line
+
+
+def _call(call: Transition, model: str) -> str:
+    who = f"agent {call.agent!r}" if call.agent else "no agent"
+    tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
+    served = call.policy or model
+    head = f"call {call.span_id} ({who}, turn {call.turn}, {served}, {tokens})"
+    if call.reject:
+        return f"{head}: rejected, {call.reject}: {call.detail}"
+    line = f"{head}: row {call.branch} at {call.start}"
+    if call.reward is not None:
+        line += f", own reward {_number(call.reward)}"
+    return f"{line}; {call.detail}" if call.detail else line
+
+
+def _number(value: float | None) -> str:
+    return "None" if value is None else f"{value:g}"

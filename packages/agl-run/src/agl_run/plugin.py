@@ -1,0 +1,73 @@
+"""What this distribution registers; imports nothing of what it names."""
+
+from collections.abc import Iterable
+
+from agl import hookimpl
+from agl.contracts import CommandEntry, LoggerEntry, PolicyEntry, RunnerEntry, StoreEntry
+
+
+@hookimpl
+def agl_stores() -> Iterable[StoreEntry]:
+    """The store in one SQLite file."""
+    yield StoreEntry(name="sqlite", factory="agl_run.sqlite:SQLiteStore", summary="one durable file, the default")
+
+
+@hookimpl
+def agl_runners() -> Iterable[RunnerEntry]:
+    """Runners on this machine."""
+    yield RunnerEntry(
+        name="async",
+        factory="agl_run.runners.local:AsyncRunner",
+        summary="many attempts in this process",
+        can_replay=True,
+    )
+    yield RunnerEntry(
+        name="process",
+        factory="agl_run.runners.process:ProcessRunner",
+        summary="isolated processes that can be killed",
+        can_replay=True,
+    )
+    yield RunnerEntry(
+        name="command", factory="agl_run.runners.command:CommandRunner", summary="any program, once per attempt"
+    )
+
+
+@hookimpl
+def agl_policies() -> Iterable[PolicyEntry]:
+    """Any endpoint that speaks OpenAI's API."""
+    yield PolicyEntry(
+        name="openai",
+        factory="agl_run.runners.policy:OpenAIPolicy",
+        summary="an OpenAI-compatible endpoint, not trained",
+    )
+
+
+@hookimpl
+def agl_loggers() -> Iterable[LoggerEntry]:
+    """Metrics as JSON lines."""
+    yield LoggerEntry(name="jsonl", factory="agl_run.experiment.loggers:JsonLines", summary="metrics as JSON lines")
+
+
+@hookimpl
+def agl_commands() -> Iterable[CommandEntry]:
+    """The commands that run, record and inspect."""
+    yield CommandEntry(name="run", factory="agl_run.cli.run:run", summary="run an experiment")
+    yield CommandEntry(
+        name="worker", factory="agl_run.cli.worker:worker", summary="run a running experiment's rollouts"
+    )
+    yield CommandEntry(name="check", factory="agl_run.cli.check:check", summary="check an experiment before it runs")
+    yield CommandEntry(
+        name="dev", factory="agl_run.cli.dev:dev", summary="try an agent on a few tasks, training nothing"
+    )
+    yield CommandEntry(name="exec", factory="agl_run.cli.exec:exec_", summary="record any program once")
+    yield CommandEntry(name="runs", factory="agl_run.cli.runs:runs", summary="list, remove and tidy recorded rollouts")
+    yield CommandEntry(name="show", factory="agl_run.cli.show:show", summary="show one rollout as a tree")
+    yield CommandEntry(name="why", factory="agl_run.cli.why:why", summary="say what became of every model call")
+    yield CommandEntry(name="replay", factory="agl_run.cli.replay:replay", summary="run a recorded rollout again")
+    yield CommandEntry(name="export", factory="agl_run.cli.export:export", summary="write recorded data as JSON lines")
+    yield CommandEntry(
+        name="resources",
+        factory="agl_run.cli.resources:resources",
+        summary="list, compare and promote resource versions",
+    )
+    yield CommandEntry(name="plugins", factory="agl_run.cli.plugins:plugins", summary="list, show and check plugins")

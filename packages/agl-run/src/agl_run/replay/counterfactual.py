@@ -1,0 +1,104 @@
+"""Replays for a counterfactual credit: further rollouts of a step that ask what a run is worth without some agents."""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from agl.contracts import Credit, Store
+from agl.errors import AglError, CaptureError, ConfigError
+from agl.schemas import Episode, Rollout, to_builtins, to_json
+from agl.stores import all_spans
+from agl_run.experiment.plan import Plan
+from agl_run.replay.plan import REPLAY, CounterfactualCredit, ReplayPlan
+from agl_run.replay.player import VERSION
+
+RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
+"""Enqueues rollouts and gives their episodes in order."""
+
+
+def check_replays(plan: Plan, credit: Credit) -> None:
+    """Refuse a credit that replays rollouts with a runner that cannot; raises :class:`ConfigError`."""
+    runner = plan.config.runner.use
+    if isinstance(credit, CounterfactualCredit) and not plan.manager.runner(runner).can_replay:
+        raise ConfigError(
+            f"the credit {type(credit).__name__} replays rollouts and answers the agents' model calls in their own "
+            f"process, which the {runner!r} runner cannot do. Use the 'async' or the 'process' runner, or a credit "
+            "without replays, such as 'episode' or 'role'"
+        )
+
+
+class Replays:
+    """Runs the episodes of one step again; see :class:`agl.contracts.ReplayFn`.
+
+    Args:
+        episodes: What may be replayed.
+        prefix: What the ids of the replays begin with.
+        run_all: Runs them.
+        store: Where they are recorded.
+
+    Attributes:
+        count: Replays so far, those that a repeated step found paid for included.
+        failed: How many of them did not succeed.
+    """
+
+    def __init__(self, episodes: Iterable[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
+        self._recorded = {episode.rollout.rollout_id: episode.rollout for episode in episodes}
+        self._prefix = prefix
+        self._run_all = run_all
+        self._store = store
+        self.count = 0
+        self.failed = 0
+
+    async def __call__(self, plans: Sequence[ReplayPlan]) -> list[Episode]:
+        """See :class:`agl.contracts.ReplayFn`."""
+        rollouts = {plan: self._rollout(plan) for plan in plans}
+        episodes = dict(zip(rollouts, await self._run_all(list(rollouts.values())), strict=True))
+        for plan, episode in episodes.items():
+            await self._check_answered(plan, episode)
+        self.count += len(episodes)
+        self.failed += sum(episode.rollout.status != "succeeded" for episode in episodes.values())
+        return [episodes[plan] for plan in plans]
+
+    def metrics(self) -> Mapping[str, float]:
+        """What to log; empty when nothing was replayed."""
+        return {"replays": float(self.count), "replays_failed": float(self.failed)} if self.count else {}
+
+    def _rollout(self, plan: ReplayPlan) -> Rollout:
+        then = self._recorded.get(plan.rollout_id)
+        if then is None or (plan.sibling and plan.sibling not in self._recorded):
+            raise AglError(
+                f"the credit asked to replay {plan.rollout_id!r} (sibling {plan.sibling!r}), which this step did not "
+                "collect; this is a defect of the credit"
+            )
+        digest = hashlib.blake2b(to_json(plan), digest_size=8).hexdigest()
+        return Rollout(
+            rollout_id=f"{self._prefix}{digest}",
+            task=then.task,
+            experiment=then.experiment,
+            group_id=then.group_id,
+            mode="test",
+            resources=then.resources,
+            retry=then.retry,
+            hidden=then.hidden,
+            metadata={**then.metadata, REPLAY: to_builtins(plan)},
+        )
+
+    async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
+        """Raise when a model answered for a replaced agent: its part was not replaced, and the result means nothing."""
+        live = _live_calls(plan, episode)
+        spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
+        for span in spans:
+            if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":
+                raise CaptureError(
+                    f"the replay {episode.rollout.rollout_id} was to answer for the agent {live[span.span_id]!r}, and "
+                    "a model did. Replays answer calls that leave through httpx or httpx2 in the agent's process, made "
+                    "while the agent's span is open. Use a client on httpx, such as openai's, or another credit"
+                )
+
+
+def _live_calls(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
+    """Replaced agents whose calls something else than the replay answered, by the call's span id."""
+    return {
+        call.span_id: call.agent
+        for call in episode.transitions
+        if call.agent in plan.replaced and not call.model_version.startswith(VERSION)
+    }

@@ -1,0 +1,88 @@
+"""Answers model calls of a replay in the agent's process: from the record, from a replacement, or not at all.
+
+The wire hook asks before a request leaves. What is answered here never reaches a model, costs no tokens, and is
+recorded with the model version ``replay:recorded``, ``replay:silent`` or ``replay:sibling``.
+"""
+
+from collections import Counter, defaultdict, deque
+from threading import Lock
+from typing import Literal
+
+from agl.contracts import CannedAnswer
+from agl.dialects import parse_body
+from agl.schemas import Dialect, Json, Record, new_span_id
+from agl_run.replay.answers import encode_answer, key_of, text_answer
+from agl_run.replay.plan import ReplayPlan
+
+Source = Literal["recorded", "silent", "sibling"]
+
+VERSION = "replay:"
+"""What the model version of a call begins with that no model answered."""
+
+
+class RecordedAnswer(Record, frozen=True, kw_only=True):
+    """An answer of the recorded rollout.
+
+    Attributes:
+        agent: Who asked.
+        request: The request body; only the conversation in it counts.
+        response: The whole response body, all its choices.
+    """
+
+    agent: str
+    dialect: Dialect
+    request: Json
+    response: Json
+
+
+class ReplayScript(Record, frozen=True, kw_only=True):
+    """A plan with the answers that it needs, in order of time; it can travel to the agent's process."""
+
+    plan: ReplayPlan
+    recorded: tuple[RecordedAnswer, ...] = ()
+    sibling: tuple[RecordedAnswer, ...] = ()
+
+
+class Player:
+    """Answers the calls of one attempt; thread-safe.
+
+    Equal conversations of one agent are answered in the order in which they were recorded.
+    """
+
+    def __init__(self, script: ReplayScript) -> None:
+        self._plan = script.plan
+        self._lock = Lock()
+        self._turns: Counter[str] = Counter()
+        self._recorded: dict[tuple[str, bytes], deque[RecordedAnswer]] = defaultdict(deque)
+        self._siblings: dict[str, list[RecordedAnswer]] = defaultdict(list)
+        for answer in script.recorded:
+            self._recorded[answer.agent, key_of(answer.dialect, answer.request)].append(answer)
+        for answer in script.sibling:
+            self._siblings[answer.agent].append(answer)
+
+    def respond(self, dialect: Dialect, body: bytes, *, agent: str) -> CannedAnswer | None:
+        """The answer to a request of ``agent``; ``None`` when a model has to give it."""
+        request = parse_body(body)
+        if request is None or dialect == "embeddings":
+            return None
+        with self._lock:
+            found = self._replaced(dialect, request, agent) or self._then(dialect, request, agent)
+        if found is None:
+            return None
+        source, answer = found
+        content_type, body = encode_answer(dialect, answer, is_streamed=request.get("stream") is True)
+        return CannedAnswer(content_type=content_type, body=body, model_version=f"{VERSION}{source}")
+
+    def _replaced(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
+        if agent not in self._plan.replaced:
+            return None
+        turn = self._turns[agent]
+        self._turns[agent] += 1
+        said = self._siblings[agent]
+        if turn < len(said) and said[turn].dialect == dialect:
+            return "sibling", said[turn].response
+        return "silent", text_answer(dialect, request, text=self._plan.text, answer_id=f"replay-{new_span_id()}")
+
+    def _then(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
+        waiting = self._recorded.get((agent, key_of(dialect, request)))
+        return ("recorded", waiting.popleft().response) if waiting else None

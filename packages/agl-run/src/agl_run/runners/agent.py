@@ -1,0 +1,163 @@
+"""What an agent is: a function, a class with a ``rollout`` method, or a command line; and how it is called."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from agl.errors import ConfigError
+from agl.schemas import LLM, NamedResources, PromptTemplate, Rollout
+
+BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
+"""Parameter names of an agent function that need no resource of that name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSpec:
+    """An agent by import path, by object, or as a command; exactly one is set.
+
+    Attributes:
+        path: ``"module:attribute"``; importable in a child process.
+        target: The object itself: a function, a ``LitAgent``, or a ``LitAgent`` class.
+        command: Program and arguments; ``{task}`` in an argument is replaced by a file with the task's JSON.
+        folder: Put first on ``sys.path`` to import ``path``; where a command runs; ``""`` for the current one.
+    """
+
+    path: str = ""
+    target: Callable[..., Any] | None = None
+    command: tuple[str, ...] = ()
+    folder: str = ""
+
+    @classmethod
+    def of(cls, agent: Any, *, folder: str = "") -> "AgentSpec":
+        """The specification of whatever a person passed as the agent."""
+        if isinstance(agent, AgentSpec):
+            return agent
+        if isinstance(agent, str):
+            return cls(path=agent, folder=folder)
+        if isinstance(agent, list | tuple):
+            return cls(command=tuple(str(part) for part in agent), folder=folder)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # any sequence of words
+        if callable(agent) or hasattr(agent, "rollout"):
+            return cls(target=cast("Callable[..., Any]", agent), path=_import_path(agent), folder=folder)
+        raise ConfigError(
+            f"an agent is a function, a LitAgent, 'module:attribute' or a command, not {type(agent).__name__}"
+        )
+
+    def load(self) -> "LoadedAgent":
+        """The agent, imported, made and ready to be called."""
+        target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
+        if inspect.isclass(target):
+            target = cast("Any", target())
+        if hasattr(target, "rollout"):
+            method = target.rollout
+            return LoadedAgent(
+                call=lambda rollout, resources: method(rollout.visible_task, resources, rollout.for_agent),
+                is_async=inspect.iscoroutinefunction(method),
+            )
+        is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004  # not a test for callability
+        return _bind(target, is_async=is_async)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedAgent:
+    """An agent as a function of (rollout, resources).
+
+    Attributes:
+        is_async: It gives a coroutine.
+        parameters: Names of the function's parameters without a default; empty for a ``LitAgent``.
+    """
+
+    call: Callable[[Rollout, NamedResources], Any]
+    is_async: bool
+    parameters: tuple[str, ...] = ()
+
+
+def import_attribute(path: str, folder: str = "") -> Any:
+    """Import ``module:attribute``; raises :class:`ConfigError` that says what is missing and what is near."""
+    module_name, _, attribute = path.partition(":")
+    if not attribute:
+        raise ConfigError(f"the agent {path!r} is not of the form 'module:attribute', such as 'agent:solve'")
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and not (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(
+                f"the agent's module {module_name!r} needs the missing module {error.name!r}; install it"
+            ) from error
+        where = folder or str(Path.cwd())
+        raise ConfigError(
+            f"no module {module_name!r} for the agent {path!r}; looked in {where} and sys.path"
+        ) from error
+    except Exception as error:  # whatever a person's module raises is reported as theirs
+        raise ConfigError(
+            f"the agent's module {module_name!r} raised {type(error).__name__} when it was imported: {error}; "
+            "make it importable first, or use --debug to see where it happened"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        near = get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"module {module_name!r} has no {attribute!r}{hint}") from None
+
+
+def _import_path(target: Any) -> str:
+    owner = cast("Any", target if inspect.isclass(target) or inspect.isfunction(target) else type(target))
+    if owner.__module__ == "__main__" or "<" in owner.__qualname__ or "." in owner.__qualname__:
+        return ""
+    return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _bind(function: Callable[..., Any], *, is_async: bool) -> LoadedAgent:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:
+        parameters = []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    if not needed and any(p.kind not in variadic for p in parameters):
+        needed = parameters[:1]
+
+    def call(rollout: Rollout, resources: NamedResources) -> Any:
+        values = [(p, _value(p.name, rollout, resources, is_first=p is needed[0])) for p in needed]
+        positional = [value for p, value in values if p.kind is not p.KEYWORD_ONLY]
+        return function(*positional, **{p.name: value for p, value in values if p.kind is p.KEYWORD_ONLY})
+
+    return LoadedAgent(call=call, is_async=is_async, parameters=tuple(p.name for p in needed))
+
+
+def _value(name: str, rollout: Rollout, resources: Mapping[str, Any], *, is_first: bool) -> Any:
+    if name == "task":
+        return rollout.visible_task
+    if name == "resources":
+        return dict(resources)
+    if name == "rollout":
+        return rollout.for_agent
+    if name in resources:
+        return resources[name]
+    if name == "llm":
+        return _only(LLM, resources, name)
+    if name == "prompt_template":
+        return _only(PromptTemplate, resources, name)
+    if is_first:
+        return rollout.visible_task
+    raise ConfigError(
+        f"the agent's parameter {name!r} is neither task, resources, rollout, llm, prompt_template nor one of the "
+        f"resources {sorted(resources)}; rename it or give it a default"
+    )
+
+
+def _only(kind: type, resources: Mapping[str, Any], name: str) -> Any:
+    found = [key for key, value in resources.items() if isinstance(value, kind)]
+    if len(found) != 1:
+        raise ConfigError(
+            f"the agent's parameter {name!r} needs exactly one {kind.__name__} among the resources, found {found}; "
+            "name the parameter after the resource it wants"
+        )
+    return resources[found[0]]

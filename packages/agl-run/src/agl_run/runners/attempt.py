@@ -1,0 +1,271 @@
+"""Running one attempt in this process: call the agent within its capture, stop it in time, write down how it ended.
+
+The `async` runner calls this in the experiment's process, the `process` runner in a child.
+"""
+
+import asyncio
+import contextvars
+import ctypes
+import inspect
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agl import semconv
+from agl.contracts import Tracer, Upstream
+from agl.errors import RunError
+from agl.schemas import (
+    LLM,
+    Attempt,
+    AttemptStatus,
+    ErrorInfo,
+    NamedResources,
+    Outcome,
+    Reward,
+    Rollout,
+    Span,
+    new_span_id,
+    new_trace_id,
+)
+from agl.tracing import Capture, SpanRecorder, activate, make_reward_span
+from agl_run.replay.player import Player, ReplayScript
+from agl_run.runners.agent import LoadedAgent
+from agl_run.runners.result import describe_error, read_result
+
+STOP_GRACE_S = 5.0
+"""Seconds that a cancelled agent gets to stop before it is given up."""
+
+
+class AttemptStopped(BaseException):
+    """Raised inside the thread of an agent that ran out of time; not an ``Exception``, so that it gets through."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptScope:
+    """What an attempt needs besides its agent.
+
+    Attributes:
+        resources: Named resources, not yet bound to the attempt.
+        token: The attempt's token.
+        gateway_url: Base URL of the gateway without ``/v1``, ``""`` for none.
+        upstreams: The configured policies.
+        tracers: The installed tracers.
+        recorder: Collects the spans that are made in this process.
+        executor: Runs agents that are plain functions.
+        replay: What answers the model calls of an attempt that replays a recorded one.
+    """
+
+    resources: NamedResources
+    token: str
+    recorder: SpanRecorder
+    executor: Executor
+    gateway_url: str = ""
+    upstreams: Sequence[Upstream] = ()
+    tracers: Sequence[Tracer] = ()
+    replay: ReplayScript | None = None
+
+
+async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *, scope: AttemptScope) -> Outcome:
+    """Run the agent once; returns the outcome with the spans that were not drained before.
+
+    Never raises for what the agent does. Cancelling this coroutine stops the agent, then re-raises.
+    """
+    capture = _capture(rollout, attempt, scope)
+    resources = bind_resources(scope.resources, token=scope.token)
+    started = time.time_ns()
+    with activate(capture):
+        status, error, value = await _run_limited(agent, rollout, resources, scope=scope)
+    for tracer in scope.tracers:
+        tracer.flush(1.0)
+    status, error, extra = _read(status, error, value, capture)
+    root = _root_span(capture, started, status, error, extra.attributes)
+    return Outcome(
+        attempt_id=attempt.attempt_id,
+        status=status,
+        error=error,
+        spans=(root, *scope.recorder.drain(), *extra.rewards),
+    )
+
+
+def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
+    """The resources as the agent gets them: every LLM that has no key of its own carries the attempt's token."""
+    return {
+        name: _with_token(value, token) if isinstance(value, LLM) and token else value
+        for name, value in resources.items()
+    }
+
+
+def _with_token(llm: LLM, token: str) -> LLM:
+    return llm if llm.api_key_env else msgspec.structs.replace(llm, api_key=token)
+
+
+def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture:
+    tracers = tuple(scope.tracers)
+    starts: dict[str, int] = {}
+
+    def current_span_id() -> str | None:
+        found = [span_id for tracer in tracers if (span_id := tracer.current_span_id()) is not None]
+        return max(found, key=lambda span_id: starts.get(span_id, 0), default=None)
+
+    return Capture(
+        rollout_id=rollout.rollout_id,
+        attempt_id=attempt.attempt_id,
+        trace_id=new_trace_id(),
+        root_span_id=new_span_id(),
+        record=scope.recorder.record,
+        token=scope.token,
+        gateway_url=scope.gateway_url,
+        upstreams=tuple(scope.upstreams),
+        current_span_id=current_span_id,
+        starts=starts,
+        tracers=tracers,
+        responder=Player(scope.replay) if scope.replay else None,
+    )
+
+
+async def _run_limited(
+    agent: LoadedAgent, rollout: Rollout, resources: NamedResources, *, scope: AttemptScope
+) -> tuple[AttemptStatus, ErrorInfo | None, Any]:
+    invocation = _Invocation(agent, rollout, resources, executor=scope.executor)
+    task = asyncio.ensure_future(invocation.run())
+    task.add_done_callback(_notice)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=rollout.retry.timeout_s)
+    except asyncio.CancelledError:
+        await invocation.stop(task)
+        raise
+    if not done:
+        stopped = await invocation.stop(task)
+        return "timeout", _timeout_error(rollout.retry.timeout_s, stopped=stopped), None
+    if task.cancelled():
+        return "failed", ErrorInfo(type="asyncio.CancelledError", message="the agent raised CancelledError"), None
+    error = task.exception()
+    if error is not None:
+        return "failed", describe_error(error.error if isinstance(error, _AgentExitError) else error), None
+    return "succeeded", None, task.result()
+
+
+class _AgentExitError(Exception):
+    """Carries ``SystemExit`` and ``KeyboardInterrupt`` of an agent past the event loop, which would obey them."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _Invocation:
+    """One call of the agent: on the event loop if it is a coroutine function, in a thread if it is a plain one."""
+
+    def __init__(self, agent: LoadedAgent, rollout: Rollout, resources: NamedResources, *, executor: Executor) -> None:
+        self._agent = agent
+        self._arguments = (rollout, resources)
+        self._executor = executor
+        self._future: asyncio.Future[Any] | None = None
+        self._thread: int | None = None
+        self._lock = threading.Lock()
+
+    async def run(self) -> Any:
+        try:
+            if self._agent.is_async:
+                return await self._agent.call(*self._arguments)
+            context = contextvars.copy_context()
+            self._future = asyncio.get_running_loop().run_in_executor(self._executor, context.run, self._in_thread)
+            self._future.add_done_callback(_notice)
+            value = await asyncio.shield(self._future)
+            return await value if inspect.isawaitable(value) else value
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _AgentExitError(error) from error
+
+    def _in_thread(self) -> Any:
+        with self._lock:
+            self._thread = threading.get_ident()
+        try:
+            return self._agent.call(*self._arguments)
+        except (SystemExit, KeyboardInterrupt, AttemptStopped, asyncio.CancelledError) as error:
+            raise _AgentExitError(error) from error
+        finally:
+            with self._lock:
+                self._thread = None
+
+    async def stop(self, task: "asyncio.Future[Any]") -> bool:
+        """Cancel the coroutine and interrupt the thread; returns whether the agent really ended."""
+        self._interrupt()
+        task.cancel()
+        waiting = {task} if self._future is None else {task, self._future}
+        _, pending = await asyncio.wait(waiting, timeout=STOP_GRACE_S)
+        return not pending
+
+    def _interrupt(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._thread), ctypes.py_object(AttemptStopped)
+                )
+
+
+def _notice(future: "asyncio.Future[Any]") -> None:
+    """Look at how a stopped agent ended, so that the event loop does not report it to the person as forgotten."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
+    text = f"the agent ran longer than {timeout_s:g} s and was stopped"
+    if not stopped:
+        text = (
+            f"the agent ran longer than {timeout_s:g} s and did not stop when it was cancelled; its token is refused "
+            "from now on. Use the 'process' runner, which kills what does not stop"
+        )
+    return ErrorInfo(type="TimeoutError", message=text)
+
+
+@dataclass(frozen=True)
+class _Extra:
+    attributes: dict[str, Any]
+    rewards: tuple[Span, ...]
+
+
+def _read(
+    status: AttemptStatus, error: ErrorInfo | None, value: Any, capture: Capture
+) -> tuple[AttemptStatus, ErrorInfo | None, _Extra]:
+    if status != "succeeded":
+        return status, error, _Extra({}, ())
+    try:
+        result = read_result(value)
+    except RunError as wrong:
+        return "failed", describe_error(wrong), _Extra({}, ())
+    attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
+    rewards = () if result.reward is None else (reward_span(capture, result.reward),)
+    return status, error, _Extra(attributes, rewards)
+
+
+def reward_span(capture: Capture, reward: Reward) -> Span:
+    """A span that carries a reward, at this moment, below the attempt's root."""
+    return make_reward_span(
+        capture.rollout_id, capture.attempt_id, reward, trace_id=capture.trace_id, parent_id=capture.root_span_id
+    )
+
+
+def _root_span(
+    capture: Capture, started: int, status: AttemptStatus, error: ErrorInfo | None, attributes: Mapping[str, Any]
+) -> Span:
+    values = dict(attributes)
+    if error is not None:
+        values[semconv.ERROR_TYPE] = error.type
+    return Span(
+        rollout_id=capture.rollout_id,
+        attempt_id=capture.attempt_id,
+        span_id=capture.root_span_id,
+        trace_id=capture.trace_id,
+        name=semconv.ROOT_SPAN_NAME,
+        start_ns=started,
+        end_ns=time.time_ns(),
+        status="ok" if status == "succeeded" else "error",
+        status_message="" if error is None else error.message,
+        attributes=values,
+    )

@@ -1,0 +1,112 @@
+"""A worker child of the `process` runner: runs one attempt at a time until its standard input ends.
+
+Its real standard output carries messages; whatever the agent prints goes to standard error instead.
+"""
+
+import asyncio
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+from agl import PluginManager
+from agl.contracts import Tracer
+from agl.errors import AglError
+from agl.tracing import SpanRecorder
+from agl_run.runners.agent import AgentSpec, LoadedAgent
+from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
+from agl_run.runners.result import describe_error
+
+FLUSH_S = 1.0
+
+
+def main() -> None:
+    """Serve the parent on the pipes."""
+    source, sink = _take_pipes()
+    start = read_to_child(source)
+    if not isinstance(start, ChildStart):
+        return
+    write = _Writer(sink)
+    try:
+        agent, tracers = _prepare(start)
+    except BaseException as error:  # noqa: BLE001  # reported to the parent, which raises it there
+        described = describe_error(error)
+        is_ours = isinstance(error, AglError)
+        write(frame(ChildReady(error=described.message if is_ours else f"{described.type}: {described.message}")))
+        return
+    write(frame(ChildReady()))
+    try:
+        asyncio.run(_serve(source, write, start, agent, tracers))
+    finally:
+        for tracer in tracers:
+            tracer.uninstall()
+
+
+class _Writer:
+    def __init__(self, sink: BinaryIO) -> None:
+        self._sink = sink
+        self._lock = threading.Lock()
+
+    def __call__(self, data: bytes) -> None:
+        with self._lock:
+            self._sink.write(data)
+            self._sink.flush()
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    source = os.fdopen(os.dup(sys.stdin.fileno()), "rb")
+    sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    return source, sink
+
+
+def _prepare(start: ChildStart) -> tuple[LoadedAgent, list[Tracer]]:
+    sys.path[:0] = [entry for entry in start.sys_path if entry not in sys.path]
+    manager = PluginManager.from_environment()
+    tracers: list[Tracer] = [manager.build(manager.tracer(name)) for name in start.tracers]
+    for tracer in tracers:
+        os.environ.update(tracer.worker_env())
+        tracer.install()
+    return AgentSpec(path=start.agent_path, folder=start.folder).load(), tracers
+
+
+async def _serve(
+    source: BinaryIO, write: _Writer, start: ChildStart, agent: LoadedAgent, tracers: list[Tracer]
+) -> None:
+    executor = ThreadPoolExecutor(1, thread_name_prefix="agl-agent")
+    while True:
+        message = await asyncio.to_thread(read_to_child, source)
+        if not isinstance(message, ChildRun):
+            break
+        recorder = SpanRecorder()
+        scope = AttemptScope(
+            resources=dict(message.resources),
+            token=message.token,
+            recorder=recorder,
+            executor=executor,
+            gateway_url=start.gateway_url,
+            upstreams=start.upstreams,
+            tracers=tracers,
+            replay=message.replay,
+        )
+        flusher = asyncio.create_task(_flush_loop(recorder, write))
+        outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
+        flusher.cancel()
+        write(frame(ChildDone(outcome=outcome)))
+    executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
+    while True:
+        await asyncio.sleep(FLUSH_S)
+        spans = recorder.drain()
+        if spans:
+            write(frame(ChildSpans(spans=tuple(spans))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""The `command` runner: an attempt is a program in any language.
+
+The program finds the model through ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's two), its task as JSON
+on standard input and in the file that ``AGL_TASK_FILE`` names, and may print its answer. If the last line that it
+prints is a JSON object with a ``reward`` (a number or a dict of numbers), that is its reward.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from agl import semconv
+from agl.errors import ConfigError, RunError
+from agl.schemas import (
+    Attempt,
+    AttemptStatus,
+    Claim,
+    ErrorInfo,
+    Outcome,
+    Rollout,
+    Span,
+    new_span_id,
+    new_trace_id,
+    to_json,
+)
+from agl.tracing import AttemptTokens, make_reward_span, redact
+from agl_run.runners.printed import Printed
+from agl_run.runners.result import describe_error, read_result
+from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
+from agl_run.runners.spool import Spool
+from agl_run.runners.tokens import issue_token
+
+KILL_GRACE_S = 2.0
+"""Seconds between asking a program to stop and killing it."""
+
+
+class CommandRunner:
+    """Runs a command line per attempt; see the module."""
+
+    def __init__(self, setup: RunSetup) -> None:
+        if not setup.agent.command:
+            raise ConfigError(
+                'the \'command\' runner needs the agent as a list of words, such as agent = ["node", "agent.js"]'
+            )
+        self._setup = setup
+        self._tokens = AttemptTokens(setup.secret)
+        self._running: set[asyncio.subprocess.Process] = set()
+
+    async def start(self) -> None:
+        """Nothing is shared between attempts."""
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt."""
+        with tempfile.TemporaryDirectory(prefix="agl-") as folder:
+            return await self._execute(claim.rollout, claim.attempt, Path(folder))
+
+    async def _execute(self, rollout: Rollout, attempt: Attempt, folder: Path) -> Outcome:
+        task = to_json(rollout.visible_task)
+        (folder / "task.json").write_bytes(task)
+        root = Span(
+            rollout_id=rollout.rollout_id,
+            attempt_id=attempt.attempt_id,
+            span_id=new_span_id(),
+            trace_id=new_trace_id(),
+            name=semconv.ROOT_SPAN_NAME,
+            start_ns=time.time_ns(),
+        )
+        spool = Spool(folder / "spool", root)
+        environment = self._environment(rollout, attempt, folder, root, spool)
+        try:
+            process = await self._spawn(folder, environment)
+        except OSError as error:
+            return Outcome(
+                attempt_id=attempt.attempt_id,
+                status="failed",
+                error=describe_error(RunError(f"cannot start {self._setup.agent.command[0]!r}: {error}")),
+            )
+        self._running.add(process)
+        try:
+            status, error, output = await self._watch(process, task, rollout.retry.timeout_s)
+        finally:
+            await stop_process(process)
+            self._running.discard(process)
+        return _outcome(root, status, error, output, spool.read())
+
+    def _environment(
+        self, rollout: Rollout, attempt: Attempt, folder: Path, root: Span, spool: Spool
+    ) -> dict[str, str]:
+        setup = self._setup
+        token = issue_token(self._tokens, rollout, attempt)
+        return {
+            **environment_for_agents(),
+            **setup.environment(token),
+            **({} if setup.gateway_url else spool.environment(setup.upstreams)),
+            "AGL_ROLLOUT_ID": rollout.rollout_id,
+            "AGL_ATTEMPT_ID": attempt.attempt_id,
+            ADMIN_TOKEN_ENV: token,
+            "AGL_GATEWAY_URL": setup.gateway_url,
+            "AGL_TASK_FILE": str(folder / "task.json"),
+            "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
+        }
+
+    async def _spawn(self, folder: Path, environment: dict[str, str]) -> asyncio.subprocess.Process:
+        words = [word.replace("{task}", str(folder / "task.json")) for word in self._setup.agent.command]
+        return await spawn_process(words, environment, cwd=self._setup.agent.folder or None)
+
+    async def _watch(
+        self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
+    ) -> tuple[AttemptStatus, ErrorInfo | None, str]:
+        printed, complaints = Printed(), Printed()
+        try:
+            async with asyncio.timeout(limit):
+                await _converse(process, task, printed, complaints)
+        except TimeoutError:
+            text = f"the command ran longer than {limit:g} s and was stopped"
+            return "timeout", ErrorInfo(type="TimeoutError", message=text), redact(printed.text())
+        output = redact(printed.text())
+        if process.returncode == 0:
+            return "succeeded", None, output
+        tail = redact(complaints.text())
+        last = tail.strip().splitlines()[-1] if tail.strip() else "it printed nothing on standard error"
+        text = f"the command ended with exit code {process.returncode}: {last}"
+        return "failed", ErrorInfo(type="ProcessExit", message=text, traceback=tail), output
+
+    async def stop(self) -> None:
+        """Stop every running program."""
+        await asyncio.gather(*(stop_process(process) for process in list(self._running)))
+
+
+async def _converse(process: asyncio.subprocess.Process, task: bytes, printed: Printed, complaints: Printed) -> None:
+    """Give a program its task, take what it prints while it prints it, and wait for its end."""
+    assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_feed(process, task))
+        group.create_task(printed.read(process.stdout))
+        group.create_task(complaints.read(process.stderr))
+    await process.wait()
+
+
+async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
+    stdin = process.stdin
+    assert stdin is not None  # noqa: S101  # spawned with pipes
+    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read its task
+        stdin.write(task)
+        await stdin.drain()
+    stdin.close()
+
+
+async def spawn_process(
+    words: list[str], environment: dict[str, str], *, cwd: str | None = None
+) -> asyncio.subprocess.Process:
+    """Start a program with its pipes, in a process group of its own so that its children can be stopped with it."""
+    group: dict[str, Any] = (
+        {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
+        if sys.platform == "win32"
+        else {"start_new_session": True}
+    )
+    return await asyncio.create_subprocess_exec(
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environment,
+        cwd=cwd,
+        **group,
+    )
+
+
+async def stop_process(process: asyncio.subprocess.Process) -> None:
+    """Ask a program and its children to stop, then kill them; returns at once when it has ended."""
+    if process.returncode is None:
+        _signal_group(process, "SIGTERM")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILL_GRACE_S)
+    if process.returncode is None:
+        _signal_group(process, "SIGKILL")
+        await process.wait()
+
+
+def _signal_group(process: asyncio.subprocess.Process, name: str) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        if sys.platform == "win32":
+            subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], check=False, capture_output=True)
+        else:
+            os.killpg(process.pid, getattr(signal, name))
+
+
+def _outcome(root: Span, status: AttemptStatus, error: ErrorInfo | None, output: str, spooled: list[Span]) -> Outcome:
+    rewards: list[Span] = []
+    if status == "succeeded":
+        try:
+            rewards = _printed_rewards(root, output)
+        except RunError as wrong:
+            status, error = "failed", describe_error(wrong)
+    closed = msgspec.structs.replace(
+        root,
+        end_ns=time.time_ns(),
+        status="ok" if status == "succeeded" else "error",
+        status_message="" if error is None else error.message,
+        attributes={semconv.OUTPUT: output},
+    )
+    return Outcome(attempt_id=root.attempt_id, status=status, error=error, spans=(closed, *spooled, *rewards))
+
+
+def _printed_rewards(root: Span, output: str) -> list[Span]:
+    lines = output.strip().splitlines()
+    try:
+        last = json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return []
+    if not isinstance(last, dict) or "reward" not in last:
+        return []
+    reward = read_result(last["reward"]).reward
+    if reward is None:
+        return []
+    return [make_reward_span(root.rollout_id, root.attempt_id, reward, trace_id=root.trace_id, parent_id=root.span_id)]

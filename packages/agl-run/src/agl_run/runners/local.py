@@ -1,0 +1,116 @@
+"""The `async` runner: many attempts at once in this process.
+
+Coroutine agents share the event loop, plain functions get a thread each. A coroutine that runs out of time is
+cancelled, a thread gets an exception raised in it; code that swallows both, or that blocks in C, can only be refused
+its model calls: use the `process` runner for agents that do.
+"""
+
+import asyncio
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from agl.errors import ConfigError, StoreError
+from agl.schemas import Claim, Outcome
+from agl.tracing import AttemptTokens, SpanRecorder
+from agl_run.replay.script import load_script
+from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.setup import RunSetup
+from agl_run.runners.tokens import issue_token
+
+_LOG = logging.getLogger("agl_run.runners")
+
+FLUSH_S = 1.0
+"""Seconds between writes of the spans of running attempts: what a crash of this process can cost."""
+
+
+class AsyncRunner:
+    """Runs attempts in this process; see the module."""
+
+    def __init__(self, setup: RunSetup) -> None:
+        if setup.agent.command:
+            raise ConfigError("a command runs with the 'command' runner; set [runner] use = \"command\"")
+        self._setup = setup
+        self._agent = setup.agent.load()
+        self._tokens = AttemptTokens(setup.secret)
+        self._recorders: dict[str, SpanRecorder] = {}
+        self._flushing = asyncio.Lock()
+        self._environment: list[str] = []
+        self._executor: ThreadPoolExecutor | None = None
+        self._flusher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Install the tracers and make the threads' pool."""
+        self._set_environment()
+        for _, tracer in self._setup.tracers:
+            tracer.install()
+        self._executor = ThreadPoolExecutor(self._setup.concurrency, thread_name_prefix="agl-agent")
+        self._flusher = asyncio.create_task(self._flush_loop())
+
+    def _set_environment(self) -> None:
+        """Let clients that read the environment be built at all; never overrides what the person set."""
+        for name, value in self._setup.environment().items():
+            if name not in os.environ:
+                os.environ[name] = value
+                self._environment.append(name)
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt."""
+        if self._executor is None:
+            raise RuntimeError("start() was not called")
+        setup = self._setup
+        recorder = SpanRecorder()
+        attempt_id = claim.attempt.attempt_id
+        scope = AttemptScope(
+            resources=await setup.resources(claim.rollout),
+            token=issue_token(self._tokens, claim.rollout, claim.attempt),
+            recorder=recorder,
+            executor=self._executor,
+            gateway_url=setup.gateway_url,
+            upstreams=setup.upstreams,
+            tracers=[tracer for _, tracer in setup.tracers],
+            replay=await load_script(setup.store, claim.rollout),
+        )
+        self._recorders[attempt_id] = recorder
+        try:
+            outcome = await run_attempt(self._agent, claim.rollout, claim.attempt, scope=scope)
+        finally:
+            del self._recorders[attempt_id]
+        async with self._flushing:  # what is being written is there before the attempt ends
+            rest = recorder.drain()
+        return msgspec.structs.replace(outcome, spans=(*outcome.spans, *rest)) if rest else outcome
+
+    async def _flush_loop(self) -> None:
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            async with self._flushing:
+                await self._flush()
+
+    async def _flush(self) -> None:
+        """Write what waits; what the store refuses goes back and is written with the attempt's end."""
+        drained = [(recorder, recorder.drain()) for recorder in list(self._recorders.values())]
+        spans = [span for _, own in drained for span in own]
+        if not spans:
+            return
+        try:
+            await self._setup.store.append_spans(spans)
+        except StoreError as error:
+            _LOG.warning("%d spans could not be written yet: %s", len(spans), error)
+            for recorder, own in drained:
+                for span in own:
+                    recorder.record(span)
+
+    async def stop(self) -> None:
+        """Uninstall the tracers and let the threads go."""
+        if self._flusher is not None:
+            self._flusher.cancel()
+            await asyncio.gather(self._flusher, return_exceptions=True)
+        for _, tracer in self._setup.tracers:
+            tracer.uninstall()
+        for name in self._environment:
+            os.environ.pop(name, None)
+        self._environment.clear()
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,78 @@
+"""Messages between the experiment's process and a worker child: length-prefixed msgpack over the child's pipes."""
+
+import struct
+from typing import Any, BinaryIO
+
+import msgspec
+
+from agl.contracts import Upstream
+from agl.schemas import Attempt, Outcome, Record, Resource, Rollout, Span, encode
+from agl_run.replay.player import ReplayScript
+
+_HEADER = struct.Struct("<I")
+
+
+class ChildStart(Record, frozen=True, kw_only=True, tag="start"):
+    """First message to a child: what all its attempts share."""
+
+    agent_path: str
+    folder: str
+    sys_path: tuple[str, ...]
+    gateway_url: str
+    upstreams: tuple[Upstream, ...]
+    tracers: tuple[str, ...]
+
+
+class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
+    """Run this attempt."""
+
+    rollout: Rollout
+    attempt: Attempt
+    resources: dict[str, Resource]
+    token: str
+    replay: ReplayScript | None = None
+
+
+class ChildReady(Record, frozen=True, kw_only=True, tag="ready"):
+    """The child has loaded its agent, or says in ``error`` why it could not."""
+
+    error: str = ""
+
+
+class ChildSpans(Record, frozen=True, kw_only=True, tag="spans"):
+    """Spans of the attempt that runs."""
+
+    spans: tuple[Span, ...]
+
+
+class ChildDone(Record, frozen=True, kw_only=True, tag="done"):
+    """The attempt ended."""
+
+    outcome: Outcome
+
+
+ToChild = ChildStart | ChildRun
+FromChild = ChildReady | ChildSpans | ChildDone
+
+_TO_CHILD = msgspec.msgpack.Decoder(ToChild)
+_FROM_CHILD = msgspec.msgpack.Decoder(FromChild)
+
+
+def frame(message: Any) -> bytes:
+    """A message with its length in front."""
+    data = encode(message)
+    return _HEADER.pack(len(data)) + data
+
+
+def read_to_child(stream: BinaryIO) -> ToChild | None:
+    """The next message for the child, ``None`` at the end of the stream; blocks."""
+    header = stream.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        return None
+    return _TO_CHILD.decode(stream.read(_HEADER.unpack(header)[0]))
+
+
+async def read_from_child(stream: Any) -> FromChild:
+    """The next message from the child; raises :class:`asyncio.IncompleteReadError` when it is gone."""
+    header = await stream.readexactly(_HEADER.size)
+    return _FROM_CHILD.decode(await stream.readexactly(_HEADER.unpack(header)[0]))

@@ -1,0 +1,203 @@
+"""The `process` runner: every attempt in a child process of its own, which is killed when it does not stop.
+
+Children are started fresh (no fork), keep their agent loaded, and run one attempt after another. A child that exits,
+crashes or is killed takes only its own attempt with it.
+"""
+
+import asyncio
+import sys
+from contextlib import suppress
+
+from agl.errors import ConfigError, RunError
+from agl.schemas import Claim, ErrorInfo, Outcome
+from agl.tracing import AttemptTokens
+from agl_run.replay.script import load_script
+from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
+from agl_run.runners.setup import RunSetup, environment_for_agents
+from agl_run.runners.tokens import issue_token
+
+START_S = 60.0
+"""Seconds that a child may take to start and import its agent."""
+
+START_TRIES = 3
+"""How often a child is started when a signal from outside, such as the memory killer's, ends it before it is ready."""
+
+KILL_GRACE_S = 3.0
+"""Seconds beyond the time limit, in which the child itself may stop its agent, before it is killed."""
+
+
+class ProcessRunner:
+    """Runs attempts in child processes; see the module."""
+
+    def __init__(self, setup: RunSetup) -> None:
+        if setup.agent.command:
+            raise ConfigError("a command runs with the 'command' runner; set [runner] use = \"command\"")
+        if not setup.agent.path:
+            raise ConfigError(
+                "the 'process' runner imports the agent in child processes, so it must be importable: move it to a "
+                "module and pass 'module:attribute'; functions of the main script or within functions are not"
+            )
+        self._setup = setup
+        self._tokens = AttemptTokens(setup.secret)
+        self._idle: list[_Child] = []
+        self._all: set[_Child] = set()
+
+    async def start(self) -> None:
+        """Start one child, so that an agent that cannot be imported is an error now."""
+        self._idle.append(await self._new_child())
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt in an idle or a new child."""
+        setup = self._setup
+        run = ChildRun(
+            rollout=claim.rollout,
+            attempt=claim.attempt,
+            resources=await setup.resources(claim.rollout),
+            token=issue_token(self._tokens, claim.rollout, claim.attempt),
+            replay=await load_script(setup.store, claim.rollout),
+        )
+        child = await self._idle_child() or await self._new_child()
+        try:
+            outcome = await self._converse(child, run)
+        except BaseException:
+            await self._discard(child)
+            raise
+        if child.is_alive and outcome.status == "succeeded":
+            self._idle.append(child)
+        else:
+            await self._discard(child)
+        return outcome
+
+    async def _idle_child(self) -> "_Child | None":
+        """A child that waits, those that died while they waited left out."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            await self._discard(child)
+        return None
+
+    async def _converse(self, child: "_Child", run: ChildRun) -> Outcome:
+        limit = run.rollout.retry.timeout_s
+        attempt_id = run.attempt.attempt_id
+        try:
+            async with asyncio.timeout(None if limit is None else limit + KILL_GRACE_S):
+                await child.send(frame(run))
+                while True:
+                    message = await child.receive()
+                    if isinstance(message, ChildDone):
+                        return message.outcome
+                    if isinstance(message, ChildSpans):
+                        await self._setup.store.append_spans(message.spans)
+        except TimeoutError:
+            if limit is None:
+                raise
+            await child.kill()
+            text = f"the agent ran longer than {limit:g} s and its process was killed"
+            return Outcome(attempt_id=attempt_id, status="timeout", error=ErrorInfo(type="TimeoutError", message=text))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await child.wait()
+            text = f"the agent's process ended with {_describe_exit(code)} in the middle of the attempt"
+            return Outcome(attempt_id=attempt_id, status="failed", error=ErrorInfo(type="ProcessExit", message=text))
+
+    async def _new_child(self) -> "_Child":
+        for _ in range(START_TRIES - 1):
+            try:
+                return await self._try_child()
+            except _KilledAtStartError:
+                continue
+        return await self._try_child()
+
+    async def _try_child(self) -> "_Child":
+        child = await _Child.spawn(self._setup)
+        self._all.add(child)
+        try:
+            await child.greet(self._setup)
+        except BaseException:
+            await self._discard(child)
+            raise
+        return child
+
+    async def _discard(self, child: "_Child") -> None:
+        self._all.discard(child)
+        await child.kill()
+
+    async def stop(self) -> None:
+        """Kill every child."""
+        self._idle.clear()
+        await asyncio.gather(*(self._discard(child) for child in list(self._all)))
+
+
+class _KilledAtStartError(RunError):
+    """A signal ended a child before it was ready."""
+
+
+class _Child:
+    """One child process and its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def spawn(cls, setup: RunSetup) -> "_Child":
+        environment = {**environment_for_agents(), **setup.plugins, **setup.environment()}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "agl_run.runners.child",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=2**26,
+        )
+        return cls(process)
+
+    async def greet(self, setup: RunSetup) -> None:
+        start = ChildStart(
+            agent_path=setup.agent.path,
+            folder=setup.agent.folder,
+            sys_path=tuple(sys.path),
+            gateway_url=setup.gateway_url,
+            upstreams=tuple(setup.upstreams),
+            tracers=tuple(name for name, _ in setup.tracers),
+        )
+        await self.send(frame(start))
+        try:
+            async with asyncio.timeout(START_S):
+                message = await self.receive()
+        except TimeoutError:
+            raise RunError(
+                f"a worker process did not start within {START_S:g} s; is the agent's import slow?"
+            ) from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self.wait()
+            kind = RunError if code >= 0 else _KilledAtStartError
+            raise kind(f"a worker process ended with {_describe_exit(code)} while it imported the agent") from None
+        if isinstance(message, ChildReady) and message.error:
+            raise RunError(f"a worker process could not load the agent: {message.error}")
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def send(self, data: bytes) -> None:
+        if self._process.stdin is None:
+            raise ConnectionError("the child has no standard input")
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def receive(self) -> ChildReady | ChildSpans | ChildDone:
+        return await read_from_child(self._process.stdout)
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+        await self._process.wait()
+
+
+def _describe_exit(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

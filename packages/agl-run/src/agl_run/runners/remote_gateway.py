@@ -1,0 +1,184 @@
+"""The gateway of an experiment that runs elsewhere, as a worker needs it.
+
+Whether it can be reached, whether it is still the same one, and when it has written an attempt's calls. It speaks
+HTTP with the standard library, a request at a time, and uses no proxy.
+"""
+
+import asyncio
+import http.client
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agl.contracts import Runner
+from agl.errors import CaptureError, GatewayLostError
+from agl.schemas import Claim, Outcome
+from agl.tracing import AdminKey
+
+TIMEOUT_S = 10.0
+"""Seconds that one request may take."""
+
+PATIENCE_S = 30.0
+"""Seconds without an answer after which a gateway counts as gone; as long as a worker's lease."""
+
+RETRY_S = 1.0
+FRESH_S = 2.0
+"""Seconds for which an answer counts as proof that the gateway is there."""
+
+
+class RemoteGateway:
+    """One start of one gateway, by its base URL without ``/v1``; used in one event loop.
+
+    Args:
+        url: As this machine reaches it.
+        secret: The key that signs attempt tokens, equal here and there.
+        patience_s: Seconds without an answer after which it counts as gone.
+
+    Attributes:
+        lost: Set once it is gone, or another one answers in its place.
+    """
+
+    def __init__(self, url: str, *, secret: bytes, patience_s: float = PATIENCE_S) -> None:
+        self.url = url
+        self.lost = asyncio.Event()
+        self._patience_s = patience_s
+        self._key = AdminKey(secret)
+        self._id = ""
+        self._answered_at = float("-inf")
+        self._failed_at = float("-inf")
+
+    async def look(self) -> str:
+        """Ask who it is; returns ``""``, or what is wrong in words that follow its address.
+
+        Raises:
+            GatewayLostError: Another gateway answers there than did before.
+        """
+        status, answer = await self._ask("GET", "/identity")
+        if status == 200:
+            self._recognise(answer)
+            return ""
+        self._failed_at = time.monotonic()
+        if status == 401:
+            return (
+                "refuses this machine's tokens: it signs with another secret. Set AGL_SECRET to the same value where "
+                "`agl run` runs and here"
+            )
+        return f"does not answer as a gateway of this release does ({answer})"
+
+    def silence_s(self) -> float:
+        """Seconds since it last answered."""
+        return time.monotonic() - self._answered_at
+
+    def failed_since(self, moment: float) -> bool:
+        """Whether it did not answer at some time after ``moment``, as :func:`time.monotonic` counts."""
+        return self._failed_at >= moment
+
+    async def ready(self) -> None:
+        """Return once it answers; raises :class:`GatewayLostError` when it is gone, or silent for long."""
+        if self.lost.is_set():
+            raise self._gone("is gone")
+        if self.silence_s() < FRESH_S:
+            return
+        deadline = time.monotonic() + self._patience_s
+        while problem := await self.look():
+            if time.monotonic() > deadline:
+                raise self._gone(problem)
+            await asyncio.sleep(RETRY_S)
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every answered call of the attempt is in the store.
+
+        Raises:
+            GatewayLostError: It does not answer for long, or another gateway does.
+            CaptureError: The store refused some of the calls.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            status, answer = await self._ask("POST", "/settle", {"attempt_id": attempt_id})
+            if status == 200:
+                return self._recognise(answer)
+            if status == 409:
+                raise CaptureError(answer)
+            self._failed_at = time.monotonic()
+            if self._failed_at > deadline:
+                raise self._gone(f"went away while attempt {attempt_id!r} ran ({answer})")
+            await asyncio.sleep(RETRY_S)
+
+    def _recognise(self, gateway_id: str) -> None:
+        self._id = self._id or gateway_id
+        if gateway_id != self._id:
+            raise self._gone("was started again; calls of running attempts may be lost")
+        self._answered_at = time.monotonic()
+
+    def _gone(self, what: str) -> GatewayLostError:
+        self.lost.set()
+        return GatewayLostError(f"the gateway {self.url} {what}")
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Status, and the gateway's id or what is wrong; status 0 when there was no answer."""
+        try:
+            status, answer = await asyncio.to_thread(self._request, method, path, body)
+        except (OSError, http.client.HTTPException) as error:
+            return 0, f"{type(error).__name__}: {error}"
+        try:
+            data: Any = msgspec.json.decode(answer)
+            text = data["gateway"] if status == 200 else data["error"]["message"]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return -1, f"HTTP {status} with {answer[:80]!r}"
+        return status, str(text)
+
+    def _request(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        headers = {"authorization": f"Bearer {self._key()}", "content-type": "application/json"}
+        try:
+            connection.request(
+                method,
+                parts.path.rstrip("/") + path,
+                body=None if body is None else msgspec.json.encode(body),
+                headers=headers,
+            )
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        finally:
+            connection.close()
+
+
+class GuardedRunner:
+    """A runner whose attempts wait for the gateway, and are given back where the gateway may have failed them.
+
+    An agent that failed while the gateway did not answer says nothing about the agent.
+    """
+
+    def __init__(self, runner: Runner, gateway: RemoteGateway) -> None:
+        self._runner = runner
+        self._gateway = gateway
+
+    async def start(self) -> None:
+        """Start the runner."""
+        await self._runner.start()
+
+    async def execute(self, claim: Claim) -> Outcome:
+        """Run one attempt; raises :class:`GatewayLostError` for one that must be repeated.
+
+        Where the gateway is gone for good it never returns: the worker is about to be stopped, and would only claim
+        the rollout again.
+        """
+        try:
+            await self._gateway.ready()
+        except GatewayLostError:
+            await asyncio.Event().wait()
+        started = time.monotonic()
+        outcome = await self._runner.execute(claim)
+        if outcome.status == "failed":
+            await self._gateway.settle(claim.attempt.attempt_id)
+            if self._gateway.failed_since(started):
+                raise GatewayLostError(f"the gateway {self._gateway.url} did not answer while the attempt ran")
+        return outcome
+
+    async def stop(self) -> None:
+        """Stop the runner."""
+        await self._runner.stop()

@@ -1,0 +1,78 @@
+"""What an agent's return value means, and how its failure is written down."""
+
+import math
+import traceback
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, TypeGuard
+
+import msgspec
+
+from agl.errors import RunError
+from agl.schemas import ErrorInfo, Json, Record, Reward, to_builtins, to_json
+
+MAX_TRACEBACK = 20_000
+"""Characters kept of a traceback: its end, where the error is."""
+
+
+class AgentResult(Record, frozen=True, kw_only=True):
+    """A return value, read: the reward it is, if any, and the output it is, if any."""
+
+    reward: Reward | None = None
+    output: Json = None
+
+
+def read_result(value: Any) -> AgentResult:
+    """What the agent's return value says.
+
+    A number is the reward, a dict of numbers its dimensions, ``None`` nothing; every other JSON value is the output.
+
+    Raises:
+        RunError: The value is none of these, or a number that is not finite.
+    """
+    if value is None:
+        return AgentResult()
+    if isinstance(value, Reward):
+        return AgentResult(reward=value)
+    if isinstance(value, Real):
+        return AgentResult(reward=Reward(value=_finite(float(value)), name="return"), output=float(value))
+    if _is_dimensions(value):
+        dimensions = {str(key): _finite(float(number)) for key, number in value.items()}
+        return AgentResult(reward=Reward(value=None, name="return", dimensions=dict(dimensions)))
+    return AgentResult(output=_json(value))
+
+
+def describe_error(error: BaseException) -> ErrorInfo:
+    """An exception as data, secrets removed, long tracebacks cut at the front."""
+    from agl.tracing import redact
+
+    kind = type(error)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    return ErrorInfo(type=name, message=redact(str(error)) or f"{name} without a message", traceback=redact(text))
+
+
+def _is_dimensions(value: Any) -> TypeGuard[Mapping[Any, Real]]:
+    return isinstance(value, Mapping) and bool(value) and all(_is_number(v) for v in value.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType, reportUnknownMemberType]  # a type guard takes anything
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise RunError(f"the agent returned {value} as a reward; return a finite number, or None for no reward")
+    return value
+
+
+def _json(value: Any) -> Json:
+    try:
+        plain = to_builtins(value)
+        to_json(plain)
+    except (TypeError, ValueError, msgspec.MsgspecError):
+        raise RunError(
+            f"the agent returned {type(value).__name__}, which is neither a number (the reward), a dict of numbers, "
+            "None nor a JSON value (the output); return one of these"
+        ) from None
+    return plain

@@ -1,0 +1,101 @@
+"""What a runner needs to know, apart from the attempt that it runs."""
+
+import os
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from agl.contracts import Store, Tracer, Upstream
+from agl.schemas import NamedResources, Rollout
+from agl.tracing import SECRET_ENV
+from agl_run.runners.agent import AgentSpec
+
+ADMIN_TOKEN_ENV = "AGL_TOKEN"
+"""Variable with the admin token of a served store; in the process of a command, the attempt's token."""
+
+PLACEHOLDER_KEY = "agl-no-key-needed"
+"""What ``OPENAI_API_KEY`` holds in a process whose calls get their token from the wire hook."""
+
+
+class Settles(Protocol):
+    """What who runs attempts needs of the gateway, wherever that is."""
+
+    async def settle(self, attempt_id: str) -> None:
+        """Return once every call of the attempt that was answered is in the store.
+
+        Raises:
+            GatewayLostError: The gateway went away meanwhile; the worker gives the attempt back.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetup:
+    """One experiment's settings for running attempts.
+
+    Attributes:
+        agent: The agent to run.
+        store: Where spans go while an attempt runs.
+        secret: Key that signs attempt tokens; never stored.
+        resources: Gives the resources of a rollout, pinned versions applied.
+        gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
+        gateway: The gateway, here or elsewhere, so that an attempt ends only after its calls are in the store.
+        upstreams: The configured policies, so that the wire hook knows which calls to redirect.
+        tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
+        plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
+        concurrency: Attempts at once.
+    """
+
+    agent: AgentSpec
+    store: Store
+    secret: bytes
+    resources: Callable[[Rollout], Awaitable[NamedResources]]
+    gateway_url: str = ""
+    gateway: Settles | None = None
+    upstreams: Sequence[Upstream] = ()
+    tracers: Sequence[tuple[str, Tracer]] = ()
+    plugins: dict[str, str] = field(default_factory=dict[str, str])
+    concurrency: int = 8
+
+    @property
+    def base_url(self) -> str:
+        """Where an agent's client should send its calls by default, with ``/v1``; ``""`` if nothing is configured."""
+        if self.gateway_url:
+            return f"{self.gateway_url}/v1"
+        return self.upstreams[0].base_url if self.upstreams else ""
+
+    def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
+        """Variables by which clients find the model: for OpenAI's and Anthropic's libraries, and who read those."""
+        return client_environment(self.base_url, token) if self.base_url else {}
+
+
+def environment_for_agents() -> dict[str, str]:
+    """This process's environment without the keys that open the store: an agent's process has no use for them."""
+    return {name: value for name, value in os.environ.items() if name not in (SECRET_ENV, ADMIN_TOKEN_ENV)}
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Generator[None]:
+    """Set environment variables, and give back what was there before."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def client_environment(base_url: str, token: str) -> dict[str, str]:
+    """Variables that point OpenAI's and Anthropic's clients, and whoever reads the same ones, at ``base_url``."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_BASE": base_url,
+        "OPENAI_API_KEY": token,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": token,
+    }

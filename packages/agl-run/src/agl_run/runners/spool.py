@@ -1,0 +1,99 @@
+"""Recording a Python program from within, without a gateway: what `agl exec` and the `command` runner fall back to.
+
+The program's interpreter finds a ``sitecustomize`` of ours first on its path. That one activates the capture for the
+whole process and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
+"""
+
+import os
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from agl.contracts import Upstream
+from agl.schemas import Record, Span, decode, encode, from_json, to_json
+
+VARIABLE = "AGL_SPOOL"
+"""Names the environment variable with the settings as JSON."""
+
+_HEADER = struct.Struct("<I")
+
+
+class SpoolSettings(Record, frozen=True, kw_only=True):
+    """What the recorded program needs to know."""
+
+    file: str
+    rollout_id: str
+    attempt_id: str
+    trace_id: str
+    root_span_id: str
+    upstreams: tuple[Upstream, ...] = ()
+    gateway_url: str = ""
+    token: str = ""
+
+
+class Spool:
+    """A file of spans that another process appends to."""
+
+    def __init__(self, file: Path, root: Span) -> None:
+        self._file = file
+        self._root = root
+
+    def environment(
+        self, upstreams: Sequence[Upstream] = (), *, gateway_url: str = "", token: str = ""
+    ) -> dict[str, str]:
+        """Variables that make a Python program record itself; with a gateway, what does not go through that."""
+        settings = SpoolSettings(
+            file=str(self._file),
+            rollout_id=self._root.rollout_id,
+            attempt_id=self._root.attempt_id,
+            trace_id=self._root.trace_id,
+            root_span_id=self._root.span_id,
+            upstreams=tuple(upstreams),
+            gateway_url=gateway_url,
+            token=token,
+        )
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent / "inject"), os.environ.get("PYTHONPATH")]))
+        return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
+
+    def read(self) -> list[Span]:
+        """The spans so far, a torn last one left out."""
+        if not self._file.exists():
+            return []
+        data = self._file.read_bytes()
+        spans: list[Span] = []
+        position = 0
+        while position + _HEADER.size <= len(data):
+            size = _HEADER.unpack_from(data, position)[0]
+            position += _HEADER.size
+            if position + size > len(data):
+                break
+            spans.append(decode(data[position : position + size], Span))
+            position += size
+        return spans
+
+
+def record_this_process() -> None:
+    """Activate the capture for the rest of this process; called by the injected ``sitecustomize``."""
+    from agl.tracing import Capture, WireTracer, activate
+
+    settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
+    lock = threading.Lock()
+
+    def record(span: Span) -> None:
+        data = encode(span)
+        with lock, open(settings.file, "ab") as file:
+            file.write(_HEADER.pack(len(data)) + data)
+
+    capture = Capture(
+        rollout_id=settings.rollout_id,
+        attempt_id=settings.attempt_id,
+        trace_id=settings.trace_id,
+        root_span_id=settings.root_span_id,
+        record=record,
+        upstreams=settings.upstreams,
+        gateway_url=settings.gateway_url,
+        token=settings.token,
+    )
+    WireTracer().install()
+    activate(capture).__enter__()

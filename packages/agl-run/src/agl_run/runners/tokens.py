@@ -1,0 +1,19 @@
+"""The token of an attempt: how long it holds."""
+
+import time
+
+from agl.schemas import Attempt, Rollout
+from agl.tracing import AttemptTokens
+
+TOKEN_HOURS = 24.0
+"""Hours that the token of an attempt without a time limit holds."""
+
+TOKEN_SLACK_S = 60.0
+"""Seconds that a token outlives the attempt's time limit, for what is still on its way."""
+
+
+def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
+    """A token for this attempt, valid a little longer than the attempt may take."""
+    limit = rollout.retry.timeout_s
+    seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
+    return tokens.issue(rollout.rollout_id, attempt.attempt_id, expires_at=time.time() + seconds)

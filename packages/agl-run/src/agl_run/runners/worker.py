@@ -1,0 +1,242 @@
+"""The worker: claims rollouts, hands them to a runner, keeps their leases, and writes their outcomes.
+
+One worker serves one runner. It never looks into an attempt: that is the runner's part.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from agl.contracts import RewardEmitter, Runner, Store
+from agl.episodes import find_disagreement
+from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreError
+from agl.schemas import Claim, Outcome, Reward, Rollout, Span, new_trace_id
+from agl.stores import all_spans
+from agl.tracing import make_reward_span
+from agl_run.runners.liveness import worker_name
+from agl_run.runners.result import describe_error, read_result
+from agl_run.runners.setup import Settles
+
+_LOG = logging.getLogger("agl_run.runners")
+
+LEASE_S = 30.0
+"""Seconds after which an attempt of a silent worker counts as lost; renewed three times as often."""
+
+CLAIM_WAIT_S = 20.0
+"""Seconds that one claim waits in the store; only a bound, arriving work wakes it."""
+
+
+def _ignore(_hook: str, **_values: object) -> None:
+    """Tell nobody."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetup:
+    """What a worker needs.
+
+    Attributes:
+        store: Where rollouts come from and outcomes go.
+        runner: Executes attempts; started and stopped by the worker.
+        experiment: Only this experiment's rollouts are claimed, ``None`` for all.
+        concurrency: Attempts at once; 0 claims none, because workers elsewhere do.
+        rewards: Reward emitters by name, run after the agent, hidden task fields included.
+        gateway: Waited for before an attempt ends, so that its calls are in the store.
+        requires_calls: Whether a successful attempt without any model call is a failure.
+        notify: Calls an observer hook by name with its arguments.
+    """
+
+    store: Store
+    runner: Runner
+    experiment: str | None = None
+    concurrency: int = 8
+    rewards: Sequence[tuple[str, RewardEmitter]] = ()
+    gateway: Settles | None = None
+    requires_calls: bool = False
+    notify: Callable[..., None] = _ignore
+
+
+class Worker:
+    """Runs attempts until it is stopped: ``async with Worker(setup):``."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
+        self._name = worker_name()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._agents = 0
+        self._free = asyncio.Event()
+        self._loops: list[asyncio.Task[None]] = []
+        self.failure: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> "Worker":
+        """Start the runner and begin to claim."""
+        await self._setup.runner.start()
+        self.failure = asyncio.get_running_loop().create_future()
+        self._loops = [self._spawn(self._claim_loop), self._spawn(self._renew_loop)]
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Stop claiming, stop what runs and give it back to the queue, stop the runner."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        running = list(self._running.items())
+        for _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await self._setup.runner.stop()
+        if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
+            self.failure.exception()  # whoever waited has seen it; nobody else needs a warning
+
+    def _spawn(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
+        async def guarded() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001  # handed to whoever waits for rollouts
+                if self.failure is not None and not self.failure.done():
+                    self.failure.set_exception(error)
+
+        return asyncio.create_task(guarded())
+
+    async def _claim_loop(self) -> None:
+        setup = self._setup
+        while True:
+            capacity = setup.concurrency - self._agents
+            if capacity <= 0:
+                self._free.clear()
+                await self._free.wait()
+                continue
+            claims = await setup.store.claim(
+                worker=self._name,
+                limit=capacity,
+                lease_s=LEASE_S,
+                wait_s=CLAIM_WAIT_S,
+                experiment=setup.experiment,
+                claim_id=new_trace_id(),
+            )
+            for claim in claims:
+                self._launch(claim)
+
+    def _launch(self, claim: Claim) -> None:
+        key = claim.attempt.attempt_id
+        self._agents += 1
+        task = asyncio.create_task(self._run(claim))
+        self._running[key] = task
+        task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
+        """Forget an attempt; an outcome that the store did not take breaks the worker, loudly and at once."""
+        self._running.pop(key, None)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self.failure is not None and not self.failure.done():
+            self.failure.set_exception(error)
+
+    async def _renew_loop(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            held = list(self._running)
+            if not held:
+                continue
+            kept = set(await self._setup.store.renew(held, lease_s=LEASE_S))
+            for attempt_id in held:
+                task = self._running.get(attempt_id)
+                if attempt_id not in kept and task is not None:
+                    _LOG.info("attempt %s is no longer ours; stopping it", attempt_id)
+                    task.cancel()
+
+    async def _run(self, claim: Claim) -> None:
+        setup = self._setup
+        setup.notify("agl_rollout_started", rollout=claim.rollout, attempt=claim.attempt)
+        outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
+        try:
+            outcome = await self._execute(claim)
+            if setup.gateway is not None:
+                await setup.gateway.settle(claim.attempt.attempt_id)
+            outcome = await self._judge(claim.rollout, outcome)
+        except asyncio.CancelledError:
+            await self._give_back(claim)
+            raise
+        except GatewayLostError as error:
+            _LOG.info("attempt %s is given back: %s", claim.attempt.attempt_id, error)
+            await self._give_back(claim)
+            return
+        except Exception as error:  # noqa: BLE001  # the attempt boundary: what breaks here harms one attempt only
+            _LOG.warning("attempt %s could not be run or judged", claim.attempt.attempt_id, exc_info=error)
+            outcome = msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
+        await self._finish(outcome)
+
+    async def _execute(self, claim: Claim) -> Outcome:
+        """Run the agent; when it ends another may start, while this one's outcome is still being written."""
+        try:
+            return await self._setup.runner.execute(claim)
+        finally:
+            self._agents -= 1
+            self._free.set()
+
+    async def _finish(self, outcome: Outcome) -> None:
+        try:
+            rollouts = await self._setup.store.finish([outcome])
+        except FencedError:
+            _LOG.info("attempt %s was decided by somebody else; its outcome is dropped", outcome.attempt_id)
+            return
+        for rollout in rollouts:
+            if rollout.is_finished:
+                self._setup.notify("agl_rollout_finished", rollout=rollout)
+
+    async def _give_back(self, claim: Claim) -> None:
+        try:
+            await self._setup.store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
+        except StoreError as error:
+            _LOG.debug("attempt %s was not given back: %s", claim.attempt.attempt_id, error)
+
+    async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
+        """Add the reward emitters' spans; turn a success without model calls into a failure where calls matter."""
+        setup = self._setup
+        if outcome.status != "succeeded" or not (setup.rewards or setup.requires_calls):
+            return outcome
+        recorded = await all_spans(setup.store, rollout.rollout_id, outcome.attempt_id)
+        spans = [*recorded, *outcome.spans]
+        if setup.requires_calls and not any(span.call is not None for span in spans):
+            error = describe_error(NoModelCallsError(_NO_CALLS + _bypassing(spans, outcome.attempt_id)))
+            return msgspec.structs.replace(outcome, status="failed", error=error)
+        rewards = [
+            make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
+            for name, emitter in setup.rewards
+            for reward in await _rewards_of(name, emitter, rollout, spans)
+        ]
+        return msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
+
+
+_NO_CALLS = (
+    "the agent finished and no model call was seen. Expected at least one call to a configured policy. Check that the "
+    "agent's client uses the model name of a [policy.*] section or OPENAI_BASE_URL, and that it calls the model "
+    "through httpx (the openai and anthropic clients do); other clients need the base URL from resources or from the "
+    "environment"
+)
+
+
+def _bypassing(spans: Sequence[Span], attempt_id: str) -> str:
+    """Who called a model all the same, as a framework's tracer saw it."""
+    clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
+    return f". The framework's tracer saw calls by {', '.join(clients)}" if clients else ""
+
+
+async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
+    value: Any = emitter(rollout, spans)
+    if inspect.isawaitable(value):
+        value = await value
+    if value is None:
+        return []
+    rewards = cast("list[Any]", list(value) if isinstance(value, list | tuple) else [value])  # pyright: ignore[reportUnknownArgumentType]  # a plugin's return value
+    return [_named(name, item) for item in rewards]
+
+
+def _named(name: str, value: Any) -> Reward:
+    reward = value if isinstance(value, Reward) else read_result(value).reward
+    if reward is None:
+        raise TypeError(f"the reward emitter {name!r} returned {type(value).__name__}; return a number or a Reward")
+    return msgspec.structs.replace(reward, name=reward.name if isinstance(value, Reward) else name, source="evaluator")

@@ -1,0 +1,267 @@
+"""The tables of the SQLite store, over one connection inside a transaction."""
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+
+from agl.contracts import Metric
+from agl.errors import StoreError
+from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
+from agl.stores import (
+    ATTEMPT_BITS,
+    MAX_SEQUENCE,
+    NUMBER_MASK,
+    ROLLOUT,
+    SEQUENCE_BITS,
+    Packer,
+    Row,
+    mark_late,
+    number_of,
+    read_rollout,
+    rules,
+)
+
+_INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
+_KEEP_LAST_CURSOR = (  # so that cursors never go back
+    "UPDATE changes SET attempt = NULL, kind = 'gone' "
+    "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt BETWEEN ? AND ?"
+)
+_UPDATE_ROLLOUT = (
+    "UPDATE rollouts SET status = ?, attempts = ?, attempt = ?, started_at = ?, finished_at = ?, stage = ? "
+    "WHERE seq = ?"
+)
+_START_ROLLOUTS = (  # leaves the stage alone, and so the index of rollouts by stage
+    f"UPDATE rollouts SET status = 'running', attempts = attempts + 1, attempt = seq << {ATTEMPT_BITS} | attempts + 1, "
+    "started_at = CASE started_at WHEN 0.0 THEN ? ELSE started_at END "
+    "WHERE seq IN (SELECT value FROM json_each(?))"
+)
+_LOG_STARTED = (
+    "INSERT INTO changes (attempt, kind, status) SELECT r.attempt, 'rollout', 'running' "
+    "FROM json_each(?) AS claimed CROSS JOIN rollouts r ON r.seq = claimed.value ORDER BY claimed.key"
+)
+
+
+class SQLiteTables:
+    """See :class:`agl.stores.engine.Tables`.
+
+    Attributes:
+        has_queued: A rollout was queued in this transaction.
+        has_changed: The change feed grew in this transaction.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, packer: Packer) -> None:
+        self._db = connection
+        self._packer = packer
+        self._seqs: dict[str, int] = {}
+        self.has_queued = False
+        self.has_changed = False
+
+    def begin(self) -> None:
+        """Forget what the transaction before looked up and changed."""
+        self._seqs.clear()
+        self.has_queued = self.has_changed = False
+
+    def rollout(self, rollout_id: str) -> Rollout | None:
+        row = self._db.execute(f"SELECT {ROLLOUT} FROM rollouts r WHERE rollout_id = ?", (rollout_id,)).fetchone()
+        return row and self._rollout(row)
+
+    def held(self, attempt_id: str) -> Claim | None:
+        row = self._db.execute(
+            f"SELECT {ROLLOUT}, a.data FROM rollouts r JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? "
+            "WHERE r.rollout_id = ?",
+            (number_of(attempt_id), rollout_id_of(attempt_id)),
+        ).fetchone()
+        return row and self._claim(row)
+
+    def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
+        if experiment is not None:
+            return [self._rollout(row) for row in self._queue(experiment, limit)]
+        rows = [row for name in self._queued_experiments() for row in self._queue(name, limit)]
+        return [self._rollout(row) for row in sorted(rows, key=lambda row: row[0])[:limit]]
+
+    def _queue(self, experiment: str, limit: int) -> list[Row]:
+        sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE status = 'queued' AND experiment = ? ORDER BY seq LIMIT ?"
+        return self._db.execute(sql, (experiment, limit)).fetchall()
+
+    def _queued_experiments(self) -> list[str]:
+        """Experiments with something in the queue, by skipping through its index."""
+        rows = self._db.execute(
+            """WITH RECURSIVE names(name) AS (
+                SELECT min(experiment) FROM rollouts WHERE status = 'queued'
+                UNION ALL
+                SELECT (SELECT min(experiment) FROM rollouts WHERE status = 'queued' AND experiment > name)
+                FROM names WHERE name IS NOT NULL)
+            SELECT name FROM names WHERE name IS NOT NULL"""
+        )
+        return [name for (name,) in rows]
+
+    def claimed(self, claim_id: str) -> list[Claim]:
+        rows = self._db.execute(
+            f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
+            "WHERE a.status = 'running' AND a.claim_id <> '' AND a.claim_id = ? ORDER BY a.id",
+            (claim_id,),
+        )
+        return [self._claim(row) for row in rows.fetchall()]
+
+    def overdue(self, now: float) -> list[Claim]:
+        rows = self._db.execute(
+            f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
+            "WHERE a.status = 'running' AND a.deadline <= ? ORDER BY a.deadline, a.id",
+            (now,),
+        )
+        return [self._claim(row) for row in rows.fetchall()]
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        if not rollouts:
+            return
+        self._db.executemany(
+            "INSERT INTO rollouts (rollout_id, experiment, mode, group_id, status, stage, attempts, started_at, "
+            "finished_at, data) VALUES (?, ?, ?, ?, 'queued', 'open', 0, 0.0, 0.0, ?)",
+            [(r.rollout_id, r.experiment, r.mode, r.group_id, encode(r)) for r in rollouts],
+        )
+        last = self._db.execute("SELECT max(seq) FROM rollouts").fetchone()[0]
+        first = last - len(rollouts) + 1
+        self._seqs.update((rollout.rollout_id, first + at) for at, rollout in enumerate(rollouts))
+        self._log(rollouts)
+
+    def open(self, claims: Sequence[Claim]) -> None:
+        if not claims:
+            return
+        self._db.executemany("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", [self._attempt_row(c) for c in claims])
+        seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
+        self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
+        self._db.execute(_LOG_STARTED, (seqs,))
+        self.has_changed = True
+
+    def save(self, claims: Sequence[Claim]) -> None:
+        self._db.executemany("REPLACE INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
+        self.save_rollouts([claim.rollout for claim in claims])
+        for claim in claims:
+            self._packer.forget(self._key(claim.rollout.rollout_id, claim.attempt.number))
+
+    def renew(self, claims: Sequence[Claim]) -> None:
+        self._db.executemany("REPLACE INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
+
+    def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        self._db.executemany(_UPDATE_ROLLOUT, map(self._rollout_row, rollouts))
+        self._log(rollouts)
+
+    def drop(self, attempt: Attempt, rollout: Rollout) -> None:
+        key = self._key(attempt.rollout_id, attempt.number)
+        self._db.execute("DELETE FROM attempts WHERE id = ?", (key,))
+        self._packer.forget(key)
+        self.save_rollouts([rollout])
+
+    def insert_spans(self, spans: Sequence[Span]) -> None:
+        touched: dict[int, str] = {}
+        targets: dict[tuple[str, str], tuple[int, str, bool, int]] = {}
+        for span in spans:
+            where = (span.rollout_id, span.attempt_id)
+            attempt, status, is_late, last = targets.get(where) or self._target(span)
+            sequence = max(span.sequence, last + 1)
+            if self._insert_span(mark_late(span, is_late=is_late), attempt, sequence):
+                touched[attempt] = status
+                last = sequence
+            targets[where] = (attempt, status, is_late, last)
+        self._db.executemany(_INSERT_CHANGES, [(attempt, "spans", status) for attempt, status in touched.items()])
+        self.has_changed |= bool(touched)
+
+    def _insert_span(self, span: Span, attempt: int, sequence: int) -> bool:
+        if sequence > MAX_SEQUENCE:
+            raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")
+        data = self._packer.pack(span, attempt=attempt, sequence=sequence)
+        row = (attempt << SEQUENCE_BITS | sequence, span.span_id, data)
+        is_new = self._db.execute("INSERT OR IGNORE INTO spans VALUES (?, ?, ?)", row).rowcount == 1
+        if not is_new:
+            self._packer.forget(attempt)  # what it just remembered is not at that sequence
+        return is_new
+
+    def _target(self, span: Span) -> tuple[int, str, bool, int]:
+        """Where a span goes: the attempt's key, the rollout's status, whether it is late, the last sequence."""
+        number = number_of(span.attempt_id) if span.attempt_id else 0
+        row = self._db.execute(
+            f"SELECT r.seq << {ATTEMPT_BITS} | ?, r.status, a.status FROM rollouts r "
+            f"LEFT JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? WHERE r.rollout_id = ?",
+            (number, number, span.rollout_id),
+        ).fetchone()
+        attempt, status, attempt_status = row
+        low, high = span_range(attempt)
+        (last,) = self._db.execute("SELECT max(key) FROM spans WHERE key BETWEEN ? AND ?", (low, high)).fetchone()
+        is_late = attempt_status not in (None, "running")
+        return attempt, status, is_late, 0 if last is None else last & MAX_SEQUENCE
+
+    def remove(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            low = self._key(rollout.rollout_id, 0)
+            high = low | NUMBER_MASK
+            self._db.execute("DELETE FROM spans WHERE key BETWEEN ? AND ?", (span_range(low)[0], span_range(high)[1]))
+            self._db.execute("DELETE FROM attempts WHERE id BETWEEN ? AND ?", (low, high))
+            self._db.execute(_KEEP_LAST_CURSOR, (low, high))
+            self._db.execute("DELETE FROM changes WHERE attempt BETWEEN ? AND ?", (low, high))
+            self._db.execute("DELETE FROM rollouts WHERE seq = ?", (low >> ATTEMPT_BITS,))
+
+    def version(self, name: str, version: str) -> ResourceVersion | None:
+        row = self._db.execute("SELECT data FROM versions WHERE name = ? AND version = ?", (name, version)).fetchone()
+        return row and decode(row[0], ResourceVersion)
+
+    def add_version(self, version: ResourceVersion) -> None:
+        row = (version.name, version.version, encode(version))
+        self._db.execute("INSERT INTO versions (name, version, data) VALUES (?, ?, ?)", row)
+        self._db.execute(
+            "INSERT INTO changes (kind, status, name) VALUES ('resource', ?, ?)", (version.version, version.name)
+        )
+        self.has_changed = True
+
+    def save_state(self, states: Mapping[str, bytes]) -> None:
+        """Write states by key; an empty value deletes the key."""
+        for key, value in states.items():
+            if value:
+                self._db.execute("REPLACE INTO states VALUES (?, ?)", (key, bytes(value)))
+            else:
+                self._db.execute("DELETE FROM states WHERE key = ?", (key,))
+
+    def log_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Log numbers."""
+        rows = [(m.experiment, m.algorithm, m.step, m.name, m.value, m.time) for m in metrics]
+        self._db.executemany("REPLACE INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def _rollout(self, row: Row) -> Rollout:
+        rollout = read_rollout(row)
+        self._seqs[rollout.rollout_id] = row[0]
+        return rollout
+
+    def _claim(self, row: Row) -> Claim:
+        return Claim(rollout=self._rollout(row[:-1]), attempt=decode(row[-1], Attempt))
+
+    def _key(self, rollout_id: str, number: int) -> int:
+        """The key of an attempt of a rollout that this transaction has read."""
+        return self._seqs[rollout_id] << ATTEMPT_BITS | number
+
+    def _attempt_row(self, claim: Claim) -> Row:
+        attempt = claim.attempt
+        key = self._key(claim.rollout.rollout_id, attempt.number)
+        return key, attempt.status, attempt.claim_id, rules.deadline(claim), encode(attempt)
+
+    def _rollout_row(self, rollout: Rollout) -> Row:
+        seq = self._seqs[rollout.rollout_id]
+        attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
+        stage = rollout.status if rollout.is_finished else "open"
+        return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, stage, seq
+
+    def _log(self, rollouts: Sequence[Rollout]) -> None:
+        """Put the rollouts on the change feed as they are now."""
+        rows = [(self._key(r.rollout_id, r.attempts if r.attempt_id else 0), "rollout", r.status) for r in rollouts]
+        self._db.executemany(_INSERT_CHANGES, rows)
+        self.has_changed |= bool(rows)
+        self.has_queued |= any(rollout.status == "queued" for rollout in rollouts)
+
+
+def span_range(attempt: int) -> tuple[int, int]:
+    """The lowest and the highest key that a span of an attempt can have."""
+    return attempt << SEQUENCE_BITS, attempt << SEQUENCE_BITS | MAX_SEQUENCE
+
+
+def next_deadline(connection: sqlite3.Connection) -> float:
+    """When the next running attempt lapses, in Unix seconds; infinity when none runs."""
+    (deadline,) = connection.execute("SELECT min(deadline) FROM attempts WHERE status = 'running'").fetchone()
+    return math.inf if deadline is None else float(deadline)

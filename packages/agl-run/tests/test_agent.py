@@ -1,0 +1,128 @@
+"""What may be an agent, what it is called with, and what its return value means."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agl
+from agl.errors import ConfigError, RunError
+from agl.schemas import LLM, NamedResources, PromptTemplate, Reward, Rollout
+from agl_run import AgentSpec
+from agl_run.runners.result import AgentResult, read_result
+
+ROLLOUT = Rollout(rollout_id="r1", task={"question": "2+2", "answer": 4}, hidden=("answer",))
+RESOURCES: NamedResources = {
+    "main_llm": LLM(endpoint="http://gateway/v1", model="m"),
+    "prompt": PromptTemplate(template="Say {x}"),
+}
+
+
+def call(agent: Any) -> Any:
+    return AgentSpec.of(agent).load().call(ROLLOUT, RESOURCES)
+
+
+def test_plain_function_gets_the_task_without_hidden_fields() -> None:
+    assert {"question": "2+2"} == call(lambda anything: anything)
+
+
+def test_parameters_are_filled_by_name() -> None:
+    def agent(task: Any, llm: LLM, prompt_template: PromptTemplate, rollout: Rollout, main_llm: LLM) -> Any:
+        return task, llm, prompt_template, rollout.task, rollout.hidden, main_llm
+
+    task, llm, prompt, inner, hidden, main = call(agent)
+
+    assert {"question": "2+2"} == task == inner
+    assert () == hidden
+    assert RESOURCES["main_llm"] == llm == main
+    assert RESOURCES["prompt"] == prompt
+
+
+def test_defaults_are_left_alone() -> None:
+    assert ({"question": "2+2"}, 3) == call(lambda task, retries=3: (task, retries))
+
+
+def test_lit_agent_class_is_made_and_called_with_task_resources_rollout() -> None:
+    class Agent(agl.LitAgent[Any]):
+        def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
+            return task, sorted(resources), rollout.task
+
+    assert ({"question": "2+2"}, ["main_llm", "prompt"], {"question": "2+2"}) == call(Agent)
+    assert ({"question": "2+2"}, ["main_llm", "prompt"], {"question": "2+2"}) == call(Agent())
+
+
+def test_decorated_function_stays_callable() -> None:
+    @agl.rollout
+    def agent(task: Any, llm: LLM) -> str:
+        return llm.model
+
+    assert "x" == agent({}, LLM(model="x"))
+    assert "m" == call(agent)
+
+
+def test_unknown_parameter_is_an_error_that_lists_what_there_is() -> None:
+    def agent(task: Any, judge: LLM) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"'judge'.*\['main_llm', 'prompt'\]"):
+        call(agent)
+
+
+def test_llm_parameter_is_refused_when_there_are_two() -> None:
+    def agent(task: Any, llm: LLM) -> None: ...
+
+    spec = AgentSpec.of(agent).load()
+    with pytest.raises(ConfigError, match="exactly one LLM"):
+        spec.call(ROLLOUT, {**RESOURCES, "other": LLM()})
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("no_colon", "module:attribute"),
+        ("no_such_module_x:solve", "no module 'no_such_module_x'"),
+        ("agl.schemas._ids:new_rollout_ids", "did you mean 'new_rollout_id'"),
+    ],
+)
+def test_bad_import_path_says_what_is_missing(path: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        AgentSpec(path=path).load()
+
+
+def test_module_that_needs_a_missing_module_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "agent_with_need.py").write_text("import not_installed_at_all\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match="not_installed_at_all"):
+        AgentSpec(path="agent_with_need:solve", folder=str(tmp_path)).load()
+
+
+def test_base_url_carries_the_attempt_only_with_a_token() -> None:
+    bare = LLM(endpoint="http://g:1/v1")
+    bound = LLM(endpoint="http://g:1/v1", api_key="agl_t")
+
+    assert "http://g:1/v1" == bare.get_base_url("r", "r.1")
+    assert "http://g:1/v1" == bound.get_base_url()
+    assert "http://g:1/rollout/r/attempt/r.1/key/agl_t/v1" == bound.get_base_url("r", "r.1")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, AgentResult()),
+        (0.5, AgentResult(reward=Reward(value=0.5, name="return"), output=0.5)),
+        (True, AgentResult(reward=Reward(value=1.0, name="return"), output=1.0)),
+        ({"a": 1, "b": 0.5}, AgentResult(reward=Reward(value=None, name="return", dimensions={"a": 1.0, "b": 0.5}))),
+        ("text", AgentResult(output="text")),
+        ({"answer": "x"}, AgentResult(output={"answer": "x"})),
+        ([1, 2], AgentResult(output=[1, 2])),
+        (Reward(value=0.1, name="mine"), AgentResult(reward=Reward(value=0.1, name="mine"))),
+    ],
+)
+def test_return_value_is_read(value: Any, expected: AgentResult) -> None:
+    assert expected == read_result(value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), {1, object()}])
+def test_wrong_return_value_says_what_is_accepted(value: Any) -> None:
+    with pytest.raises(RunError, match="the agent returned"):
+        read_result(value)

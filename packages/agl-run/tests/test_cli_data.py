@@ -1,0 +1,374 @@
+"""``agl runs``, ``show``, ``why`` and ``export`` on real SQLite stores."""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from agl import (
+    Claim,
+    ErrorInfo,
+    ModelCall,
+    Outcome,
+    PluginManager,
+    Reward,
+    Rollout,
+    Span,
+    pack_floats,
+    pack_ids,
+    semconv,
+)
+from agl.contracts import RolloutQuery, Store
+from agl.errors import ConfigError
+from agl.schemas import _codec as codec
+from agl_run.cli.dialogues import chat_tools
+from agl_run.cli.main import cli
+from agl_run.cli.opening import resolve_url
+from agl_run.cli.query import seconds_of
+from agl_run.cli.show import tree
+from agl_run.experiment.state import ExperimentState, save
+
+QUESTION = [{"role": "user", "content": "What is 2+3?"}]
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": {}}]}
+TOOL = {"role": "tool", "tool_call_id": "c1", "content": "5"}
+ANSWER = {"role": "assistant", "content": "5"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def call(request_id: str, messages: list, answer: dict, prompt: list[int], response: list[int], **more) -> ModelCall:
+    return ModelCall(
+        request_id=request_id,
+        dialect="chat",
+        model="main_llm",
+        policy="main_llm",
+        request={"messages": messages, "tools": TOOLS},
+        response={"choices": [{"message": answer}]},
+        prompt_ids=pack_ids(prompt),
+        response_ids=pack_ids(response),
+        logprobs=pack_floats([-0.5] * len(response)),
+        finish_reason="stop",
+        **more,
+    )
+
+
+def spans_of(claim: Claim) -> tuple[Span, ...]:
+    """An agent with two calls that continue each other, one failed call, and a reward."""
+    ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+    first = call("r1", QUESTION, CALLED, [1, 2, 3], [4, 5])
+    second = call("r2", [*QUESTION, {**CALLED, "content": ""}, TOOL], ANSWER, [1, 2, 3, 4, 5, 6], [7, 8])
+    failed = call("r3", QUESTION, {}, [], [], status_code=500, error="overloaded", ids_missing="no answer")
+    agent = {semconv.AGENT_NAME: "solver"}
+    return (
+        Span(**ids, span_id="a" * 16, name="invoke_agent solver", attributes=agent, start_ns=1, end_ns=9),
+        Span(**ids, span_id="b" * 16, parent_id="a" * 16, name="chat main_llm", call=first, start_ns=2, end_ns=3),
+        Span(**ids, span_id="c" * 16, parent_id="a" * 16, name="chat main_llm", call=second, start_ns=4, end_ns=5),
+        Span(**ids, span_id="d" * 16, parent_id="a" * 16, name="chat main_llm", call=failed, start_ns=6, end_ns=7),
+        Span(**ids, span_id="e" * 16, name="reward", reward=Reward(value=0.75, source="evaluator"), start_ns=8),
+    )
+
+
+async def fill(store: Store, count: int, *, experiment: str = "calc") -> list[str]:
+    """``count`` finished rollouts, and one that is queued."""
+    names = [f"ro-{experiment}-{number:03d}" for number in range(count)]
+    await store.enqueue([Rollout(rollout_id=name, task={"q": "2+3"}, experiment=experiment) for name in names])
+    claims = await store.claim(worker="w", limit=count, experiment=experiment)
+    await store.finish(
+        [Outcome(attempt_id=c.attempt.attempt_id, status="succeeded", spans=spans_of(c)) for c in claims]
+    )
+    await store.enqueue([Rollout(rollout_id=f"ro-{experiment}-waits", task={}, experiment=experiment)])
+    return names
+
+
+@pytest.fixture
+def store_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Runs a coroutine function on the store ``runs/agl.db`` of an empty folder, which commands then find."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AGL_STORE", raising=False)
+    (tmp_path / "runs").mkdir()
+    manager = PluginManager()
+
+    def use(work, *args, **kwargs):
+        async def main():
+            store = manager.build(manager.store_entry("sqlite"), url="sqlite:///runs/agl.db")
+            try:
+                return await work(store, *args, **kwargs)
+            finally:
+                await store.close()
+
+        return asyncio.run(main())
+
+    return use
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli, args, catch_exceptions=False)
+
+
+def ids_in(store: Store):
+    return store.rollouts(RolloutQuery())
+
+
+def test_runs_lists_newest_first_with_reward(store_of):
+    store_of(fill, 3)
+    lines = invoke("runs").output.splitlines()
+    assert ["rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"] == lines[0].split()
+    assert ["ro-calc-waits", "ro-calc-002", "ro-calc-001", "ro-calc-000"] == [line.split()[0] for line in lines[1:]]
+    assert ["calc", "train", "succeeded", "1", "0.75"] == lines[2].split()[1:6]
+    assert '{"q":"2+3"}' in lines[2]
+
+
+def test_runs_filters_and_limits(store_of):
+    store_of(fill, 3)
+    store_of(fill, 1, experiment="other")
+    assert 2 == len(invoke("runs", "--experiment", "other").output.splitlines()[1:])
+    assert 3 == len(json.loads(invoke("runs", "--experiment", "calc", "--status", "succeeded", "--json").output))
+    assert 1 == len(json.loads(invoke("runs", "--limit", "1", "--json").output))
+    assert [] == json.loads(invoke("runs", "--mode", "val", "--json").output)
+
+
+def test_runs_json_carries_rollout_and_reward(store_of):
+    store_of(fill, 1)
+    found = json.loads(invoke("runs", "--json").output)
+    assert [None, 0.75] == [item["reward"] for item in found]
+    assert "succeeded" == found[1]["rollout"]["status"]
+
+
+def test_rm_removes_finished_rollouts_only(store_of):
+    store_of(fill, 3)
+    assert "removed 2 rollouts\n" == invoke("runs", "rm", "ro-calc-000", "ro-calc-002").output
+    assert ["ro-calc-001", "ro-calc-waits"] == [rollout.rollout_id for rollout in store_of(ids_in)]
+    result = invoke("runs", "rm", "ro-calc-001", "ro-calc-waits")
+    assert 1 == result.exit_code
+    assert "ro-calc-waits" in result.stderr
+    assert 2 == len(store_of(ids_in))
+
+
+def test_rm_of_an_unknown_rollout_names_it(store_of):
+    store_of(fill, 1)
+    result = invoke("runs", "rm", "ro-nowhere")
+    assert (1, True) == (result.exit_code, "ro-nowhere" in result.stderr)
+
+
+def test_rm_keeps_what_an_unfinished_experiment_needs(store_of):
+    store_of(fill, 2)
+    store_of(save, "calc", ExperimentState(status="running"))
+    result = invoke("runs", "rm", "ro-calc-000")
+    assert 1 == result.exit_code
+    assert "'calc', which is not finished" in result.stderr
+    assert "removed 1 rollouts\n" == invoke("runs", "rm", "--force", "ro-calc-000").output
+
+
+def test_gc_keeps_the_newest_and_every_unfinished_rollout(store_of):
+    store_of(fill, 5)
+    dry = json.loads(invoke("runs", "gc", "--keep", "2", "--dry-run", "--json").output)
+    assert ["ro-calc-000", "ro-calc-001", "ro-calc-002"] == dry["removed"]
+    assert 6 == len(store_of(ids_in))
+    assert "removed 3 rollouts\n" == invoke("runs", "gc", "--keep", "2").output
+    assert ["ro-calc-003", "ro-calc-004", "ro-calc-waits"] == [r.rollout_id for r in store_of(ids_in)]
+
+
+def test_gc_looks_at_the_age(store_of):
+    store_of(fill, 2)
+    assert "removed 0 rollouts\n" == invoke("runs", "gc", "--older-than", "1h").output
+    time.sleep(0.05)
+    assert "removed 2 rollouts\n" == invoke("runs", "gc", "--older-than", "0.01").output
+
+
+def test_gc_never_takes_an_unfinished_experiments_rollouts(store_of):
+    store_of(fill, 2)
+    store_of(fill, 2, experiment="done")
+    store_of(save, "calc", ExperimentState(status="running"))
+    store_of(save, "done", ExperimentState(status="finished"))
+    assert (
+        "removed 2 rollouts\nkept 2 of experiments that are not finished\n"
+        == invoke("runs", "gc", "--keep", "0").output
+    )
+    assert 2 == len([r for r in store_of(ids_in) if r.experiment == "calc" and r.is_finished])
+
+
+def test_gc_without_a_limit_is_refused(store_of):
+    store_of(fill, 1)
+    result = invoke("runs", "gc")
+    assert (1, True) == (result.exit_code, "--older-than 7d" in result.stderr)
+
+
+def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
+    store_of(fill, 2)
+    monkeypatch.setenv("AGL_STORE", "sqlite:///nowhere.db")
+    assert "removed 1 rollouts\n" == invoke("runs", "--store", "runs/agl.db", "rm", "ro-calc-000").output
+
+
+def test_show_prints_the_tree(store_of):
+    store_of(fill, 1)
+    lines = invoke("show", "ro-calc-000").output.splitlines()
+    assert lines[0] == "ro-calc-000: succeeded, train, experiment calc"
+    assert lines[2].startswith("attempt 1: succeeded, by w")
+    start = next(index for index, line in enumerate(lines) if line.startswith("- "))
+    assert lines[start].startswith("- invoke_agent solver, agent solver")
+    assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3+2 tokens, stop")
+    assert "ERROR 500 overloaded" in lines[start + 3]
+    assert "- reward, reward 0.75 by evaluator" == lines[start + 4]
+
+
+def test_show_as_json_round_trips(store_of):
+    store_of(fill, 1)
+    found = json.loads(invoke("show", "ro-calc-000", "--json").output)
+    spans = [codec.from_json(json.dumps(span), Span) for span in found["spans"]]
+    assert pack_ids([4, 5]) == spans[1].call.response_ids
+    assert ["succeeded"] == [attempt["status"] for attempt in found["attempts"]]
+
+
+def test_show_of_a_failed_attempt_names_its_error(store_of):
+    async def failing(store: Store):
+        await store.enqueue([Rollout(rollout_id="ro-bad", task=None)])
+        claims = await store.claim(worker="w")
+        error = ErrorInfo(type="ValueError", message="no such tool")
+        await store.finish([Outcome(attempt_id=claims[0].attempt.attempt_id, status="failed", error=error)])
+
+    store_of(failing)
+    output = invoke("show", "latest").output
+    assert ": ValueError: no such tool" in output
+    assert "no spans were recorded" in output
+
+
+def test_show_of_an_unknown_attempt_says_how_many_there_are(store_of):
+    store_of(fill, 1)
+    result = invoke("show", "ro-calc-000", "--attempt", "2")
+    assert (1, True) == (result.exit_code, "the rollout ro-calc-000 has 1" in result.stderr)
+
+
+def test_tree_keeps_deep_and_circular_spans():
+    ids = {"rollout_id": "r", "attempt_id": "r.1"}
+    deep = [Span(**ids, span_id=str(n), parent_id=str(n - 1), name=f"s{n}", start_ns=n) for n in range(3000)]
+    lines = tree(deep)
+    assert (3000, f"{'  ' * 2999}- s2999") == (len(lines), lines[-1])
+    circle = [Span(**ids, span_id="x", parent_id="y", name="x"), Span(**ids, span_id="y", parent_id="x", name="y")]
+    assert ["- x (its parents form a circle)", "- y (its parents form a circle)"] == sorted(tree(circle))
+
+
+def test_why_accounts_for_every_call(store_of):
+    store_of(fill, 1)
+    output = invoke("why", "ro-calc-000").output
+    assert "3 calls recorded, 1 rejected; 1 rows, 4 tokens train" in output
+    assert "rejected, error" in output
+    found = json.loads(invoke("why", "latest", "--json", "--store", "runs/agl.db").output)
+    assert "ro-calc-waits" == found["rollout_id"]
+    calls = json.loads(invoke("why", "ro-calc-000", "--json").output)["calls"]
+    assert ["", "", "error"] == [item["reject"] for item in calls]
+    assert {"solver"} == {item["agent"] for item in calls}
+
+
+def test_why_with_agents_says_who_is_not_selected(store_of):
+    store_of(fill, 1)
+    calls = json.loads(invoke("why", "ro-calc-000", "--agents", "writer", "--json").output)["calls"]
+    assert ["not_selected", "not_selected"] == [item["reject"] for item in calls][:2]
+
+
+def exported(*args: str) -> list[dict]:
+    result = invoke("export", *args)
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_export_messages_gives_one_dialogue_per_conversation(store_of):
+    store_of(fill, 2)
+    lines = exported("--status", "succeeded")
+    expected = {
+        "messages": [*QUESTION, {**CALLED, "content": ""}, TOOL, ANSWER],
+        "tools": TOOLS,
+        "rollout_id": "ro-calc-000",
+        "agent": "solver",
+        "reward": 0.75,
+    }
+    assert expected == lines[0]
+    assert 2 == len(lines)
+
+
+def test_export_transitions_has_tokens_as_lists(store_of):
+    store_of(fill, 1)
+    lines = exported("ro-calc-000", "--format", "transitions")
+    assert [[1, 2, 3], [1, 2, 3, 4, 5, 6]] == [line["prompt_ids"] for line in lines[:2]]
+    assert ([4, 5], [-0.5, -0.5], 0.75) == (
+        lines[0]["response_ids"],
+        lines[0]["logprobs"],
+        lines[0]["episode_reward"],
+    )
+    assert ["", "", "error"] == [line["reject"] for line in lines]
+
+
+def test_export_rows_has_masks(store_of):
+    store_of(fill, 1)
+    (row,) = exported("ro-calc-000", "--format", "rows")
+    assert [1, 2, 3, 4, 5, 6, 7, 8] == row["ids"]
+    assert [0, 0, 0, 1, 1, 0, 1, 1] == row["mask"]
+    assert 0.75 == row["reward"]
+    assert 2 == len(row["segments"])
+
+
+def test_export_spans_to_a_file_can_be_read_back(store_of, tmp_path):
+    store_of(fill, 1)
+    result = invoke("export", "ro-calc-000", "--format", "spans", "--output", "out.jsonl")
+    assert (0, "5 lines of spans written to out.jsonl\n") == (result.exit_code, result.stderr)
+    spans = [codec.from_json(line, Span) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
+    assert store_of(lambda store: store.spans("ro-calc-000")) == spans
+
+
+def test_export_keeps_only_what_earned_enough(store_of):
+    store_of(fill, 2)
+    assert 2 == len(exported("--min-reward", "0.75"))
+    assert [] == exported("--min-reward", "0.8")
+
+
+def test_export_to_an_unwritable_path_says_so(store_of):
+    store_of(fill, 1)
+    result = invoke("export", "--output", "absent/out.jsonl")
+    assert (1, True) == (result.exit_code, "cannot write 'absent" in result.stderr)
+
+
+def test_tools_of_other_dialects_become_functions():
+    schema = {"type": "object"}
+    made = {"type": "function", "function": {"name": "add", "description": "sum", "parameters": schema}}
+    for dialect, tool in (
+        ("messages", {"name": "add", "description": "sum", "input_schema": schema}),
+        ("responses", {"type": "function", "name": "add", "description": "sum", "parameters": schema}),
+    ):
+        request = {"tools": [tool, {"type": "web_search"}]}
+        assert [made] == chat_tools(ModelCall(request_id="r", dialect=dialect, model="m", request=request))
+
+
+def test_store_is_found_named_or_asked_for(tmp_path):
+    with pytest.raises(ConfigError, match=r"found 0 of runs/\*\.db"):
+        resolve_url(None, tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("a.db", "b.db"):
+        (tmp_path / "runs" / name).touch()
+    with pytest.raises(ConfigError, match=r"found 2 of runs/\*\.db, a.db, b.db; name one with --store sqlite:///"):
+        resolve_url(None, tmp_path)
+    with pytest.raises(ConfigError, match="there is no store"):
+        resolve_url("typo.db", tmp_path)
+    assert "sqlite:///runs/a.db" == resolve_url("runs/a.db", tmp_path)
+    assert "http://gateway:4747" == resolve_url("http://gateway:4747", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("2m", 120), ("1.5h", 5400), ("7d", 604_800), ("1w", 604_800)]
+)
+def test_durations(text, seconds):
+    assert seconds == seconds_of(text)
+
+
+def test_bad_duration_is_a_usage_error(store_of):
+    store_of(fill, 1)
+    result = invoke("runs", "gc", "--older-than", "soon")
+    assert (2, True) == (result.exit_code, "write 30m, 12h, 7d" in result.stderr)
+
+
+def test_tables_are_rich_on_a_terminal(store_of, monkeypatch, capsys):
+    store_of(fill, 1)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    cli(["runs", "--experiment", "calc"], standalone_mode=False)
+    assert "ro-calc-000" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""The ``agl`` command: its frame and ``agl plugins``."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import agl
+from agl_run.cli.main import cli
+
+TOY = """
+from agl import CommandEntry, RewardEntry, TracerEntry, hookimpl
+
+@hookimpl
+def agl_rewards():
+    yield RewardEntry(name="toy", factory="agl_toy_framework:Reward", summary="a toy")
+
+@hookimpl
+def agl_tracers():
+    yield TracerEntry(name="toyframe", factory="agl_toy_framework:Tracer")
+
+@hookimpl
+def agl_commands():
+    yield CommandEntry(name="hello", factory="agl_toy_cli:hello", summary="say hello")
+    yield CommandEntry(name="built", factory="agl_toy_cli:make", summary="made by a function")
+    yield CommandEntry(name="fails", factory="agl_toy_cli:fails", summary="raises")
+"""
+COMMANDS = """
+import click
+from agl import ConfigError
+from agl_run.commands import pass_manager
+
+@click.command()
+@pass_manager
+def hello(manager):
+    click.echo(f"hello with {len(manager.status())} plugins")
+
+def make():
+    return click.Command("built", callback=lambda: click.echo("built"))
+
+@click.command()
+def fails():
+    raise ConfigError("the setting 'x' is wrong in a.toml; write 'y'")
+"""
+
+
+@pytest.fixture
+def toy(install_plugin, site):
+    install_plugin("agl-toy", TOY, entry="toy")
+    (site / "agl_toy_framework.py").write_text("raise RuntimeError('framework imported')\n", encoding="utf-8")
+    (site / "agl_toy_cli.py").write_text(COMMANDS, encoding="utf-8")
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(cli, args, catch_exceptions=False)
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "agl", *args], capture_output=True, text=True, timeout=60)
+
+
+def test_help_lists_commands_of_plugins_without_importing_them(toy):
+    result = invoke("--help")
+    assert 0 == result.exit_code
+    assert "say hello" in result.output
+    assert "plugins" in result.output
+    assert "agl_toy_cli" not in sys.modules
+
+
+def test_command_of_a_plugin_runs(toy):
+    assert invoke("hello").output.startswith("hello with ")
+    assert "built\n" == invoke("built").output
+
+
+def test_no_plugins_leaves_them_out(toy):
+    assert "say hello" not in invoke("--no-plugins", "--help").output
+    result = invoke("--no-plugins", "hello")
+    assert 2 == result.exit_code
+    assert "no command named 'hello'" in result.output
+
+
+def test_version():
+    assert f"agl, version {agl.__version__}\n" == invoke("--version").output
+
+
+def test_mistyped_command_gets_the_close_match():
+    result = invoke("plugin")
+    assert 2 == result.exit_code
+    assert "did you mean 'plugins'?" in result.stderr
+
+
+@pytest.mark.skipif(find_spec("agl_gateway") is not None, reason="agl-gateway is installed here")
+def test_command_of_a_missing_package_gets_the_install_line():
+    assert "run: pip install agl-gateway" in invoke("--no-plugins", "serve").stderr
+
+
+def test_error_is_one_paragraph_and_debug_gives_the_traceback(toy):
+    result = invoke("fails")
+    assert 1 == result.exit_code
+    assert "Error: the setting 'x' is wrong in a.toml; write 'y'\n" == result.stderr
+    debug = invoke("--debug", "fails")
+    assert 1 == debug.exit_code
+    assert "Traceback" in debug.stderr
+    assert debug.stderr.endswith(result.stderr)
+
+
+def test_plugins_list_shows_plugins_and_imports_no_framework(toy):
+    code = (
+        "import sys\nfrom agl_run.cli.main import main\nsys.argv = ['agl', 'plugins', 'list']\n"
+        "try: main()\nexcept SystemExit as e: assert not e.code, e.code\n"
+        "heavy = {'agl_toy_framework', 'agl_toy_cli', 'torch', 'httpx', 'sqlite3', 'opentelemetry.sdk'}\n"
+        "bad = heavy & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert 0 == done.returncode, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("toy "))
+    assert ["toy", "agl-toy", "1.0", "loaded"] == line.split()[:4]
+    assert "reward toy" in line
+
+
+def test_plugins_list_as_json(toy):
+    found = {status["name"]: status for status in json.loads(invoke("plugins", "list", "--json").output)}
+    assert "agl-toy" == found["toy"]["distribution"]
+    assert "command hello" in found["toy"]["components"]
+    assert "loaded" == found["core"]["state"]
+
+
+def test_plugins_show_gives_factories(toy):
+    output = invoke("plugins", "show", "toy").output
+    assert "agl-toy 1.0" in output
+    assert "agl_toy_framework:Reward" in output
+    found = json.loads(invoke("plugins", "show", "agl-toy", "--json").output)
+    assert {"component": "reward toy", "factory": "agl_toy_framework:Reward", "summary": "a toy"} in found["components"]
+
+
+def test_plugins_show_of_an_unknown_plugin_names_the_installed_ones(toy):
+    result = invoke("plugins", "show", "toi")
+    assert 1 == result.exit_code
+    assert "there are: core" in result.stderr
+
+
+def test_plugins_check_names_what_does_not_import(toy):
+    result = invoke("plugins", "check", "toy")
+    assert 1 == result.exit_code
+    assert "the reward 'toy' cannot be built" in result.output
+    assert "framework imported" in result.output
+    assert "command 'hello'" not in result.output
+    findings = json.loads(invoke("plugins", "check", "toy", "--json").output)
+    assert {"reward toy", "tracer toyframe"} == {finding["component"] for finding in findings}
+
+
+def test_plugins_check_of_sound_plugins_says_so(install_plugin):
+    install_plugin("agl-fine", "from agl import hookimpl\n", entry="fine")
+    result = invoke("plugins", "check", "fine")
+    assert (result.exit_code, result.output) == (0, "1 plugins with 0 components: all well\n")
+
+
+def test_plugins_check_tells_a_disabled_name_that_nobody_has(monkeypatch):
+    monkeypatch.setenv("AGL_DISABLED_PLUGINS", "tpyo")
+    result = invoke("plugins", "check")
+    assert 1 == result.exit_code
+    assert "AGL_DISABLED_PLUGINS names 'tpyo'" in result.output
+
+
+def test_every_command_of_the_core_is_a_click_command():
+    manager = agl.PluginManager()
+    for entry in manager.entries("command"):
+        assert isinstance(manager.resolve(entry), click.Command), entry.name
+
+
+def test_help_takes_at_most_half_a_second():
+    taken: list[float] = []
+    for _ in range(5):
+        before = os.times()
+        assert 0 == run("--help").returncode
+        after = os.times()
+        taken.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(taken) <= 0.5
+
+
+def test_component_whose_extra_is_not_installed_is_named_and_not_wrong(install_plugin, site):
+    source = TOY.replace("agl_toy_framework", "agl_toy_part").replace("agl_toy_cli:", "json:")
+    requires = ("agl-core>=0.1,<0.2", "agl-toy-absent>=1; extra == 'absent'")
+    install_plugin("agl-toy", source.partition("@hookimpl\ndef agl_commands")[0], entry="toy", requires=requires)
+    (site / "agl_toy_part.py").write_text("import agl_toy_absent\n", encoding="utf-8")
+
+    result = invoke("plugins", "check", "toy")
+
+    assert 0 == result.exit_code
+    assert "toy: optional: the reward 'toy' needs the Python module" in result.output
+    assert 'pip install "agl-toy[absent]"' in result.output
+    assert "all well" in result.output

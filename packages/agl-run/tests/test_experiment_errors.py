@@ -1,0 +1,248 @@
+"""Bad input: each a one-paragraph error with the next step, before anything runs."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl._entries import AlgorithmEntry, PolicyEntry
+from agl._hookspecs import hookimpl
+from agl._plugins import PluginManager
+from agl.errors import AglError, ConfigError, DatasetError, UnknownComponentError
+from agl_run import load_config, parse_config
+from agl_run.cli.experiment import make_trainer
+from agl_run.experiment.plan import Plan, make_plan
+
+
+class ToyPlugin:
+    @hookimpl
+    def agl_algorithms(self) -> list[AlgorithmEntry]:
+        return [
+            AlgorithmEntry(name="weights-toy", factory=dict),
+            AlgorithmEntry(name="prompt-toy", factory=dict, tunes=("prompt_template",), needs_token_ids=False),
+        ]
+
+    @hookimpl
+    def agl_policies(self) -> list[PolicyEntry]:
+        return [PolicyEntry(name="trainable", factory=dict, trains=True)]
+
+
+def agent(task: Any) -> None: ...
+
+
+def needs_judge(task: Any, judge_llm: Any) -> None: ...
+
+
+BASE: dict[str, Any] = {
+    "experiment": {"agent": "unused:unused", "store": "memory://"},
+    "policy": {"main": {"use": "trainable"}},
+    "resource": {"prompt": {"template": "Hello {name}"}},
+    "algorithm": [{"use": "weights-toy", "tunes": "main"}],
+}
+
+
+def plan(
+    changes: dict[str, Any] | None = None, *, who: Any = agent, train: Any = ({"q": 1},), folder: Path = Path()
+) -> Plan:
+    manager = PluginManager()
+    manager.register(ToyPlugin(), name="toy")
+    data = {**BASE, **(changes or {})}
+    return make_plan(parse_config(data), folder=folder, manager=manager, agent=who, train=train)
+
+
+def section(**values: Any) -> dict[str, Any]:
+    return {"experiment": {**BASE["experiment"], **values}}
+
+
+def test_good_plan_is_accepted() -> None:
+    assert {"main"} == plan().trained_policies()
+    assert plan().needs_token_ids()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experimnt": {}}, "unknown key 'experimnt'; did you mean 'experiment'"),
+        (section(seeds=3), "unknown key 'experiment.seeds'; did you mean 'seed'"),
+        ({"runner": {"concurency": 3}}, "unknown key 'runner.concurency'; did you mean 'concurrency'"),
+        ({"algorithm": [{"use": "weights-toy", "tune": "main"}]}, "unknown key 'algorithm.tune'; did you mean 'tunes'"),
+        (section(seed="three"), "at 'experiment.seed'"),
+        ({"policy": {"main": {"model": "x"}}}, "lacks `use`"),
+        ({"resource": {"prompt": {"templat": "x"}}}, r"\[resource.prompt\] has the keys"),
+        ({"resource": {"main": {"template": "x"}}}, "both policies and resources"),
+        (section(name="my experiment"), "may hold letters, digits"),
+        (section(validate_every=2), "no validation tasks"),
+        (section(penalty=-1.0), 'penalty is ignored unless failed or missing_reward is "penalise"'),
+        ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),
+        ({"runner": {"concurrency": -1}}, "must be at least 1, or 0 to leave"),
+        ({"runner": {"timeout_s": 0.0}}, "above 0 seconds"),
+        ({"gateway": {"use": "none", "params": {"port": 1}}}, "gateway.params and gateway.advertise are ignored"),
+        ({"algorithm": [{"use": "weights-toy", "tunes": "mian"}]}, "tunes 'mian'.*did you mean 'main'"),
+        ({"algorithm": [{"use": "weights-toy"}]}, r"tunes nothing; set tunes to one of \['main', 'prompt'\]"),
+        (
+            {"algorithm": [{"use": "weights-toy", "tunes": "prompt"}]},
+            "tunes weights, and 'prompt' is a prompt_template",
+        ),
+        ({"algorithm": [{"use": "prompt-toy", "tunes": "main"}]}, "tunes prompt_template, and 'main' is a policy"),
+        ({"algorithm": [{"use": "weights-toy", "tunes": "main", "agents": "a("}]}, "is no regular expression"),
+        (
+            {"algorithm": [{"use": "weights-toy", "tunes": "main"}, {"use": "weights-toy", "tunes": "main"}]},
+            "two algorithms are called 'weights-toy'",
+        ),
+        (
+            {
+                "algorithm": [
+                    {"use": "weights-toy", "tunes": "main"},
+                    {"use": "weights-toy", "tunes": "main", "name": "second"},
+                ],
+                "schedule": {"mode": "concurrent"},
+            },
+            "'weights-toy' and 'second' would tune 'main' at the same time",
+        ),
+        ({"schedule": {"first": "weights-toy"}}, 'schedule.first is ignored in mode "sequential"'),
+        (
+            {"schedule": {"mode": "alternate", "first": ["weight-toy"]}},
+            "schedule.first names 'weight-toy', which is no algorithm; did you mean 'weights-toy'",
+        ),
+        (
+            {"policy": {"main": {"use": "openai", "model": "m"}}},
+            "a policy of use = 'openai' takes none; use a policy that trains",
+        ),
+    ],
+)
+def test_wrong_setting_is_named_with_its_remedy(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        plan(changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_sequential_algorithms_may_tune_one_resource() -> None:
+    algorithms = [{"use": "weights-toy", "tunes": "main"}, {"use": "weights-toy", "tunes": "main", "name": "second"}]
+
+    assert 2 == len(plan({"algorithm": algorithms}).config.algorithm)
+
+
+@pytest.mark.parametrize("mode", ["alternate", "concurrent"])
+def test_a_first_algorithm_may_tune_what_another_takes_over(mode: str) -> None:
+    algorithms = [{"use": "weights-toy", "tunes": "main", "name": name} for name in ("warm-up", "second", "third")]
+
+    assert plan({"algorithm": algorithms[:2], "schedule": {"mode": mode, "first": "warm-up"}})
+    with pytest.raises(ConfigError, match="'second' and 'third' would tune 'main' at the same time"):
+        plan({"algorithm": algorithms, "schedule": {"mode": mode, "first": "warm-up"}})
+
+
+def test_unknown_plugin_gives_the_close_match_or_the_install_line() -> None:
+    with pytest.raises(UnknownComponentError, match="weights-toy"):
+        plan({"algorithm": [{"use": "weight-toy", "tunes": "main"}]})
+    with pytest.raises(UnknownComponentError, match="pip install agl-algo-torch"):
+        plan({"algorithm": [{"use": "grpo", "tunes": "main"}]})
+    with pytest.raises(AglError, match="pip install agl-store-redis"):
+        plan(section(store="redis://localhost"))
+
+
+def test_agent_that_needs_a_missing_resource_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs the resource 'judge_llm'.*\[policy.judge_llm\]"):
+        plan(who=needs_judge)
+
+
+def test_algorithm_without_tasks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="needs training tasks"):
+        plan(train=())
+
+
+def test_hidden_key_that_no_task_has_is_refused() -> None:
+    with pytest.raises(DatasetError, match="hidden key 'anwser' is in no task"):
+        plan(section(hidden=("anwser",)), train=[{"answer": 1}])
+
+
+def test_dataset_row_that_is_not_json_is_named_with_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"q": 1}\n\n{"q": oops}\n')
+    with pytest.raises(DatasetError, match=r"train\.jsonl:3: not JSON"):
+        plan(train="train.jsonl", folder=tmp_path)
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "no dataset"), ("\n\n", "is empty")])
+def test_missing_or_empty_dataset_is_named(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(DatasetError, match=message):
+        plan(train="train.jsonl", folder=tmp_path)
+
+
+def test_task_that_is_not_json_is_named() -> None:
+    with pytest.raises(DatasetError, match=r"train\[1\] is not JSON"):
+        plan(train=[{"q": 1}, {"q": object()}])
+
+
+def test_missing_file_lists_the_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "experiment.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"no experiment file .*there is experiment\.toml"):
+        load_config(tmp_path / "experimet.toml")
+
+
+def test_invalid_toml_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text("[experiment\n")
+    with pytest.raises(ConfigError, match=r"no valid TOML: .*line 1"):
+        load_config(tmp_path / "e.toml")
+
+
+def test_agent_module_that_raises_is_a_readable_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "raising_agent.py").write_text("raise ValueError('no database')\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match="'raising_agent' raised ValueError when it was imported: no database"):
+        plan(who="raising_agent:solve", folder=tmp_path)
+
+
+def test_agent_that_makes_its_client_at_import_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "import os\nKEY = os.environ['OPENAI_API_KEY']\ndef solve(task): ...\n"
+    (tmp_path / "keyed_agent.py").write_text(text)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+    assert "keyed_agent:solve" == plan(who="keyed_agent:solve", folder=tmp_path).agent.path
+    assert "OPENAI_API_KEY" not in os.environ
+
+
+def test_plan_without_any_task_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there are no tasks"):
+        plan({"algorithm": []}, train=())
+
+
+ALGORITHMS = """
+[experiment]
+agent = "a:b"
+
+[[algorithm]]
+use = "sft"
+name = "grpo"
+
+[[algorithm]]
+use = "sft"
+
+[[algorithm]]
+use = "ppo"
+name = "first"
+
+[[algorithm]]
+use = "ppo"
+name = "second"
+"""
+
+
+@pytest.mark.parametrize(("name", "changed"), [("sft", "sft"), ("grpo", "grpo"), ("second", "second"), ("2", "first")])
+def test_override_prefers_the_name_of_an_entry(name: str, changed: str, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(ALGORITHMS)
+    trainer = make_trainer(tmp_path / "e.toml", (f"algorithm.{name}.params.lr=1",), manager=PluginManager())
+    assert [changed] == [algorithm.label for algorithm in trainer.config.algorithm if algorithm.params == {"lr": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("ppo", "there are 2 entries called 'ppo' in that list; use a name"), ("9", "there is no '9' in that list")],
+)
+def test_override_of_no_single_entry_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(ALGORITHMS)
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path / "e.toml", (f"algorithm.{name}.params.lr=1",), manager=PluginManager())

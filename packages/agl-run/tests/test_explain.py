@@ -1,0 +1,65 @@
+"""What ``agl why`` says."""
+
+from agl import semconv
+from agl.episodes._forest import ForestOptions
+from agl.episodes._scores import ScoreOptions
+from agl.episodes._transitions import EpisodeOptions, build_episode
+from agl.schemas import Attempt
+from agl_run.explain import explain
+from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
+
+
+def test_explain_says_what_became_of_every_call() -> None:
+    spans = [
+        agent_span("writer"),
+        call_span(1, parent="writer", prompt=(1, 2), response=(3, 4)),
+        call_span(2, ids_missing="the backend returned none", prompt_ids=b""),
+        call_span(3, parent="writer", prompt=(1, 2, 3, 9), response=(5,)),
+        reward_span(4, 1.0, source="agent"),
+        reward_span(5, 0.5),
+    ]
+    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans), spans))
+    assert "rollout r is succeeded; attempt 1 succeeded" in text
+    assert "reward 0.5: the environment's reward" in text
+    assert "1 rewards came with the agent's own token and do not count" in text
+    assert "3 calls recorded, 1 rejected; 2 rows, 3 tokens train; 1 prompts drifted" in text
+    assert "call c1 (agent 'writer', turn 0, p, 2 + 2 tokens): row 0 at 2" in text
+    assert "call c3 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
+    assert "call c2 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
+    assert "missing_token_ids: Ask the backend for token ids" in text
+
+
+def test_explain_counts_late_rewards_and_trusts_where_told() -> None:
+    spans = [call_span(1), reward_span(2, 1.0, source="agent"), reward_span(3, 0.5, is_late=True)]
+    scores = ScoreOptions(trust_agent=True)
+    episode = build_episode(ROLLOUT, ATTEMPT, spans, options=EpisodeOptions(score=scores))
+    text = "\n".join(explain(episode, spans, scores=scores))
+    assert "reward 1: the agent's reward" in text
+    assert "own token" not in text
+    assert "1 rewards were reported by the attempt after it was decided and do not count" in text
+
+
+def test_explain_of_no_calls_says_what_was_expected_and_what_to_check() -> None:
+    attempt = Attempt(attempt_id="r.1", rollout_id="r", number=1, worker="w", status="failed")
+    text = "\n".join(explain(build_episode(ROLLOUT, attempt, []), []))
+    assert "No model call was recorded. Expected: " in text
+    assert "OPENAI_BASE_URL" in text
+    assert "reward None: no reward about the whole rollout was recorded" in text
+
+
+def test_explain_shows_drift_as_text() -> None:
+    spans = [call_span(1, prompt=(1, 2), response=(3, 4)), call_span(2, prompt=(1, 2, 3, 9), response=(5,))]
+    options = EpisodeOptions(forest=ForestOptions(decode=lambda ids: "".join(chr(96 + i) for i in ids)))
+    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans, options=options), spans))
+    assert "recorded ids [4] 'd', sent ids [9] 'i'" in text
+
+
+def test_explain_names_calls_that_only_one_side_saw() -> None:
+    chat = {semconv.OPERATION: "chat", semconv.CLIENT: "Grpc"}
+    lost = plain_span("lost", attributes=chat)
+    outside = call_span(2, attributes={semconv.USER_AGENT: "OpenAI/Python 3.1", semconv.FRAMEWORK_SPAN_ID: "gone"})
+    episode = build_episode(ROLLOUT, ATTEMPT, [lost, outside])
+    text = "\n".join(explain(episode, [lost, outside]))
+    assert "unseen: Grpc (no agent) made a call that the framework reported as " in text
+    assert "unattributed: OpenAI/Python 3.1" in text
+    assert 'unseen_calls = "accept"' in text

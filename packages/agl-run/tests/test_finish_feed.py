@@ -1,0 +1,25 @@
+"""The feed that tells who waits that a rollout is finished."""
+
+import asyncio
+
+import pytest
+
+from agl.errors import StoreError
+from agl.stores.memory import MemoryStore
+from agl_run.experiment.collect import FinishFeed
+
+
+def test_who_asks_after_the_store_broke_gets_its_error() -> None:
+    asyncio.run(_ask_after_the_store_broke())
+
+
+async def _ask_after_the_store_broke() -> None:
+    store = MemoryStore()
+    async with FinishFeed(store) as feed:
+        early = feed.watch("early")
+        await asyncio.sleep(0)
+        await store.close()
+        with pytest.raises(StoreError):
+            await asyncio.wait_for(early, 5.0)
+        with pytest.raises(StoreError):
+            await asyncio.wait_for(feed.watch("late"), 5.0)

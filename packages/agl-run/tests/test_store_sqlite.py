@@ -1,0 +1,304 @@
+"""What only the SQLite store has: a file that survives, is shared, migrated, refused, and stays small."""
+
+import asyncio
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agl.contracts import RolloutQuery
+from agl.errors import SchemaVersionError, StoreError
+from agl.schemas import ModelCall, Outcome, Rollout, Span, pack_floats, pack_ids
+from agl_run import SQLiteStore
+from agl_run.sqlite._schema import CURRENT, MIGRATIONS
+
+WRITER = """
+import asyncio, sys
+from agl.schemas import Outcome, Rollout, Span
+from agl_run import SQLiteStore
+
+async def work(store, worker):
+    for number in range(100000):
+        rollout_id = f"{worker}-{number}"
+        await store.enqueue([Rollout(rollout_id=rollout_id, task=number)])
+        (claim,) = await store.claim(worker=worker, experiment=None)
+        attempt = claim.attempt
+        spans = [Span(rollout_id=attempt.rollout_id, attempt_id=attempt.attempt_id, span_id=f"{at:016x}", name="s")
+                 for at in range(3)]
+        await store.append_spans(spans[:2])
+        await store.finish([Outcome(attempt_id=attempt.attempt_id, status="succeeded", spans=tuple(spans[2:]))])
+        sys.stdout.write(attempt.attempt_id + "\\n")
+        sys.stdout.flush()
+
+async def main():
+    store = SQLiteStore(sys.argv[1])
+    await asyncio.gather(*(work(store, f"{sys.argv[2]}{at}") for at in range(3)))
+
+asyncio.run(main())
+"""
+
+PATIENT = """
+import asyncio, sys
+from agl_run import SQLiteStore
+
+async def main():
+    store = SQLiteStore(sys.argv[1])
+    print("ready", flush=True)
+    claims = await store.claim(worker="other", wait_s=20)
+    print(claims[0].rollout.rollout_id, flush=True)
+    await store.close()
+
+asyncio.run(main())
+"""
+
+
+def url_of(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+def spawn(script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_acknowledged_writes_survive_kill(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "runs.db"
+    workers = [spawn(WRITER, url_of(path), name) for name in "ab"]
+    acknowledged: list[str] = []
+    for worker in workers:
+        assert worker.stdout is not None
+        acknowledged.append(worker.stdout.readline().strip())
+    time.sleep(random.Random(seed).uniform(0.0, 0.1))
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        rest, _ = worker.communicate()
+        acknowledged += [line for line in rest.split("\n")[:-1] if line]
+
+    async def check() -> None:
+        store = SQLiteStore(url_of(path))
+        for attempt_id in acknowledged:
+            rollout_id = attempt_id.rpartition(".")[0]
+            (rollout,) = await store.rollouts(RolloutQuery(ids=(rollout_id,)))
+            assert "succeeded" == rollout.status
+            assert [1, 2, 3] == [span.sequence for span in await store.spans(rollout_id)]
+        await store.close()
+
+    assert len(acknowledged) >= 2
+    asyncio.run(check())
+
+
+def test_claim_wakes_for_another_process(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "runs.db")
+    other = spawn(PATIENT, url)
+    assert other.stdout is not None
+    assert "ready" == other.stdout.readline().strip()
+    time.sleep(0.2)
+
+    async def enqueue() -> None:
+        store = SQLiteStore(url)
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await store.close()
+
+    begin = time.monotonic()
+    asyncio.run(enqueue())
+    assert "a" == other.communicate(timeout=10)[0].strip()
+    assert time.monotonic() - begin < 2.0
+
+
+def test_older_layout_is_migrated(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+
+    async def fill() -> None:
+        store = SQLiteStore(url_of(path))
+        await store.enqueue([Rollout(rollout_id="a", task=1), Rollout(rollout_id="b", task=2)])
+        await store.claim(worker="w")
+        await store.close()
+
+    async def check() -> None:
+        store = SQLiteStore(url_of(path))
+        assert ["a"] == [each.rollout_id for each in await store.rollouts(RolloutQuery(status=("running",)))]
+        assert ["b"] == [each.rollout.rollout_id for each in await store.claim(worker="w")]
+        await store.close()
+
+    asyncio.run(fill())
+    indexes = layout(path)
+    execute(path, *(f"DROP INDEX {name}" for name in indexes if not name.startswith("spans")))
+    execute(path, "UPDATE agl_schema SET version = 1")
+    asyncio.run(check())
+    assert indexes == layout(path)
+    assert [(CURRENT,)] == execute(path, "SELECT version FROM agl_schema")
+
+
+def test_layout_one_is_what_its_migration_made(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    execute(path, *MIGRATIONS[0], "CREATE TABLE agl_schema (version INTEGER NOT NULL)")
+    execute(path, "INSERT INTO agl_schema VALUES (1)")
+    asyncio.run(SQLiteStore(url_of(path)).close())
+    assert [(CURRENT,)] == execute(path, "SELECT version FROM agl_schema")
+
+
+def test_newer_layout_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    asyncio.run(SQLiteStore(url_of(path)).close())
+    execute(path, f"UPDATE agl_schema SET version = {CURRENT + 1}")
+    with pytest.raises(SchemaVersionError, match="pip install --upgrade"):
+        SQLiteStore(url_of(path))
+
+
+def test_unusable_files_are_refused_with_a_next_step(tmp_path: Path) -> None:
+    text = tmp_path / "notes.txt"
+    text.write_text("these are my notes, not a data base\n" * 50)
+    with pytest.raises(StoreError, match="no SQLite file"):
+        SQLiteStore(url_of(text))
+    execute(tmp_path / "other.db", "CREATE TABLE music (title TEXT)")
+    with pytest.raises(StoreError, match=r"another program.*music"):
+        SQLiteStore(url_of(tmp_path / "other.db"))
+    with pytest.raises(StoreError, match="cannot be created"):
+        SQLiteStore(url_of(text / "runs.db"))
+    with pytest.raises(StoreError, match="cannot be opened"):
+        SQLiteStore(url_of(tmp_path))
+    for url in ("sqlite://runs.db", "sqlite:///", "sqlite:///:memory:", "runs.db"):
+        with pytest.raises(StoreError, match=r"sqlite:///runs\.db"):
+            SQLiteStore(url)
+
+
+def test_locked_file_is_waited_for_then_named(tmp_path: Path) -> None:
+    path = tmp_path / "runs.db"
+
+    async def main() -> None:
+        store = SQLiteStore(url_of(path), busy_s=0.1)
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="another process"):
+            await store.enqueue([Rollout(rollout_id="a", task=None)])
+        other.execute("ROLLBACK")
+        other.close()
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_one_failure_in_a_shared_transaction_harms_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = SQLiteStore(url_of(tmp_path / "runs.db"))
+        enqueued = (store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(50))
+        refused = (store.finish([Outcome(attempt_id=f"x{at}.1", status="failed")]) for at in range(50))
+        mixed = [each for pair in zip(enqueued, refused, strict=True) for each in pair]
+        results = await asyncio.gather(*mixed, return_exceptions=True)
+        assert 50 == sum(isinstance(each, StoreError) for each in results)
+        assert 50 == len(await store.rollouts(RolloutQuery()))
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_calls_of_a_refused_append_are_no_base_for_later_ones(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = SQLiteStore(url_of(tmp_path / "runs.db"))
+        await store.enqueue([Rollout(rollout_id="a", task=None)])
+        await store.claim(worker="w")
+        calls, _ = _conversation(4)
+        spans = [
+            Span(rollout_id="a", attempt_id="a.1", span_id=f"{at:016x}", name="chat", call=call)
+            for at, call in enumerate(calls)
+        ]
+        await store.append_spans(spans[:1])
+        too_far = Span(rollout_id="a", attempt_id="a.1", span_id="f" * 16, name="far", sequence=1 << 30)
+        with pytest.raises(StoreError, match="no room"):
+            await store.append_spans([spans[1], too_far])
+        others = (store.append_spans([spans[2], too_far]), store.append_spans([spans[3]]))
+        await asyncio.gather(*others, return_exceptions=True)
+        assert [calls[0], calls[3]] == [span.call for span in await store.spans("a")]
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_call_and_conversation_stay_small(tmp_path: Path) -> None:
+    empty = asyncio.run(size_of(tmp_path / "empty.db", []))
+    single = asyncio.run(size_of(tmp_path / "single.db", [[_call(1000, 200, at)] for at in range(100)])) - empty
+    assert single <= 100 * 10_000
+    turns, unique = _conversation(50)
+    chat = asyncio.run(size_of(tmp_path / "chat.db", [turns] * 3)) - empty
+    assert chat <= 3 * 2 * unique
+
+
+async def size_of(path: Path, attempts: list[list[ModelCall]]) -> int:
+    """Bytes on disk of a store with these calls."""
+    store = SQLiteStore(url_of(path))
+    await store.enqueue([Rollout(rollout_id=f"r{at}", task=at) for at in range(len(attempts))])
+    claims = await store.claim(worker="w", limit=100)
+    for claim, calls in zip(claims, attempts, strict=True):
+        where = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+        for at, call in enumerate(calls):
+            await store.append_spans([Span(**where, span_id=f"{at:016x}", name="chat m", call=call)])
+    await store.close()
+    return path.stat().st_size
+
+
+def _words(source: random.Random, tokens: int) -> str:
+    """Text of about ``tokens`` tokens, at 4.5 characters each, from a vocabulary of 3,000 words."""
+    text = " ".join(f"{source.randrange(3000) * 7919:x}" for _ in range(tokens))
+    return text[: int(4.5 * tokens)]
+
+
+def _call(prompt: int, response: int, seed: int) -> ModelCall:
+    source = random.Random(seed)
+    answer = {"role": "assistant", "content": _words(source, response)}
+    return ModelCall(
+        request_id=f"req-{seed}",
+        dialect="chat",
+        model="m",
+        request={"model": "m", "messages": [{"role": "user", "content": _words(source, prompt)}]},
+        response={"choices": [{"index": 0, "message": answer}]},
+        prompt_ids=pack_ids(source.randrange(150_000) for _ in range(prompt)),
+        response_ids=pack_ids(source.randrange(150_000) for _ in range(response)),
+        logprobs=pack_floats(-source.random() for _ in range(response)),
+    )
+
+
+def _conversation(turns: int) -> tuple[list[ModelCall], int]:
+    """Calls of one conversation of about 200 new tokens a turn, and the bytes of its unique tokens and text."""
+    ids, messages, calls, unique = b"", [], [], 0
+    for turn in range(turns):
+        fresh = _call(100, 100, turn)
+        question = fresh.request["messages"][0]
+        answer = fresh.response["choices"][0]["message"]
+        ids += fresh.prompt_ids
+        messages.append(question)
+        calls.append(
+            ModelCall(
+                request_id=fresh.request_id,
+                dialect="chat",
+                model="m",
+                request={"messages": list(messages), "model": "m"},
+                response=fresh.response,
+                prompt_ids=ids,
+                response_ids=fresh.response_ids,
+                logprobs=fresh.logprobs,
+            )
+        )
+        ids += fresh.response_ids
+        messages.append(answer)
+        unique += len(fresh.prompt_ids) + len(fresh.response_ids) + len(fresh.logprobs)
+        unique += len(question["content"]) + len(answer["content"])
+    return calls, unique
+
+
+def execute(path: Path, *statements: str) -> list[tuple[object, ...]]:
+    connection = sqlite3.connect(path)
+    rows = [connection.execute(statement).fetchall() for statement in statements]
+    connection.commit()
+    connection.close()
+    return rows[-1]
+
+
+def layout(path: Path) -> set[str]:
+    rows = execute(path, "SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
+    return {str(name) for (name,) in rows}
