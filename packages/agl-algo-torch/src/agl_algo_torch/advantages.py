@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
-from agl_algo_torch.typed import integers, unique
+from agl_algo_torch.typed_torch import integers, unique
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"]
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agl.errors import ConfigError
 from agl_algo_torch.losses import Aggregation, token_logprobs, token_weight, update_total
-from agl_algo_torch.typed import from_bytes, integers
+from agl_algo_torch.typed_torch import from_bytes, integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RowSample:
     """One row ready to train, T tokens long; tensors are on the CPU.
 
     `ids` int64, `mask` bool, `advantages`, `behaviour` (log-probabilities) and `temperature` float32, all [T].
@@ -52,7 +52,9 @@ class Sample:
         return not bool((self.advantages[self.mask] != 0).any())
 
 
-def from_row(row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None) -> Sample:
+def from_row(
+    row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None
+) -> RowSample:
     """Return the sample of a row; `advantages` and `temperatures` are by span id of the sampled parts.
 
     A part without an advantage (its call was rejected or not selected) is not trained: its mask becomes 0.
@@ -67,7 +69,7 @@ def from_row(row: Row, *, advantages: Mapping[str, float], temperatures: Mapping
             mask_T[part.start : part.stop] = True
             advantages_T[part.start : part.stop] = advantages[part.span_id]
             temperature_T[part.start : part.stop] = (temperatures or {}).get(part.span_id) or 1.0
-    return Sample(
+    return RowSample(
         rollout=row.rollout_id,
         ids=ids_T,
         mask=mask_T,
@@ -77,10 +79,10 @@ def from_row(row: Row, *, advantages: Mapping[str, float], temperatures: Mapping
     )
 
 
-def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> Sample:
+def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> RowSample:
     """Return a sample for supervised training: every token of mask 1 has advantage 1."""
     mask_T = torch.tensor(mask, dtype=torch.bool)
-    return Sample(
+    return RowSample(
         rollout=rollout,
         ids=torch.tensor(ids, dtype=torch.int64),
         mask=mask_T,
@@ -90,7 +92,7 @@ def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> Sample
     )
 
 
-def split_updates(samples: Sequence[Sample], *, updates: int) -> list[list[Sample]]:
+def split_updates(samples: Sequence[RowSample], *, updates: int) -> list[list[RowSample]]:
     """Deal samples into at most `updates` lists of nearly equal numbers of rollouts, in order.
 
     All rows of a rollout are in one list, whatever their number; no list is empty.
@@ -98,13 +100,15 @@ def split_updates(samples: Sequence[Sample], *, updates: int) -> list[list[Sampl
     order = list(dict.fromkeys(sample.rollout for sample in samples))
     count = max(1, min(updates, len(order)))
     place = {rollout: index * count // len(order) for index, rollout in enumerate(order)}
-    lists: list[list[Sample]] = [[] for _ in range(count)]
+    lists: list[list[RowSample]] = [[] for _ in range(count)]
     for sample in samples:
         lists[place[sample.rollout]].append(sample)
     return [part for part in lists if part]
 
 
-def weights(samples: Sequence[Sample], *, aggregation: Aggregation, constant: int = 1) -> tuple[list[float], float]:
+def loss_weights(
+    samples: Sequence[RowSample], *, aggregation: Aggregation, constant: int = 1
+) -> tuple[list[float], float]:
     """Return the weight of a trained token of each sample, and the total of one update that consists of all `samples`.
 
     Rows of one rollout get one weight, computed from the rollout's tokens over all its rows.
@@ -162,7 +166,7 @@ class MicroBatch:
 
 
 def micro_batches(
-    samples: Sequence[Sample],
+    samples: Sequence[RowSample],
     weight: Sequence[float],
     *,
     token_budget: int,
@@ -190,7 +194,7 @@ def micro_batches(
 
 
 def _collate(
-    samples: Sequence[Sample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device, total: float
+    samples: Sequence[RowSample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device, total: float
 ) -> MicroBatch:
     chosen = [samples[index] for index in rows]
     attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])

@@ -20,7 +20,7 @@ from agl.errors import ConfigError
 from agl.schemas import Weights, write_probe
 from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
 from agl_algo_torch.probe import make_probe
-from agl_algo_torch.typed import read_tensors, write_tensors
+from agl_algo_torch.typed_torch import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable

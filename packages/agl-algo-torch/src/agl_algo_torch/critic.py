@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from agl_algo_torch.batch import micro_batches
 from agl_algo_torch.checkpoint import load_training, prune, save_training, step_directory
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
-from agl_algo_torch.typed import backward, seed_everything
+from agl_algo_torch.typed_torch import backward, seed_everything
 from agl_algo_torch.weights import serving_copy
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from agl_algo_torch.batch import MicroBatch, Sample
-    from agl_algo_torch.learner import Learner
+    from agl_algo_torch.batch import MicroBatch, RowSample
+    from agl_algo_torch.learner import PolicyLearner
 
 
 class ValueModel(nn.Module):
@@ -44,10 +44,10 @@ class ValueModel(nn.Module):
         return self.head(hidden[:, :-1][batch.predicts].float())[:, 0]
 
 
-class Critic:
+class CriticLearner:
     """A value model, its AdamW and the number of updates done."""
 
-    def __init__(self, learner: Learner, settings: OptimSettings, *, clip: float, token_budget: int) -> None:
+    def __init__(self, learner: PolicyLearner, settings: OptimSettings, *, clip: float, token_budget: int) -> None:
         """Copy the learner's network; `clip` bounds how far a value moves in one step, 0 turns that off."""
         seed_everything(0)
         loaded = serving_copy(learner.loaded)
@@ -58,7 +58,7 @@ class Critic:
         self.updates = 0
 
     @torch.no_grad()
-    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the value before each trained token, [T] per sample on the CPU, 0 elsewhere."""
         found: dict[int, Tensor] = {}
         for batch in micro_batches(samples, [0.0] * len(samples), token_budget=self._budget, device=self._device):
@@ -67,7 +67,7 @@ class Critic:
 
     def update(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[RowSample],
         weight: Sequence[float],
         *,
         total: float,
@@ -95,7 +95,7 @@ class Critic:
         self.updates += 1
         return {"value_loss": summed, "value_grad_norm": norm}
 
-    def save(self, workdir: Path, learner: Learner, *, step: int, keep: int) -> None:
+    def save(self, workdir: Path, learner: PolicyLearner, *, step: int, keep: int) -> None:
         """Write a checkpoint beside the learner's and remove old ones; the one before the last stays."""
         target = step_directory(workdir / "critic", step)
         save_training(target, model=self.model, optimizer=self._optimizer, updates=self.updates, origin=learner.origin)

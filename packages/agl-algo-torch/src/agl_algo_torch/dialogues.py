@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import DatasetError
-from agl_algo_torch.batch import Sample, from_tokens
+from agl_algo_torch.batch import RowSample, from_tokens
 from agl_algo_torch.templates import plain_message
 
 if TYPE_CHECKING:
@@ -69,13 +69,13 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
-def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Sample]:
+def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[RowSample]:
     """Return the rows of a dialogue, one where the template only appends.
 
     All rows carry `dialogue.where` as their rollout, so they share an update and one share of the gradient.
     Raises DatasetError for a row above `max_tokens`, or one that the template cannot render.
     """
-    samples: list[Sample] = []
+    samples: list[RowSample] = []
     for text, spans in _rows(dialogue, tokenizer):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]

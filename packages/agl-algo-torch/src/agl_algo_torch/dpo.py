@@ -35,14 +35,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import Sample, from_row, micro_batches
-from agl_algo_torch.forward import logprobs
-from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.batch import RowSample, from_row, micro_batches
+from agl_algo_torch.forward import recompute_logprobs
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.supply import Supply
-from agl_algo_torch.tuned import TunedPolicy, at_least_one, one_of
-from agl_algo_torch.typed import backward
+from agl_algo_torch.supply import RolloutSupply
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -137,7 +137,7 @@ class DPO:
             threads=threads,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="dpo", keep=keep, has_reference=reference == "start")
-        self._supply = Supply(
+        self._supply = RolloutSupply(
             algorithm="dpo", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
         )
         self._step, self._updates = 0, 0
@@ -155,7 +155,7 @@ class DPO:
         given = await self._supply.take(step)
         pairs = [pair for group in given.groups for pair in make_pairs(group, gap=self._min_gap, pairing=self._pairing)]
         chosen = {rollout for pair in pairs for rollout in (pair.chosen, pair.rejected)}
-        rows = [row for group in given.groups for e in group if e.rollout.rollout_id in chosen for row in _rows(e)]
+        rows = [row for group in given.groups for e in group if e.rollout.rollout_id in chosen for row in _live_rows(e)]
 
         started = time.perf_counter()
         metrics = given.metrics | await self._train(learner, pairs, rows)
@@ -193,12 +193,12 @@ class DPO:
         """Drop the model and the reference."""
         self._tuned.close()
 
-    async def _train(self, learner: Learner, pairs: list[Pair], rows: list[Sample]) -> dict[str, float]:
+    async def _train(self, learner: PolicyLearner, pairs: list[Pair], rows: list[RowSample]) -> dict[str, float]:
         """All updates of a step; numbers are averaged over the updates."""
         if not pairs:
             return {"updates_skipped": 1.0}
         reference = await asyncio.to_thread(self._reference_sums, learner, rows)
-        by_rollout: defaultdict[str, list[Sample]] = defaultdict(list)
+        by_rollout: defaultdict[str, list[RowSample]] = defaultdict(list)
         for row in rows:
             by_rollout[row.rollout].append(row)
         reports: list[dict[str, float]] = []
@@ -211,19 +211,21 @@ class DPO:
                 self._context.progress(epoch * len(order) + start + len(part), self._epochs * len(order), "update")
         return {name: mean([report[name] for report in reports]) for name in reports[0]}
 
-    def _reference_sums(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
+    def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """log ref(rollout) by rollout, before the step's first update."""
         learner.use_threads()
         if self._reference == "behaviour":
-            return _sums(rows, [row.behaviour * row.mask for row in rows])
+            return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
         with self._tuned.reference.active() as model:
-            return _sums(rows, logprobs(model, rows, token_budget=self._token_budget, device=learner.loaded.device))
+            return _rollout_sums(
+                rows, recompute_logprobs(model, rows, token_budget=self._token_budget, device=learner.loaded.device)
+            )
 
     def _update(
         self,
-        learner: Learner,
+        learner: PolicyLearner,
         pairs: Sequence[Pair],
-        by_rollout: Mapping[str, Sequence[Sample]],
+        by_rollout: Mapping[str, Sequence[RowSample]],
         reference: Mapping[str, float],
     ) -> dict[str, float]:
         """One optimizer update on whole pairs."""
@@ -231,7 +233,7 @@ class DPO:
         model, device = learner.loaded.model, learner.loaded.device
         rollouts = dict.fromkeys(name for pair in pairs for name in (pair.chosen, pair.rejected))
         rows = [row for name in rollouts for row in by_rollout[name]]
-        policy = _sums(rows, logprobs(model, rows, token_budget=self._token_budget, device=device))
+        policy = _rollout_sums(rows, recompute_logprobs(model, rows, token_budget=self._token_budget, device=device))
         ratio = {name: policy[name] - reference[name] for name in rollouts}
         margins = [ratio[pair.chosen] - ratio[pair.rejected] for pair in pairs]
 
@@ -275,14 +277,14 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
     return [Pair(chosen=ranked[0].rollout.rollout_id, rejected=ranked[-1].rollout.rollout_id)]
 
 
-def _rows(episode: Episode) -> list[Sample]:
+def _live_rows(episode: Episode) -> list[RowSample]:
     live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
     temperatures = {call.span_id: call.temperature for call in episode.transitions}
     rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
     return [row for row in rows if row.trained_tokens]
 
 
-def _sums(rows: Sequence[Sample], values: Sequence[Tensor]) -> dict[str, float]:
+def _rollout_sums(rows: Sequence[RowSample], values: Sequence[Tensor]) -> dict[str, float]:
     """The sum over the trained tokens of all rows of a rollout; a row's first token is never predicted."""
     sums: defaultdict[str, float] = defaultdict(float)
     for row, value in zip(rows, values, strict=True):

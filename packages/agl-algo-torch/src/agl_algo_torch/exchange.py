@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from aiohttp import web
 
-from agl_algo_torch.responses import Answer, usage, version_fields
+from agl_algo_torch.responses import AnswerHead, usage, version_fields
 from agl_algo_torch.sampling import Draw
 from agl_algo_torch.sequence import (
     EngineError,
@@ -29,32 +29,32 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from agl_algo_torch.engine import Engine
-    from agl_algo_torch.writers import Writer
+    from agl_algo_torch.writers import AnswerWriter
 
 VERSION_HEADER = "x-agl-model-version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CheckedRequest:
     """A checked request, ready to run: `requests` in the order of the choices."""
 
     body: ChatBody | CompletionBody
-    answer: Answer
-    writer: Writer
+    head: AnswerHead
+    writer: AnswerWriter
     requests: list[GenerationRequest]
     prompt_tokens: int
 
 
-async def serve(request: web.Request, call: Call, engine: Engine) -> web.StreamResponse:
+async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> web.StreamResponse:
     """Run a call and answer it, whole or as a stream; whatever ends it early cancels what still runs."""
-    run = _Run(engine, call.requests)
+    run = _RunningRequest(engine, call.requests)
     try:
         return await (_stream(request, call, run) if call.body.stream else _whole(call, run))
     finally:
         run.cancel()
 
 
-class _Run:
+class _RunningRequest:
     """The sequences of one request in the engine, and what they say."""
 
     def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
@@ -93,7 +93,7 @@ class _Run:
         return next(flight.spans[0][0] for flight in self._flights if flight.spans)
 
 
-async def _whole(call: Call, run: _Run) -> web.Response:
+async def _whole(call: CheckedRequest, run: _RunningRequest) -> web.Response:
     done: dict[int, Generation] = {}
     async for batch in run.events():
         done.update((index, event) for index, event in batch if isinstance(event, Generation))
@@ -101,11 +101,11 @@ async def _whole(call: Call, run: _Run) -> web.Response:
     choices = [call.writer.choice(index, generation) for index, generation in done.items()]
     fields = version_fields(done, call.requests[0].params)
     counts = usage(call.prompt_tokens, list(done.values()))
-    body = call.answer.head(is_chunk=False) | {"choices": choices, "usage": counts} | call.writer.top() | fields
+    body = call.head.fields(is_chunk=False) | {"choices": choices, "usage": counts} | call.writer.top() | fields
     return json_response(body, headers={VERSION_HEADER: fields["model_version"]})
 
 
-async def _stream(request: web.Request, call: Call, run: _Run) -> web.StreamResponse:
+async def _stream(request: web.Request, call: CheckedRequest, run: _RunningRequest) -> web.StreamResponse:
     """Send chunks as tokens arrive; errors before the first token are ordinary errors, later ones are events."""
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
     done: dict[int, Generation] = {}
@@ -129,7 +129,7 @@ async def _stream(request: web.Request, call: Call, run: _Run) -> web.StreamResp
     return response
 
 
-def _openings(call: Call) -> bytes:
+def _openings(call: CheckedRequest) -> bytes:
     chunks: list[dict[str, Any]] = []
     for index in range(len(call.requests)):
         opening = call.writer.opening(index)
@@ -139,7 +139,7 @@ def _openings(call: Call) -> bytes:
     return b"".join(_event(call, chunk) for chunk in chunks)
 
 
-def _chunk(call: Call, index: int, event: Draw | Generation) -> bytes:
+def _chunk(call: CheckedRequest, index: int, event: Draw | Generation) -> bytes:
     if isinstance(event, Draw):
         choice = call.writer.token(index, event)
         return _event(call, {"choices": [choice]}) if choice is not None else b""
@@ -147,15 +147,15 @@ def _chunk(call: Call, index: int, event: Draw | Generation) -> bytes:
     return _event(call, {"choices": [call.writer.closing(index, event)]} | fields)
 
 
-def _ending(call: Call, generations: list[Generation]) -> bytes:
+def _ending(call: CheckedRequest, generations: list[Generation]) -> bytes:
     data = b""
     if call.body.stream_options.include_usage:
         data = _event(call, {"choices": [], "usage": usage(call.prompt_tokens, generations)})
     return data + b"data: [DONE]\n\n"
 
 
-def _event(call: Call, fields: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(call.answer.head(is_chunk=True) | fields) + b"\n\n"
+def _event(call: CheckedRequest, fields: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(call.head.fields(is_chunk=True) | fields) + b"\n\n"
 
 
 def json_response(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

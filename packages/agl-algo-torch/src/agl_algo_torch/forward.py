@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from agl_algo_torch.batch import Sample
+    from agl_algo_torch.batch import RowSample
 
 
 @torch.no_grad()
-def logprobs(model: nn.Module, samples: Sequence[Sample], *, token_budget: int, device: torch.device) -> list[Tensor]:
+def recompute_logprobs(
+    model: nn.Module, samples: Sequence[RowSample], *, token_budget: int, device: torch.device
+) -> list[Tensor]:
     """Return the log-probabilities of each sample's trained tokens, [T] per sample on the CPU, 0 elsewhere."""
     found: dict[int, Tensor] = {}
     for batch in micro_batches(samples, [0.0] * len(samples), token_budget=token_budget, device=device):

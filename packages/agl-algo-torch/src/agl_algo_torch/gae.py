@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agl_algo_torch.typed import numbers
+from agl_algo_torch.typed_torch import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -31,10 +31,9 @@ from typing import TYPE_CHECKING
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.advantages import ESTIMATORS, Estimator
-from agl_algo_torch.batch import MicroBatch, Sample, micro_batches, split_updates, weights
-from agl_algo_torch.episodes import prepare
-from agl_algo_torch.forward import logprobs
-from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.batch import MicroBatch, RowSample, loss_weights, micro_batches, split_updates
+from agl_algo_torch.forward import recompute_logprobs
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
@@ -47,8 +46,9 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
-from agl_algo_torch.typed import backward
+from agl_algo_torch.preparation import prepare
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -209,10 +209,10 @@ class GRPO:
         """Drop the model and the reference."""
         self._tuned.close()
 
-    async def _train(self, learner: Learner, samples: list[Sample]) -> dict[str, float]:
+    async def _train(self, learner: PolicyLearner, samples: list[RowSample]) -> dict[str, float]:
         """All updates of a step; a number that several updates report is averaged."""
         if self._updates_per_step * self._epochs > 1:
-            samples = await asyncio.to_thread(self._with_old, learner, samples)
+            samples = await asyncio.to_thread(self._with_old_logprobs, learner, samples)
         parts = split_updates(samples, updates=self._updates_per_step)
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
@@ -222,9 +222,11 @@ class GRPO:
         names = dict.fromkeys(name for report in reports for name in report)
         return {name: mean([report[name] for report in reports if name in report]) for name in names}
 
-    def _batches(self, learner: Learner, samples: Sequence[Sample]) -> tuple[list[Sample], list[MicroBatch]]:
+    def _batches(
+        self, learner: PolicyLearner, samples: Sequence[RowSample]
+    ) -> tuple[list[RowSample], list[MicroBatch]]:
         """The rows that have a gradient and their micro-batches, weighted as part of all `samples`."""
-        weight, total = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, total = loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
         kept = [index for index, sample in enumerate(samples) if self._has_gradient(sample)]
         rows = [samples[i] for i in kept]
         batches = micro_batches(
@@ -236,18 +238,20 @@ class GRPO:
         )
         return rows, list(batches)
 
-    def _with_old(self, learner: Learner, samples: list[Sample]) -> list[Sample]:
+    def _with_old_logprobs(self, learner: PolicyLearner, samples: list[RowSample]) -> list[RowSample]:
         """Add the log-probabilities before the step's first update; rows without a gradient are left out."""
         learner.use_threads()
         rows = [sample for sample in samples if self._has_gradient(sample)]
-        old = logprobs(learner.loaded.model, rows, token_budget=self._token_budget, device=learner.loaded.device)
+        old = recompute_logprobs(
+            learner.loaded.model, rows, token_budget=self._token_budget, device=learner.loaded.device
+        )
         found = iter(old)
         return [replace(s, old=next(found)) if self._has_gradient(s) else s for s in samples]
 
-    def _has_gradient(self, sample: Sample) -> bool:
+    def _has_gradient(self, sample: RowSample) -> bool:
         return bool(sample.trained_tokens) and (bool(self._kl_coef) or not sample.is_silent)
 
-    def _update(self, learner: Learner, samples: Sequence[Sample]) -> dict[str, float]:
+    def _update(self, learner: PolicyLearner, samples: Sequence[RowSample]) -> dict[str, float]:
         """One optimizer update on whole rollouts; none when no row has a gradient."""
         learner.use_threads()
         rows, batches = self._batches(learner, samples)

@@ -16,7 +16,7 @@ from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
-from agl_algo_torch.typed import seed_everything
+from agl_algo_torch.typed_torch import seed_everything
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ class LearnerSettings:
     threads: int = 0
 
 
-class Learner:
+class PolicyLearner:
     """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from."""
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
@@ -50,7 +50,7 @@ class Learner:
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
 
     @classmethod
-    def resume(cls, source: Path, *, settings: LearnerSettings) -> Learner:
+    def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
         """Open the checkpoint that `save` wrote; continues bit for bit on the same machine and thread count."""
         learner = cls(origin=read_origin(source), settings=settings)
         learner.updates = load_training(source, model=learner.loaded.model, optimizer=learner.optimizer)
@@ -89,7 +89,7 @@ class Learner:
 
 
 def saved_path(workdir: Path, step: int) -> str:
-    """Return where `Learner.save` put a step, `""` before the first."""
+    """Return where `PolicyLearner.save` put a step, `""` before the first."""
     return str(step_directory(workdir.absolute() / "state", step)) if step else ""
 
 

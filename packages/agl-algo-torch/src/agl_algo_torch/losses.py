@@ -47,7 +47,7 @@ def update_total(aggregation: Aggregation, *, tokens: int, rollouts: int) -> flo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
+class ClippedLoss:
     """A loss to differentiate, and numbers to log that need no gradient.
 
     `clipped_low` and `clipped_high` count tokens; `ratio_max` is the largest ratio to the old policy.
@@ -70,7 +70,7 @@ def policy_loss(
     clip_high: float = 0.28,
     clip_dual: float = 0.0,
     importance_M: Tensor | None = None,
-) -> PolicyLoss:
+) -> ClippedLoss:
     """Return `sum w * c * max(-A r, -A clip(r, 1 - low, 1 + high)) / total`, r = exp(logp - old_logp).
 
     PPO's clipped objective (Schulman et al. 2017, arXiv 1707.06347, equation 7) with separate bounds
@@ -88,7 +88,7 @@ def policy_loss(
         low = (ratio_M < 1.0 - clip_low) & (advantages_M < 0)
         high = (ratio_M > 1.0 + clip_high) & (advantages_M > 0)
         ratio_max = float(ratio_M.max()) if ratio_M.numel() else 1.0
-    return PolicyLoss(
+    return ClippedLoss(
         loss=(weight_M * loss_M).sum() / total,
         clipped_low=int(low.sum()),
         clipped_high=int(high.sum()),

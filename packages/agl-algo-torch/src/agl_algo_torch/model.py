@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from agl.errors import ConfigError
-from agl_algo_torch.typed import modules
+from agl_algo_torch.typed_torch import modules
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

@@ -20,7 +20,7 @@ from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
 from agl_algo_torch.model import LoadedModel, load_model
-from agl_algo_torch.server import PolicyServer, ServerSettings
+from agl_algo_torch.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.server_thread import ServerThread
 from agl_algo_torch.templates import PromptBuilder
 from agl_algo_torch.toolcalls import tool_parser
@@ -144,7 +144,7 @@ class TorchPolicy:
             codec=codec,
             builder=PromptBuilder(codec),
             parser=self._parser,
-            settings=ServerSettings(
+            settings=PolicyServerSettings(
                 model_name=self.model_name,
                 context_length=self._settings.context_length or config.get_text_config().max_position_embeddings,
                 default_max_tokens=self._settings.max_tokens,

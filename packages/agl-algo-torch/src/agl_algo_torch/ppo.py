@@ -30,10 +30,10 @@ import torch
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch import gae
-from agl_algo_torch.batch import Sample, from_row, micro_batches, split_updates, weights
-from agl_algo_torch.critic import Critic
-from agl_algo_torch.forward import logprobs
-from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
+from agl_algo_torch.critic import CriticLearner
+from agl_algo_torch.forward import recompute_logprobs
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
@@ -46,8 +46,8 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
-from agl_algo_torch.typed import backward
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ValuedRow:
     """A row with what the critic says of it: `values` before the update and their `targets`, both [T]."""
 
-    sample: Sample
+    sample: RowSample
     values: Tensor
     targets: Tensor
 
@@ -174,7 +174,7 @@ class PPO:
             threads=threads,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="ppo", keep=keep, has_reference=bool(kl_coef))
-        self._critic: Critic | None = None
+        self._critic: CriticLearner | None = None
         self._step, self._updates = 0, 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -240,12 +240,12 @@ class PPO:
         self._tuned.close()
         self._critic = None
 
-    def _make_critic(self, learner: Learner) -> Critic:
-        return Critic(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
+    def _make_critic(self, learner: PolicyLearner) -> CriticLearner:
+        return CriticLearner(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
 
-    def _rows(self, group: Sequence[Episode]) -> list[tuple[Sample, Tensor]]:
+    def _rows(self, group: Sequence[Episode]) -> list[tuple[RowSample, Tensor]]:
         """The trained rows of a group with the reward at each token."""
-        found: list[tuple[Sample, Tensor]] = []
+        found: list[tuple[RowSample, Tensor]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
             returns = {credit.span_id: _return(credit) for credit in credits}
             temperatures = {call.span_id: call.temperature for call in episode.transitions}
@@ -255,14 +255,18 @@ class PPO:
                     found.append((sample, gae.call_rewards(row, returns)))
         return found
 
-    def _evaluate(self, learner: Learner, critic: Critic, rows: Sequence[tuple[Sample, Tensor]]) -> list[Step]:
+    def _evaluate(
+        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[tuple[RowSample, Tensor]]
+    ) -> list[ValuedRow]:
         """Values, advantages and targets of all rows; the log-probabilities where several updates will need them."""
         learner.use_threads()
         samples = [sample for sample, _ in rows]
         if self._updates_per_step * self._epochs > 1:
-            old = logprobs(learner.loaded.model, samples, token_budget=self._token_budget, device=learner.loaded.device)
+            old = recompute_logprobs(
+                learner.loaded.model, samples, token_budget=self._token_budget, device=learner.loaded.device
+            )
             samples = [replace(sample, old=value) for sample, value in zip(samples, old, strict=True)]
-        steps: list[Step] = []
+        steps: list[ValuedRow] = []
         for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
             predicted = sample.mask.clone()
             predicted[0] = False
@@ -271,12 +275,14 @@ class PPO:
                 rewards_T[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
             )
             trained = replace(sample, advantages=advantages_T.float(), mask=predicted)
-            steps.append(Step(sample=trained, values=values_T, targets=targets_T))
+            steps.append(ValuedRow(sample=trained, values=values_T, targets=targets_T))
         return self._whitened(steps) if self._is_whitened else steps
 
-    def _whitened(self, steps: list[Step]) -> list[Step]:
+    def _whitened(self, steps: list[ValuedRow]) -> list[ValuedRow]:
         """Advantages with mean 0 and deviation 1 under the weights of the loss; equal ones become 0."""
-        weight, _ = weights([s.sample for s in steps], aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, _ = loss_weights(
+            [s.sample for s in steps], aggregation=self._aggregation, constant=self._constant_tokens
+        )
         values_M = torch.cat([s.sample.advantages[s.sample.mask] for s in steps] or [torch.zeros(0)]).double()
         weight_M = torch.cat(
             [torch.full((s.sample.trained_tokens,), w) for s, w in zip(steps, weight, strict=True)] or [torch.zeros(0)]
@@ -286,13 +292,15 @@ class PPO:
         average = (weight_M * values_M).sum() / weight_M.sum()
         deviation = ((weight_M * (values_M - average) ** 2).sum() / weight_M.sum()).sqrt()
 
-        def whiten(sample: Sample) -> Sample:
+        def whiten(sample: RowSample) -> RowSample:
             scaled_T = ((sample.advantages.double() - average) / (deviation + 1e-8)).float()
             return replace(sample, advantages=scaled_T * sample.mask)
 
         return [replace(step, sample=whiten(step.sample)) for step in steps]
 
-    async def _train(self, learner: Learner, critic: Critic, steps: Sequence[Step]) -> dict[str, float]:
+    async def _train(
+        self, learner: PolicyLearner, critic: CriticLearner, steps: Sequence[ValuedRow]
+    ) -> dict[str, float]:
         """All updates of a step; a number that several updates report is averaged."""
         if not steps:
             return {"updates_skipped": 1.0}
@@ -307,11 +315,11 @@ class PPO:
         names = dict.fromkeys(name for report in reports for name in report)
         return {name: mean([report[name] for report in reports if name in report]) for name in names}
 
-    def _update(self, learner: Learner, critic: Critic, steps: Sequence[Step]) -> dict[str, float]:
+    def _update(self, learner: PolicyLearner, critic: CriticLearner, steps: Sequence[ValuedRow]) -> dict[str, float]:
         """One update of the critic, and of the policy once the critic's warm-up is over."""
         learner.use_threads()
         samples = [step.sample for step in steps]
-        weight, total = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, total = loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
         report = critic.update(
             samples,
             weight,
@@ -370,7 +378,7 @@ def _return(credit: CallCredit) -> float:
     return credit.value
 
 
-def _value_metrics(steps: Sequence[Step]) -> dict[str, float]:
+def _value_metrics(steps: Sequence[ValuedRow]) -> dict[str, float]:
     """How much of the targets' variance the critic explains, and the mean value."""
     if not steps:
         return {}

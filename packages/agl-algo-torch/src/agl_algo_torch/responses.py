@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from agl_algo_torch.codec import TextCodec
     from agl_algo_torch.sampling import Draw, SamplingParams
     from agl_algo_torch.sequence import Generation
-    from agl_algo_torch.toolcalls import Parsed
+    from agl_algo_torch.toolcalls import ParsedResponse
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class AnswerHead:
     """What all chunks of one answer share."""
 
     id: str
@@ -34,7 +34,7 @@ class Answer:
     created: int
     kind: str
 
-    def head(self, *, is_chunk: bool) -> Json:
+    def fields(self, *, is_chunk: bool) -> Json:
         """The leading fields."""
         name = "text_completion" if self.kind == "completions" else "chat.completion"
         if is_chunk and self.kind == "chat":
@@ -105,7 +105,7 @@ def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offs
     }
 
 
-def tool_calls(parsed: Parsed, ids: Sequence[str], *, is_delta: bool) -> list[Json]:
+def tool_calls(parsed: ParsedResponse, ids: Sequence[str], *, is_delta: bool) -> list[Json]:
     """Tool calls of a message, or the same as deltas of a stream."""
     calls: list[Json] = [
         {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import Sample, from_row, micro_batches, weights
-from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.supply import Supply
-from agl_algo_torch.tuned import TunedPolicy, at_least_one
-from agl_algo_torch.typed import backward
+from agl_algo_torch.supply import RolloutSupply
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -107,7 +107,7 @@ class RFT:
             threads=threads,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep)
-        self._supply = Supply(
+        self._supply = RolloutSupply(
             algorithm="rft", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
         )
         self._step, self._updates = 0, 0
@@ -123,7 +123,7 @@ class RFT:
         step = self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
         given = await self._supply.take(step)
-        rows = [row for group in given.groups for episode in self._good(group) for row in _rows(episode)]
+        rows = [row for group in given.groups for episode in self._good(group) for row in _live_rows(episode)]
 
         started = time.perf_counter()
         metrics = given.metrics | await self._train(learner, rows)
@@ -167,9 +167,9 @@ class RFT:
         good.sort(key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
         return good[: self._best or None]
 
-    async def _train(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
+    async def _train(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """All updates of a step; numbers are averaged over the updates."""
-        by_rollout: defaultdict[str, list[Sample]] = defaultdict(list)
+        by_rollout: defaultdict[str, list[RowSample]] = defaultdict(list)
         for row in rows:
             by_rollout[row.rollout].append(row)
         reports: list[dict[str, float]] = []
@@ -185,11 +185,11 @@ class RFT:
             return kept | {"updates_skipped": 1.0}
         return kept | {name: mean([report[name] for report in reports]) for name in reports[0]}
 
-    def _update(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
+    def _update(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """One optimizer update on whole rollouts."""
         learner.use_threads()
         loaded = learner.loaded
-        weight, total = weights(rows, aggregation=self._aggregation)
+        weight, total = loss_weights(rows, aggregation=self._aggregation)
         summed = 0.0
         for batch in micro_batches(rows, weight, total=total, token_budget=self._token_budget, device=loaded.device):
             loss = -batch.mean(batch.logprobs(batch.logits(loaded.model)))
@@ -198,7 +198,7 @@ class RFT:
         return {"loss": summed, "grad_norm": learner.apply()}
 
 
-def _rows(episode: Episode) -> list[Sample]:
+def _live_rows(episode: Episode) -> list[RowSample]:
     live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
     rows = [from_row(row, advantages=live) for row in episode.rows]
     return [row for row in rows if row.trained_tokens]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from agl_algo_torch.typed import integers, numbers
+from agl_algo_torch.typed_torch import integers, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

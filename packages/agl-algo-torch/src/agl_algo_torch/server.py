@@ -18,14 +18,14 @@ from aiohttp import web
 from jinja2 import TemplateError
 
 from agl_algo_torch.codec import stop_checker
-from agl_algo_torch.exchange import Call, json_response, serve, wire_error
-from agl_algo_torch.responses import Answer, new_id
+from agl_algo_torch.exchange import CheckedRequest, json_response, serve, wire_error
+from agl_algo_torch.responses import AnswerHead, new_id
 from agl_algo_torch.sequence import (
     EngineError,
     GenerationRequest,
 )
 from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messages, read_body
-from agl_algo_torch.writers import ChatWriter, CompletionWriter, Writer
+from agl_algo_torch.writers import AnswerWriter, ChatWriter, CompletionWriter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -41,7 +41,7 @@ _MAX_BODY = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
+class PolicyServerSettings:
     """What the server says about its model.
 
     Attributes:
@@ -65,7 +65,7 @@ class PolicyServer:
         codec: TextCodec,
         builder: PromptBuilder,
         parser: ToolParser,
-        settings: ServerSettings,
+        settings: PolicyServerSettings,
     ) -> None:
         self._engine, self._codec, self._builder = engine, codec, builder
         self._parser, self._settings = parser, settings
@@ -103,8 +103,8 @@ class PolicyServer:
             parser=self._parser if tools else None,
             stop_ids=stop_ids,
         )
-        answer = Answer(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
-        return await serve(request, self._call(body, answer, writer, [prompt.ids], stop_ids), self._engine)
+        head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
+        return await serve(request, self._call(body, head, writer, [prompt.ids], stop_ids), self._engine)
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
         """The tools to show; raises WireError for a choice that cannot be kept."""
@@ -141,8 +141,8 @@ class PolicyServer:
         prompts = [self._ids(prompt) for prompt in _prompts(body.prompt)]
         stop_ids = self._stop_ids(body)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids)
-        answer = Answer(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
-        return await serve(request, self._call(body, answer, writer, prompts, stop_ids), self._engine)
+        head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
+        return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
 
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
@@ -168,11 +168,11 @@ class PolicyServer:
     def _call(
         self,
         body: ChatBody | CompletionBody,
-        answer: Answer,
-        writer: Writer,
+        head: AnswerHead,
+        writer: AnswerWriter,
         prompts: Sequence[tuple[int, ...]],
         stop_ids: frozenset[int],
-    ) -> Call:
+    ) -> CheckedRequest:
         check = stop_checker(self._codec, body.stops)
         requests = [
             GenerationRequest(
@@ -186,7 +186,9 @@ class PolicyServer:
             for prompt in prompts
             for choice in range(body.n)
         ]
-        return Call(body=body, answer=answer, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts)))
+        return CheckedRequest(
+            body=body, head=head, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts))
+        )
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None) -> int:
         left = self._settings.context_length - prompt_tokens

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import micro_batches, weights
+from agl_algo_torch.batch import loss_weights, micro_batches
 from agl_algo_torch.dialogues import read_dialogues, tokenize
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.typed import backward
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_torch.batch import Sample
+    from agl_algo_torch.batch import RowSample
     from agl_algo_torch.dialogues import Dialogue
 
 
@@ -104,7 +104,7 @@ class SFT:
         self._decay: Decay = decay
         self._lora = LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None
         self._device, self._dtype, self._threads = device, dtype, threads
-        self._learner: Learner | None = None
+        self._learner: PolicyLearner | None = None
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -170,7 +170,9 @@ class SFT:
         """Continue from a checkpoint, optimizer moments included."""
         self._step = int(state["step"])
         if state["checkpoint"]:
-            self._learner = await asyncio.to_thread(Learner.resume, Path(state["checkpoint"]), settings=self._settings)
+            self._learner = await asyncio.to_thread(
+                PolicyLearner.resume, Path(state["checkpoint"]), settings=self._settings
+            )
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """Whether `updates` is above the updates done; the default of one epoch never is, whatever the file holds."""
@@ -181,18 +183,18 @@ class SFT:
         """Drop the model."""
         self._learner = None
 
-    async def _open(self) -> Learner:
+    async def _open(self) -> PolicyLearner:
         origin = tuned_weights(self._context.current(self._name).resource, name=self._name)
-        return await asyncio.to_thread(lambda: Learner(origin=origin, settings=self._settings))
+        return await asyncio.to_thread(lambda: PolicyLearner(origin=origin, settings=self._settings))
 
-    def _update(self, learner: Learner) -> tuple[float, float, int]:
+    def _update(self, learner: PolicyLearner) -> tuple[float, float, int]:
         """One optimizer update: its loss, gradient norm and number of trained tokens."""
         learner.use_threads()
         loaded = learner.loaded
-        samples: list[Sample] = []
+        samples: list[RowSample] = []
         for dialogue in self._batch(learner.updates):
             samples += tokenize(dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-        weight, total = weights(samples, aggregation=self._aggregation)
+        weight, total = loss_weights(samples, aggregation=self._aggregation)
         loaded.model.train()
         summed, tokens = 0.0, 0
         for batch in micro_batches(samples, weight, total=total, token_budget=self._token_budget, device=loaded.device):

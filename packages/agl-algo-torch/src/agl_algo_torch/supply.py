@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner import mean
-from agl_algo_torch.tuned import at_least_one, check_tasks, draw_tasks
+from agl_algo_torch.tuned_policy import at_least_one, check_tasks, draw_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,7 +19,7 @@ STEPS, TASKS_PER_STEP, GROUP_SIZE = 1, 16, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supplied:
+class SuppliedGroups:
     """Groups of rollouts that share a task, what to log, and why there will be no more, `""` while there may."""
 
     groups: list[list[Episode]]
@@ -27,7 +27,7 @@ class Supplied:
     stop_reason: str = ""
 
 
-class Supply:
+class RolloutSupply:
     """The rollouts of an algorithm that may have a source; `begin` comes first.
 
     Args:
@@ -62,7 +62,7 @@ class Supply:
                 "would be ignored; remove them, or remove the source."
             )
 
-    async def take(self, step: int) -> Supplied:
+    async def take(self, step: int) -> SuppliedGroups:
         """The groups of a step; from sources, all that is new."""
         context = self._context
         if context.sources:
@@ -76,7 +76,7 @@ class Supply:
         rewards = [e.reward for group in groups for e in group if e.reward is not None]
         metrics = {"reward": mean(rewards), "groups": float(len(groups)), "rollouts": float(len(rewards))}
         metrics |= {f"dropped_{why}": float(count) for why, count in dropped.items()}
-        return Supplied(groups=groups, metrics=metrics, stop_reason=self._reason(step))
+        return SuppliedGroups(groups=groups, metrics=metrics, stop_reason=self._reason(step))
 
     def state(self) -> dict[str, Json]:
         """How far the sources were read, and whether they had nothing more."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedToolCall:
     """One call; `arguments` is the JSON text of an object."""
 
     name: str
@@ -31,18 +31,18 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedResponse:
     """What a response says beside its calls (`None` for nothing), and the calls."""
 
     content: str | None
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ParsedToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
     """A notation: how to read a whole response, the texts at which a streamed one must wait, and its tags."""
 
-    parse: Callable[[str], Parsed]
+    parse: Callable[[str], ParsedResponse]
     markers: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
 
@@ -50,25 +50,25 @@ class ToolParser:
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _parse_hermes(text: str) -> Parsed:
+def _parse_hermes(text: str) -> ParsedResponse:
     """Calls between tags; what stands before the first one is content, less the one newline templates put there."""
     head, *parts = text.split(_OPEN)
-    calls: list[ToolCall] = []
+    calls: list[ParsedToolCall] = []
     rest = ""
     for part in parts:
         body, closed, after = part.partition(_CLOSE)
         call = _read_call(body) if closed else None
         if call is None:
-            return Parsed(text)
+            return ParsedResponse(text)
         calls.append(call)
         rest += after
     if not calls:
-        return Parsed(text)
+        return ParsedResponse(text)
     content = head.removesuffix("\n") + (rest if rest.strip() else "")
-    return Parsed(content or None, tuple(calls))
+    return ParsedResponse(content or None, tuple(calls))
 
 
-def _read_call(body: str) -> ToolCall | None:
+def _read_call(body: str) -> ParsedToolCall | None:
     try:
         value = json.loads(body)
     except ValueError:
@@ -79,14 +79,14 @@ def _read_call(body: str) -> ToolCall | None:
     name, arguments = fields.get("name"), fields.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def tool_parser(name: str) -> ToolParser:
     """The parser of a notation; raises ConfigError with the known names."""
     parsers = {
         "hermes": ToolParser(_parse_hermes, markers=("\n" + _OPEN, _OPEN), tags=(_OPEN, _CLOSE)),
-        "none": ToolParser(Parsed),
+        "none": ToolParser(ParsedResponse),
     }
     if name not in parsers:
         raise ConfigError(f"The tool parser {name!r} is unknown. Use one of: {', '.join(sorted(parsers))}.")

@@ -10,7 +10,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl_algo_torch.model import LoadedModel, load_model, served_state
-from agl_algo_torch.typed import read_tensors
+from agl_algo_torch.typed_torch import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

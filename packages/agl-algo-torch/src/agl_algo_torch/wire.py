@@ -72,21 +72,21 @@ class WireError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-class Function(msgspec.Struct):
+class NamedFunction(msgspec.Struct):
     """The function of a tool call in a message; unknown fields are left to the template."""
 
     name: str
     arguments: str | None = None
 
 
-class Call(msgspec.Struct):
+class MessageToolCall(msgspec.Struct):
     """A tool call in a message."""
 
-    function: Function
+    function: NamedFunction
     id: str | None = None
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message's content; only text can be served."""
 
     type: str
@@ -97,8 +97,8 @@ class Message(msgspec.Struct):
     """What is checked about a message; the template gets the message as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class StreamOptions(msgspec.Struct):

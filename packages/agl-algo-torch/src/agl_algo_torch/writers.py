@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agl_algo_torch.codec import TextStream, cut_at_stop, safe_length
 from agl_algo_torch.responses import chat_logprobs, new_id, text_logprobs, tool_calls
-from agl_algo_torch.toolcalls import Parsed
+from agl_algo_torch.toolcalls import ParsedResponse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-class Writer(Protocol):
+class AnswerWriter(Protocol):
     """What the server needs of an endpoint's form."""
 
     def top(self) -> Json:
@@ -50,7 +50,7 @@ class Writer(Protocol):
         ...
 
 
-class _Texts:
+class _ChoiceTexts:
     """The visible text of the choices of one request, whole or growing."""
 
     def __init__(self, codec: TextCodec, *, stops: Sequence[str], stop_ids: frozenset[int], markers: Sequence[str]):
@@ -97,7 +97,7 @@ class ChatWriter:
     ) -> None:
         self._body, self._prompt, self._codec, self._builder, self._parser = body, prompt, codec, builder, parser
         markers = parser.markers if parser else ()
-        self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
+        self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
         """Prompt ids where they are asked for."""
@@ -112,9 +112,9 @@ class ChatWriter:
         choice: Json = {"index": index, "message": message, "finish_reason": _reason(parsed, generation)}
         return choice | self._details(generation.draws)
 
-    def _read(self, generation: Generation) -> tuple[Parsed, list[str]]:
+    def _read(self, generation: Generation) -> tuple[ParsedResponse, list[str]]:
         text = self._texts.whole(generation)
-        parsed = self._parser.parse(text) if self._parser else Parsed(text)
+        parsed = self._parser.parse(text) if self._parser else ParsedResponse(text)
         call_ids = [new_id("call") for _ in parsed.calls]
         self._builder.remember(self._prompt, generation.token_ids, call_ids=call_ids)
         return parsed, call_ids
@@ -158,7 +158,7 @@ class CompletionWriter:
         self, *, body: CompletionBody, prompts: Sequence[Sequence[int]], codec: TextCodec, stop_ids: frozenset[int]
     ) -> None:
         self._body, self._prompts, self._codec = body, prompts, codec
-        self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
+        self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
         self._offsets: dict[int, int] = {}
 
     def top(self) -> Json:
@@ -206,5 +206,5 @@ class CompletionWriter:
         return {"index": index, "text": rest, "logprobs": None, "finish_reason": generation.finish_reason}
 
 
-def _reason(parsed: Parsed, generation: Generation) -> str:
+def _reason(parsed: ParsedResponse, generation: Generation) -> str:
     return "tool_calls" if parsed.calls else generation.finish_reason

@@ -2,7 +2,7 @@
 
 A rollout is a cooperative game. Its players are the agents whose calls train; agents that do not train belong to the
 world that they act in. The worth of the run as it was is its reward; the worth of a coalition is the mean reward of
-replays in which the other players' part is replaced. What a player's share is says the ``Rule``.
+replays in which the other players' part is replaced. What a player's share is says the ``SharingRule``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from agl_credit.games import Replaced, Worth
 from agl_run.replay import ReplayFn, ReplayPlan
 
 
-class Rule(Protocol):
+class SharingRule(Protocol):
     """How shares follow from worths. Deterministic: both methods are asked with the same players and name."""
 
     def coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
@@ -30,7 +30,7 @@ class Rule(Protocol):
         ...
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class CounterfactualSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What both credits take; see :class:`agl_credit.leave_one_out.LeaveOneOutCredit`."""
 
     replace: Literal["silent", "sibling"] = "silent"
@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Game:
+class RolloutGame:
     """One episode as a game.
 
     Attributes:
@@ -73,7 +73,7 @@ class Game:
         return self.episode.rollout.rollout_id
 
 
-class Counterfactual:
+class ReplayCredit:
     """Prepares and assigns a counterfactual credit.
 
     Args:
@@ -82,7 +82,7 @@ class Counterfactual:
         settings: What the person set.
     """
 
-    def __init__(self, name: str, rule: Rule, settings: Settings) -> None:
+    def __init__(self, name: str, rule: SharingRule, settings: CounterfactualSettings) -> None:
         settings.check(name)
         self._name, self._rule, self._settings = name, rule, settings
 
@@ -119,9 +119,9 @@ class Counterfactual:
             for call in calls
         ]
 
-    def _games(self, episodes: Sequence[Episode]) -> list[Game]:
+    def _games(self, episodes: Sequence[Episode]) -> list[RolloutGame]:
         """Every episode that has players, and siblings where those are needed."""
-        games: list[Game] = []
+        games: list[RolloutGame] = []
         for group in by_group(episodes).values():
             ids = sorted(episode.rollout.rollout_id for episode in group)
             first: dict[tuple[str, ...], str] = {}
@@ -130,11 +130,11 @@ class Counterfactual:
                 siblings = tuple(ids[own + 1 :] + ids[:own])
                 if players and (siblings or self._settings.replace == "silent"):
                     stand_in = first.setdefault(players, episode.rollout.rollout_id)
-                    games.append(Game(episode=episode, players=players, siblings=siblings, stand_in=stand_in))
+                    games.append(RolloutGame(episode=episode, players=players, siblings=siblings, stand_in=stand_in))
         self._check(games)
         return games
 
-    def _check(self, games: Sequence[Game]) -> None:
+    def _check(self, games: Sequence[RolloutGame]) -> None:
         if not games and self._settings.replace == "sibling":
             raise ConfigError(
                 f"{self._name} replaces an agent's answers by those of another rollout of the task, and no task has "
@@ -146,15 +146,15 @@ class Counterfactual:
                 "the tracer of the agent's framework, or wrap each agent's part: with agl.operation(\"writer\"): ..."
             )
 
-    def _affordable(self, games: Sequence[Game], step: int) -> list[Game]:
+    def _affordable(self, games: Sequence[RolloutGame], step: int) -> list[RolloutGame]:
         """The games of as many whole groups as the budget has replays for; steps take turns in where they begin."""
-        groups: dict[str, list[Game]] = {}
+        groups: dict[str, list[RolloutGame]] = {}
         for game in games:
             groups.setdefault(group_of(game.episode), []).append(game)
         names = list(groups)
         start = (step - 1) % len(names) if names else 0
         needs = {name: len({plan for game in own for plan in self._plans(game)}) for name, own in groups.items()}
-        left, kept = self._settings.max_replays, list[Game]()
+        left, kept = self._settings.max_replays, list[RolloutGame]()
         for name in names[start:] + names[:start]:
             if needs[name] <= left:
                 left -= needs[name]
@@ -166,11 +166,11 @@ class Counterfactual:
             )
         return kept
 
-    def _plans(self, game: Game) -> list[ReplayPlan]:
+    def _plans(self, game: RolloutGame) -> list[ReplayPlan]:
         coalitions = self._rule.coalitions(game.players, game.name)
         return [plan for replaced in coalitions for plan in self._samples(game, replaced)]
 
-    def _samples(self, game: Game, replaced: Replaced) -> list[ReplayPlan]:
+    def _samples(self, game: RolloutGame, replaced: Replaced) -> list[ReplayPlan]:
         """The replays whose mean reward is a coalition's worth."""
         settings, names = self._settings, tuple(sorted(replaced))
         if settings.replace == "sibling":
@@ -191,7 +191,7 @@ class Counterfactual:
             for sample in range(settings.samples)
         ]
 
-    def _shares(self, game: Game, rewards: Mapping[ReplayPlan, float]) -> dict[str, float]:
+    def _shares(self, game: RolloutGame, rewards: Mapping[ReplayPlan, float]) -> dict[str, float]:
         def worth(replaced: Replaced) -> float:
             if not replaced:
                 return return_of(game.episode)

@@ -17,7 +17,7 @@ from typing import Literal
 
 from agl.schemas import CallCredit, Episode
 from agl_credit import games
-from agl_credit.counterfactual import Counterfactual, Settings
+from agl_credit.counterfactual import CounterfactualSettings, ReplayCredit
 from agl_run.replay import ReplayFn
 
 NAME = "leave-one-out"
@@ -63,7 +63,7 @@ class LeaveOneOutCredit:
         failed: float = 0.0,
         baseline: Literal["counterfactual", "group"] = "counterfactual",
     ) -> None:
-        settings = Settings(
+        settings = CounterfactualSettings(
             replace=replace,
             text=text,
             samples=samples,
@@ -72,7 +72,7 @@ class LeaveOneOutCredit:
             failed=failed,
             baseline=baseline,
         )
-        self._shared = Counterfactual(NAME, _LeaveOneOut(), settings)
+        self._shared = ReplayCredit(NAME, _LeaveOneOut(), settings)
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
         """Replay every episode once without each agent, and attach the differences as the reward ``leave-one-out``.

@@ -21,7 +21,7 @@ from typing import Literal
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode
 from agl_credit import games
-from agl_credit.counterfactual import Counterfactual, Settings
+from agl_credit.counterfactual import CounterfactualSettings, ReplayCredit
 from agl_run.replay import ReplayFn
 
 NAME = "shapley"
@@ -79,7 +79,7 @@ class ShapleyCredit:
     ) -> None:
         if orders < 1:
             raise ConfigError(f"{NAME} got orders = {orders}; it must be at least 1")
-        settings = Settings(
+        settings = CounterfactualSettings(
             replace=replace,
             text=text,
             samples=samples,
@@ -88,7 +88,7 @@ class ShapleyCredit:
             failed=failed,
             baseline=baseline,
         )
-        self._shared = Counterfactual(NAME, _Shapley(orders, seed), settings)
+        self._shared = ReplayCredit(NAME, _Shapley(orders, seed), settings)
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
         """Replay every episode with each needed coalition, and attach the shares as the reward ``shapley``.

@@ -10,7 +10,7 @@ from agl.errors import ConfigError
 from agl.schemas import Json, Record, Reward, Rollout, Span
 
 
-class Part(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompositePart(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One part of a composite.
 
     Attributes:
@@ -42,7 +42,7 @@ class Composite:
     def __init__(
         self,
         *,
-        parts: dict[str, Part],
+        parts: dict[str, CompositePart],
         name: str = "",
         setup: RewardSetup | None = None,
     ) -> None:

@@ -96,7 +96,7 @@ class Judge:
         self._llm = _of_policy(model, setup) if isinstance(model, str) else _of_endpoint(model)
         self._template = _template(template)
         self._text = text_source(source)
-        self._reading = _Reading(score, *scale)
+        self._reading = _ScoreReader(score, *scale)
         self._request: Mapping[str, Json] = {"temperature": 0.0} if request is None else request
         if retries < 0 or timeout_s <= 0 or concurrency < 1:
             raise ConfigError(
@@ -140,7 +140,7 @@ class Judge:
         return Reward(value=value, name=self._name, source="evaluator", feedback=feedback[:MAX_FEEDBACK])
 
 
-class _Reading:
+class _ScoreReader:
     """Reads the score in an answer."""
 
     def __init__(self, score: str, low: float, high: float) -> None:

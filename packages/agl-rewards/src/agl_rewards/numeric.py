@@ -21,7 +21,7 @@ MAX_DIGITS = 300
 """Longer runs of digits are no numbers; exponents beyond three digits neither."""
 
 
-class Numbers:
+class NumberFinder:
     """Finds numbers in texts.
 
     Args:
@@ -63,7 +63,7 @@ class NumericMatch:
             text there is no number.
         tolerance: Distance that still counts as equal.
         relative: The same as a share of the task's number; the larger of the two holds.
-        decimal: As in :class:`Numbers`, like ``units``.
+        decimal: As in :class:`NumberFinder`, like ``units``.
         units: Factors by unit.
         name: The reward's name.
     """
@@ -89,7 +89,7 @@ class NumericMatch:
         self._after = after
         self._tolerance = _exact(tolerance, "tolerance", least=0)
         self._relative = _exact(relative, "relative", least=0)
-        self._numbers = Numbers(decimal=decimal, units=units)
+        self._numbers = NumberFinder(decimal=decimal, units=units)
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:

@@ -51,14 +51,14 @@ class QueryError(AglError):
         self.fault: Fault = fault
 
 
-class Limits(NamedTuple):
+class QueryLimits(NamedTuple):
     """Seconds that a query may take and rows that it may give."""
 
     time_s: float = 5.0
     rows: int = 10_000
 
 
-def run_query(database: Path, sql: str, *, limits: Limits) -> list[Row]:
+def run_query(database: Path, sql: str, *, limits: QueryLimits) -> list[Row]:
     """All rows of a query in the order in which they come.
 
     Raises:
@@ -66,7 +66,10 @@ def run_query(database: Path, sql: str, *, limits: Limits) -> list[Row]:
         ConfigError: The file is no SQLite database.
     """
     check_query(sql)
-    with _faults(limits), closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection:
+    with (
+        _translated_errors(limits),
+        closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection,
+    ):
         rows = connection.execute(sql).fetchmany(limits.rows + 1)
     if len(rows) > limits.rows:
         raise QueryError("execution", f"the query gives more than {limits.rows} rows")
@@ -77,7 +80,7 @@ def check_syntax(sql: str) -> None:
     """Raise :class:`QueryError` unless SQLite can parse the text as one query; names need not exist."""
     check_query(sql)
     try:
-        with _faults(Limits()), closing(_open(":memory:", Limits().time_s)) as connection:
+        with _translated_errors(QueryLimits()), closing(_open(":memory:", QueryLimits().time_s)) as connection:
             connection.execute(f"EXPLAIN {sql}")
     except QueryError as error:
         if error.fault != "execution":
@@ -133,7 +136,7 @@ def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
         (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
     ):
         connection.setlimit(limit, most)
-    connection.set_authorizer(_may)
+    connection.set_authorizer(_authorize)
     end = time.monotonic() + time_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
 
@@ -150,7 +153,7 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _may(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """Reading is allowed; the full-text index also asks for the version of the data that it reads."""
     is_allowed = action in _READING and (action != sqlite3.SQLITE_FUNCTION or second not in _FORBIDDEN)
     is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
@@ -158,7 +161,7 @@ def _may(action: int, first: str | None, second: str | None, *_: str | None) -> 
 
 
 @contextmanager
-def _faults(limits: Limits) -> Generator[None]:
+def _translated_errors(limits: QueryLimits) -> Generator[None]:
     try:
         yield
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:

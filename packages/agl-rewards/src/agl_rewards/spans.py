@@ -28,7 +28,7 @@ WEIGHTS: Mapping[str, float] = {"tool_ok": 0.1, "tool_error": -0.1, "exception":
 EVENTS = ("tool_ok", "tool_error", "step_ok", "step_error", "exception", "retry", "repeat")
 
 
-class Event(NamedTuple):
+class RewardedEvent(NamedTuple):
     """Something that earns its weight, and the span where it happened."""
 
     kind: str
@@ -61,7 +61,7 @@ class SpanRewards:
         self._steps = _checked(self._weights, steps)
         if scope not in ("turn", "span", "rollout"):
             raise ConfigError(f"spans got scope = {scope!r}; write 'turn', 'span' or 'rollout'")
-        self._make: Callable[[Timeline, Sequence[Event]], list[Reward]] = {
+        self._make: Callable[[Timeline, Sequence[RewardedEvent]], list[Reward]] = {
             "turn": self._by_turn,
             "span": self._by_span,
             "rollout": self._by_rollout,
@@ -74,7 +74,7 @@ class SpanRewards:
         events = [event for event in find_events(timeline.spans, steps=self._steps) if event.kind in self._weights]
         return self._make(timeline, events)
 
-    def _by_span(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+    def _by_span(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
         return [
             Reward(
                 value=self._weights[kind],
@@ -83,12 +83,12 @@ class SpanRewards:
                 scope="span",
                 span_id=span.span_id,
                 source="evaluator",
-                feedback=_says(kind, span),
+                feedback=_described(kind, span),
             )
             for number, (kind, span) in enumerate(events, start=1)
         ]
 
-    def _by_turn(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+    def _by_turn(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
         """One reward per call, attributed by the core's own rule for rewards about spans."""
         calls = [span for span in timeline.spans if span.call is not None and is_answered(span.call)]
         enclosing = Enclosing(timeline.spans)
@@ -112,21 +112,21 @@ class SpanRewards:
             feedback=", ".join(parts),
         )
 
-    def _by_rollout(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+    def _by_rollout(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
         kinds = [event.kind for event in events]
         parts: dict[str, float | None] = {kind: weight * kinds.count(kind) for kind, weight in self._weights.items()}
-        feedback = "; ".join(_says(*event) for event in events if self._weights[event.kind] < 0)
+        feedback = "; ".join(_described(*event) for event in events if self._weights[event.kind] < 0)
         total = sum(self._weights[kind] for kind in kinds)
         return [Reward(value=total, name=self._name, dimensions=parts, source="evaluator", feedback=feedback)]
 
 
-def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[Event]:
+def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[RewardedEvent]:
     """Every event of an attempt, in order of time; ``steps`` names the operations that are steps."""
     ordered = chronological(spans).spans
     failed_inside = {span.parent_id for span in ordered if span.status == "error" and span.parent_id is not None}
     seen: set[tuple[str, str]] = set()
     return [
-        Event(kind, span)
+        RewardedEvent(kind, span)
         for span in ordered
         if not span.is_late
         for kind in _kinds(span, steps=steps, failed_inside=failed_inside, seen=seen)
@@ -168,7 +168,7 @@ def _text(span: Span, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _says(kind: str, span: Span) -> str:
+def _described(kind: str, span: Span) -> str:
     what = _text(span, semconv.TOOL_NAME) or span.name
     return f"{kind} {what}: {span.status_message}" if span.status_message else f"{kind} {what}"
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate, Record, Reward, Rollout, Span
-from agl_rewards.sandbox import Limits, QueryError, Row, check_syntax, is_ordered, run_query
+from agl_rewards.sandbox import QueryError, QueryLimits, Row, check_syntax, is_ordered, run_query
 from agl_rewards.source import task_fields, text_source, unfenced
 
 Order = Literal["query", "always", "never"]
@@ -76,7 +76,7 @@ class SqlExecutes:
         return Reward(value=1.0, name=self._name, source="evaluator")
 
 
-class Judged(Record, frozen=True, kw_only=True):
+class QueryVerdict(Record, frozen=True, kw_only=True):
     """What is right about a query, and in words what is not."""
 
     syntax: bool = False
@@ -156,16 +156,16 @@ class SqlMatch:
             )
         return queries
 
-    def _judge(self, path: Path, right: Sequence[str], query: str, rollout_id: str) -> Judged:
+    def _judge(self, path: Path, right: Sequence[str], query: str, rollout_id: str) -> QueryVerdict:
         expected = [(self._expected(path, sql, rollout_id), self._is_ordered(sql)) for sql in right]
         try:
             rows = run_query(path, query, limits=self._limits)
         except QueryError as error:
-            return Judged(syntax=error.fault == "execution", feedback=str(error))
+            return QueryVerdict(syntax=error.fault == "execution", feedback=str(error))
         if any(same_rows(wanted, rows, ordered=ordered, digits=self._digits) for wanted, ordered in expected):
-            return Judged(syntax=True, execution=True, goal=True)
+            return QueryVerdict(syntax=True, execution=True, goal=True)
         wanted, ordered = expected[0]
-        return Judged(syntax=True, execution=True, feedback=_difference(wanted, rows, ordered=ordered))
+        return QueryVerdict(syntax=True, execution=True, feedback=_difference(wanted, rows, ordered=ordered))
 
     def _expected(self, path: Path, sql: str, rollout_id: str) -> list[Row]:
         try:
@@ -219,10 +219,10 @@ def _syntax_error(query: str) -> str:
     return ""
 
 
-def _limits(time_s: float, max_rows: int) -> Limits:
+def _limits(time_s: float, max_rows: int) -> QueryLimits:
     if time_s <= 0 or max_rows < 1:
         raise ConfigError(f"a query needs time_s above 0 and max_rows of at least 1, not {time_s} and {max_rows}")
-    return Limits(time_s=time_s, rows=max_rows)
+    return QueryLimits(time_s=time_s, rows=max_rows)
 
 
 class _Database:

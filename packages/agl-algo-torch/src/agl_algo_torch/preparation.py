@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl_algo_torch.advantages import Estimator, estimate
-from agl_algo_torch.batch import Sample, from_row
-from agl_algo_torch.typed import numbers
+from agl_algo_torch.batch import RowSample, from_row
+from agl_algo_torch.typed_torch import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedBatch:
     """The rows of a batch in the order of its episodes, rows of one rollout contiguous, and what to log."""
 
-    samples: list[Sample]
+    samples: list[RowSample]
     metrics: dict[str, float]
 
 
-def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator) -> Prepared:
+def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
     A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out.
@@ -39,12 +39,12 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: E
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
     places = [index for index, group in enumerate(groups) for _ in group]
     advantages = _advantages(credits, places=places, estimator=estimator)
-    samples: list[Sample] = []
+    samples: list[RowSample] = []
     for episode, by_span in zip(episodes, advantages, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
-    return Prepared(samples=samples, metrics=_metrics(groups, samples))
+    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples))
 
 
 def _advantages(
@@ -67,7 +67,7 @@ def _advantages(
     return result
 
 
-def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
+def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
     loud = {sample.rollout for sample in samples if not sample.is_silent}
     silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl.errors import ConfigError
-from agl_algo_torch.learner import Learner, LearnerSettings, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class TunedPolicy:
         self._settings = settings
         self._keep = keep
         self._has_reference = has_reference
-        self._learner: Learner | None = None
+        self._learner: PolicyLearner | None = None
         self._reference: Reference | None = None
         self._opened = ""  # the version that `_learner` was opened from
 
@@ -53,7 +53,7 @@ class TunedPolicy:
             raise AssertionError("a reference was asked for, so opening the learner made one")
         return self._reference
 
-    async def learner(self, *, updates: int) -> Learner:
+    async def learner(self, *, updates: int) -> PolicyLearner:
         """The learner, opened again when another algorithm has published weights since; `updates` were made."""
         version = self._context.current(self.name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
@@ -89,22 +89,22 @@ class TunedPolicy:
         """Drop the model and the reference."""
         self._learner = self._reference = None
 
-    def _opened_learner(self) -> Learner:
+    def _opened_learner(self) -> PolicyLearner:
         if self._learner is None:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner
 
-    def _open(self, origin: Any, updates: int) -> Learner:
-        learner = Learner(origin=origin, settings=self._settings)
+    def _open(self, origin: Any, updates: int) -> PolicyLearner:
+        learner = PolicyLearner(origin=origin, settings=self._settings)
         learner.updates = updates
         if self._has_reference and self._reference is None:
             self._reference = Reference(learner.loaded.model)
         return learner
 
-    def _resume(self, checkpoint: Path) -> Learner:
-        learner = Learner.resume(checkpoint, settings=self._settings)
+    def _resume(self, checkpoint: Path) -> PolicyLearner:
+        learner = PolicyLearner.resume(checkpoint, settings=self._settings)
         if self._has_reference:
-            self._reference = Reference(Learner(origin=learner.origin, settings=self._settings).loaded.model)
+            self._reference = Reference(PolicyLearner(origin=learner.origin, settings=self._settings).loaded.model)
         return learner
 
 
