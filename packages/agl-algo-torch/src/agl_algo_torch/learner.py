@@ -1,6 +1,6 @@
-"""The model in training: opened from a published resource, saved, restored and published again.
+"""The model in training: opened from a published resource, saved, restored and exported again.
 
-Shared by the algorithms so that each of them reads as its own loop; it decides nothing about losses.
+The algorithms share it, so that each of them reads as its own loop. It decides nothing about losses.
 Everything here blocks; algorithms call it in a thread.
 """
 
@@ -57,20 +57,20 @@ class PolicyLearner:
         return learner
 
     def use_threads(self) -> None:
-        """Give torch the configured number of threads in the calling thread; one is fastest for tiny models."""
+        """Set torch to the configured number of threads in the calling thread; one is fastest for tiny models."""
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
 
     def apply(self) -> float:
-        """Do one optimizer update with the accumulated gradient; returns its norm before clipping."""
+        """Do one optimizer update with the accumulated gradient; returns its 2-norm before clipping."""
         norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates)
         self.updates += 1
         return norm
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a training checkpoint and remove those of steps before the last `keep`, which is two at least.
+        """Write a training checkpoint and remove those of steps before the last `keep`, but keep the last two.
 
-        The one before stays because the run's state names it until the new state is saved.
+        The run's state names the one before until the new state is saved.
         """
         save_training(
             step_directory(workdir / "state", step),
@@ -89,7 +89,7 @@ class PolicyLearner:
 
 
 def saved_path(workdir: Path, step: int) -> str:
-    """Return where `PolicyLearner.save` put a step, `""` before the first."""
+    """Return the path that `PolicyLearner.save` wrote for a step, `""` before the first."""
     return str(step_directory(workdir.absolute() / "state", step)) if step else ""
 
 
@@ -114,11 +114,12 @@ def tuned_weights(resource: Resource, *, name: str) -> Weights:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, 0.0 of nothing."""
+    """Return the mean, or 0.0 without values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
+    """Load the weights, with a new adapter where the settings ask for one, or with the published adapter."""
     seed_everything(0)  # adapters start from the same random matrices on every start
     if origin.format == "hf":
         loaded = load_model(origin.uri, device=settings.device, dtype=settings.dtype)
