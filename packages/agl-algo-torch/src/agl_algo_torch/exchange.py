@@ -1,6 +1,7 @@
-"""Run one checked request in the engine and write its answer: the passage between the engine's thread and HTTP.
+"""Runs one checked request in the engine and writes its answer to HTTP, whole or as a stream.
 
-Tokens come from the engine's thread through a queue of the server's event loop, in batches of what has arrived.
+Tokens pass from the engine's thread to the server's event loop through a queue. Those that have arrived together are
+sent together.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ VERSION_HEADER = "x-agl-model-version"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedRequest:
-    """A checked request, ready to run: `requests` in the order of the choices."""
+    """A request that is checked and ready to run; `requests` are in the order of the choices."""
 
     body: ChatBody | CompletionBody
     head: AnswerHead
@@ -46,7 +47,7 @@ class CheckedRequest:
 
 
 async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> web.StreamResponse:
-    """Run a call and answer it, whole or as a stream; whatever ends it early cancels what still runs."""
+    """Run a call and answer it, whole or as a stream; sequences that still run when it ends early are cancelled."""
     run = _RunningRequest(engine, call.requests)
     try:
         return await (_stream(request, call, run) if call.body.stream else _whole(call, run))
@@ -55,7 +56,7 @@ async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> w
 
 
 class _RunningRequest:
-    """The sequences of one request in the engine, and what they say."""
+    """The sequences of one request in the engine, and their events."""
 
     def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
         self._engine = engine
@@ -69,7 +70,7 @@ class _RunningRequest:
         return lambda event: cast("None", self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event)))
 
     async def events(self) -> AsyncIterator[list[tuple[int, Draw | Generation]]]:
-        """Batches of what has arrived, until every sequence has finished; raises the engine's error."""
+        """Yield the events that have arrived, in batches, until all sequences have finished; raises EngineError."""
         left = len(self._flights)
         while left:
             batch = [await self._queue.get()]
@@ -84,12 +85,12 @@ class _RunningRequest:
             yield checked
 
     def cancel(self) -> None:
-        """Drop what has not finished."""
+        """Drop the sequences that have not finished."""
         self._engine.cancel(self._flights)
 
     @property
     def first_version(self) -> str:
-        """Version of the weights that drew the first token; known once there is one."""
+        """Version of the weights that generated the first token; known once there is one."""
         return next(flight.spans[0][0] for flight in self._flights if flight.spans)
 
 
@@ -106,7 +107,10 @@ async def _whole(call: CheckedRequest, run: _RunningRequest) -> web.Response:
 
 
 async def _stream(request: web.Request, call: CheckedRequest, run: _RunningRequest) -> web.StreamResponse:
-    """Send chunks as tokens arrive; errors before the first token are ordinary errors, later ones are events."""
+    """Send chunks as tokens arrive.
+
+    An error before the first token is an ordinary HTTP error; a later one becomes an event of the stream.
+    """
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
     done: dict[int, Generation] = {}
     try:
@@ -159,13 +163,13 @@ def _event(call: CheckedRequest, fields: dict[str, Any]) -> bytes:
 
 
 def json_response(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """An answer with a JSON body."""
+    """Return an HTTP answer with a JSON body."""
     data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, headers=headers, content_type="application/json")
 
 
 def wire_error(error: EngineError) -> WireError:
-    """The answer to a request that the engine refused or failed."""
+    """Return the HTTP error for a request that the engine refused or failed."""
     if isinstance(error, QueueFullError):
         return WireError(str(error), status=429, code="queue_full")
     if isinstance(error, EngineStoppedError):

@@ -1,10 +1,12 @@
-"""The OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
+"""Serves the OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
 
-One request is one or more sequences of the engine; their tokens come back through a queue. Whatever ends the
-handler early, a client that went away above all, cancels what is still running.
+One request is one or more sequences of the engine; their tokens come back through a queue. When the handler ends
+early, above all because the client went away, sequences that still run are cancelled.
 
-The model version that serves is in the body (`model_version`, see `responses`), and in the header
-`x-agl-model-version`: of a stream it names the version of the first token, of a whole answer that of the last.
+The body names the model version that served (`model_version`, see `responses`), and so does the header
+`x-agl-model-version`: for a stream it is the version of the first token, for a whole answer that of the last.
+
+Requests are read in `wire`, prompts built in `templates`, answers written in `writers` and sent in `exchange`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _MAX_BODY = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyServerSettings:
-    """What the server says about its model.
+    """The model's name and limits, as the server states and keeps them.
 
     Attributes:
         model_name: Name that requests must give.
@@ -56,7 +58,7 @@ class PolicyServerSettings:
 
 
 class PolicyServer:
-    """Handlers of one model; all run on one event loop."""
+    """The request handlers of one model; all run on one event loop."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class PolicyServer:
         self._created = int(time.time())
 
     def app(self) -> web.Application:
-        """The application; run it with `handler_cancellation=True`, or clients that leave are not noticed."""
+        """Return the application; run it with `handler_cancellation=True`, or clients that leave go unnoticed."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
@@ -107,7 +109,7 @@ class PolicyServer:
         return await serve(request, self._call(body, head, writer, [prompt.ids], stop_ids), self._engine)
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
-        """The tools to show; raises WireError for a choice that cannot be kept."""
+        """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be kept."""
         choice = body.tool_choice
         if choice == "none":
             return []
@@ -116,7 +118,7 @@ class PolicyServer:
         if choice == "required" and body.tools and "tool_choice" in self._codec.chat_template:
             return body.tools
         raise WireError(
-            f"tool_choice={choice!r} cannot be kept: this server does not constrain decoding, and the model's chat "
+            f"tool_choice={choice!r} cannot be enforced: this server does not constrain decoding, and the model's chat "
             "template has no way to ask for it. Use 'auto' or 'none'.",
             code="unsupported_parameter",
             param="tool_choice",
@@ -204,7 +206,7 @@ class PolicyServer:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """One or several prompts, each text or ids."""
+    """Return the prompts of a request as a list; each is text or ids."""
     items = [prompt] if isinstance(prompt, str) or all(type(item) is int for item in prompt) else prompt
     for item in items:
         is_ids = isinstance(item, list) and all(type(i) is int for i in cast("list[Any]", item))

@@ -1,4 +1,4 @@
-"""Read tool calls out of generated text, by the name of the notation that the model was trained on.
+"""Reads tool calls out of generated text, in the notation that the model was trained on.
 
 `hermes` (Qwen and Hermes models, and this project's examples) writes each call as
 
@@ -6,8 +6,7 @@
     {"name": "calc", "arguments": {"expression": "7*8"}}
     </tool_call>
 
-Text in which a call is malformed is never half understood: it stays content as it is, so that the agent and the
-reward see what the model really wrote.
+Text with a malformed call stays content as a whole, so that the agent and the reward see what the model wrote.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponse:
-    """What a response says beside its calls (`None` for nothing), and the calls."""
+    """The text of a response beside its calls (`None` for none), and the calls."""
 
     content: str | None
     calls: tuple[ParsedToolCall, ...] = ()
@@ -40,7 +39,11 @@ class ParsedResponse:
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """A notation: how to read a whole response, the texts at which a streamed one must wait, and its tags."""
+    """A notation of tool calls.
+
+    `parse` reads a whole response. A stream holds text back from a marker on. The tags may be special tokens of the
+    model; they stay visible in decoded text.
+    """
 
     parse: Callable[[str], ParsedResponse]
     markers: tuple[str, ...] = ()
@@ -51,7 +54,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _parse_hermes(text: str) -> ParsedResponse:
-    """Calls between tags; what stands before the first one is content, less the one newline templates put there."""
+    """Read calls between tags; text before the first one is content, less the newline that templates put there."""
     head, *parts = text.split(_OPEN)
     calls: list[ParsedToolCall] = []
     rest = ""
@@ -83,7 +86,7 @@ def _read_call(body: str) -> ParsedToolCall | None:
 
 
 def tool_parser(name: str) -> ToolParser:
-    """The parser of a notation; raises ConfigError with the known names."""
+    """Return the parser of a notation; raises ConfigError with the known names."""
     parsers = {
         "hermes": ToolParser(_parse_hermes, markers=("\n" + _OPEN, _OPEN), tags=(_OPEN, _CLOSE)),
         "none": ToolParser(ParsedResponse),
