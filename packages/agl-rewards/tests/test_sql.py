@@ -263,7 +263,7 @@ def test_database_is_found_beside_the_experiment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"db": "none", "answer": NAMES}, "is not there"),
+        ({"db": "none", "answer": NAMES}, "does not exist"),
         ({"answer": NAMES}, r"needs \['db'\]"),
         ({"db": "the singers"}, "runs the query in the task's 'answer'"),
         ({"db": "the singers", "answer": []}, "runs the query in the task's 'answer'"),

@@ -167,7 +167,7 @@ class Engine:
             waiting = len(self._inbox) + len(self._waiting)
             if waiting + len(flights) > self.settings.max_waiting:
                 raise QueueFullError(
-                    f"{waiting} requests are waiting already, and {self.settings.max_waiting} may wait at most. "
+                    f"{waiting} requests are waiting already, and at most {self.settings.max_waiting} may wait. "
                     "Lower the runner's concurrency or raise the policy's max_waiting."
                 )
             self._inbox.extend(flights)

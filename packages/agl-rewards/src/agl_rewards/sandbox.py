@@ -1,8 +1,9 @@
-"""Runs one query that somebody else wrote on a SQLite database: reading only, for so long, for so many rows.
+"""Runs one query that somebody else wrote on a SQLite database: read-only, with limits of time and rows.
 
 The database is opened read-only, and an authorizer lets statements do nothing but read: ``ATTACH``, ``PRAGMA``,
-writes, transactions and extensions are refused. A progress handler ends what takes too long. Not covered: one call of
-a function such as ``LIKE`` over a long text is not interrupted before it returns.
+writes, transactions and extensions are refused. A progress handler ends queries that take too long.
+
+Limit: one call of a function such as ``LIKE`` over a long text is not interrupted before it returns.
 """
 
 import re
@@ -17,16 +18,16 @@ from agl.errors import AglError, ConfigError
 
 Row = tuple[Any, ...]
 Fault = Literal["none", "refused", "syntax", "execution"]
-"""What is wrong with a query: there is none, it does not only read, SQLite cannot parse it, or it does not run."""
+"""The fault of a query: there is none, it does more than read, SQLite cannot parse it, or it does not run."""
 
 MAX_BYTES = 10_000_000
-"""Size of one value or row."""
+"""Largest size of one value or row."""
 
 MAX_SQL = 100_000
-"""Characters of one query."""
+"""Most characters of one query."""
 
 MAX_LIKE_BYTES = 200
-"""Length of a ``LIKE`` or ``GLOB`` pattern, whose time can grow exponentially with it."""
+"""Longest ``LIKE`` or ``GLOB`` pattern; the time that it takes can grow exponentially with its length."""
 
 _STEPS = 1000
 """Virtual machine instructions between two looks at the clock: well below a millisecond."""
@@ -44,7 +45,7 @@ _WRITES = re.compile(r"(?:^| )(?:insert|update|delete|replace into)(?: |$)")
 
 
 class QueryError(AglError):
-    """A query gave no rows; ``fault`` says of which kind the reason is."""
+    """A query gave no rows; ``fault`` is the kind of reason."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
@@ -52,25 +53,25 @@ class QueryError(AglError):
 
 
 class QueryLimits(NamedTuple):
-    """Seconds that a query may take and rows that it may give."""
+    """The seconds that a query may take and the rows that it may give."""
 
     time_s: float = 5.0
     rows: int = 10_000
 
 
 def run_query(database: Path, sql: str, *, limits: QueryLimits) -> list[Row]:
-    """All rows of a query in the order in which they come.
+    """Return all rows of a query in SQLite's order.
 
     Raises:
         QueryError: The query is refused, wrong, too slow or too large.
-        ConfigError: The file is no SQLite database.
+        ConfigError: The file is not a SQLite database.
     """
     check_query(sql)
     with (
         _translated_errors(limits),
         closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection,
     ):
-        rows = connection.execute(sql).fetchmany(limits.rows + 1)
+        rows = connection.execute(sql).fetchmany(limits.rows + 1)  # one more than allowed shows that there are more
     if len(rows) > limits.rows:
         raise QueryError("execution", f"the query gives more than {limits.rows} rows")
     return rows
@@ -88,7 +89,7 @@ def check_syntax(sql: str) -> None:
 
 
 def check_query(sql: str) -> None:
-    """Raise :class:`QueryError` for an empty text and for a statement that is no query."""
+    """Raise :class:`QueryError` for an empty text and for a statement that is not a query."""
     if len(sql) > MAX_SQL:
         raise QueryError("refused", f"the query is too large: {len(sql)} characters, more than {MAX_SQL}")
     words = outline(sql)
@@ -99,12 +100,12 @@ def check_query(sql: str) -> None:
 
 
 def is_ordered(sql: str) -> bool:
-    """Whether the rows of the query as a whole, not only those of a subquery or window, are ordered."""
+    """Return true when the query as a whole orders its rows, and not only a subquery or window in it."""
     return " order by " in f" {outline(sql)} "
 
 
 def outline(sql: str) -> str:
-    """The words and marks outside of parentheses in lower case, one space between; quotes become ``''``."""
+    """Return the words and marks outside of parentheses, in lower case with one space between; quotes become ``''``."""
     depth, words = 0, list[str]()
     for token in _TOKEN.finditer(sql):
         if token["mark"] in ("(", ")"):
@@ -142,10 +143,10 @@ def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
-    """Let full-text and other indexes declare themselves, which asks for more than reading, before it is refused."""
+    """Connect full-text and other virtual tables while all is allowed: declaring them takes more than reading."""
     tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
     for (name,) in connection.execute(tables).fetchall():
-        with suppress(sqlite3.Error):  # of a module that is not here: a query of that table fails later
+        with suppress(sqlite3.Error):  # its module is not installed here: a query of that table fails later
             connection.execute('SELECT 1 FROM "{}" LIMIT 0'.format(name.replace('"', '""')))
 
 
@@ -154,7 +155,7 @@ def _text(data: bytes) -> str:
 
 
 def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Reading is allowed; the full-text index also asks for the version of the data that it reads."""
+    """Allow reading, and the one pragma by which the full-text index asks for the version of its data."""
     is_allowed = action in _READING and (action != sqlite3.SQLITE_FUNCTION or second not in _FORBIDDEN)
     is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
     return sqlite3.SQLITE_OK if is_allowed or is_internal else sqlite3.SQLITE_DENY
@@ -162,6 +163,7 @@ def _authorize(action: int, first: str | None, second: str | None, *_: str | Non
 
 @contextmanager
 def _translated_errors(limits: QueryLimits) -> Generator[None]:
+    """Turn SQLite's errors into :class:`QueryError`, and those of a broken file into :class:`ConfigError`."""
     try:
         yield
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
@@ -169,7 +171,7 @@ def _translated_errors(limits: QueryLimits) -> Generator[None]:
             raise ConfigError(f"a reward's database cannot be read: {error}; make it again, or name another") from error
         message = str(error) or type(error).__name__
         if isinstance(error, ValueError) or "null character" in message:
-            raise QueryError("syntax", f"the query is no text that SQLite reads ({message})") from error
+            raise QueryError("syntax", f"the query is not a text that SQLite reads ({message})") from error
         if "not authorized" in message or "prohibited" in message:
             raise QueryError("refused", f"only queries that read run here ({message})") from error
         if "one statement" in message:
