@@ -64,7 +64,7 @@ def from_row(
     A missing temperature, and that of greedy decoding, counts as 1.
     """
     ids_T = from_bytes(row.ids, kind="<i4", dtype=torch.int64)
-    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # not the row's own mask: parts without an advantage stay out
     advantages_T = torch.zeros(len(ids_T))
     temperature_T = torch.ones(len(ids_T))
     behaviour_T = from_bytes(row.logprobs, kind="<f4", dtype=torch.float32)
@@ -209,10 +209,10 @@ def _collate(
 ) -> MicroBatch:
     """Return the micro-batch of the samples `rows`."""
     chosen = [samples[index] for index in rows]
-    attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])
-    ids = _pad([sample.ids for sample in chosen])
+    attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])  # [B, T]
+    ids = _pad([sample.ids for sample in chosen])  # [B, T]
     predicts = _pad([sample.mask for sample in chosen])[:, 1:]  # [B, T - 1]; padding is 0, so it predicts nothing
-    weight_B = torch.tensor([weight[index] for index in rows], dtype=torch.float32)
+    weight_B = torch.tensor([weight[index] for index in rows], dtype=torch.float32)  # one weight per row
 
     old = [sample.old for sample in chosen if sample.old is not None]
 
@@ -228,7 +228,7 @@ def _collate(
         advantages_M=flat([sample.advantages for sample in chosen]),
         behaviour_M=flat([sample.behaviour for sample in chosen]),
         temperature_M=flat([sample.temperature for sample in chosen]),
-        weight_M=weight_B[:, None].expand(predicts.shape)[predicts].to(device),
+        weight_M=weight_B[:, None].expand(predicts.shape)[predicts].to(device),  # [B] -> [B, T - 1] -> [M]
         old_M=flat(old) if len(old) == len(chosen) else None,  # half of it would be of no use
         rows=rows,
         total=total,

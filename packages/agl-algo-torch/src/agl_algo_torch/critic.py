@@ -65,7 +65,7 @@ class CriticLearner:
         self._settings, self._clip, self._budget = settings, clip, token_budget
         self.updates = 0
 
-    @torch.no_grad()
+    @torch.no_grad()  # values are data for GAE; only `update` differentiates them
     def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the value before each trained token, [T] per sample on the CPU, 0 elsewhere."""
         found: dict[int, Tensor] = {}
@@ -100,6 +100,7 @@ class CriticLearner:
             )
             backward(loss)
             summed += float(loss.detach())
+        # Its own norm is clipped, apart from the policy's: a critic that is far off cannot shorten the policy's step.
         norm = apply_gradients(self._optimizer, self._settings, update=self.updates)
         self.updates += 1
         return {"value_loss": summed, "value_grad_norm": norm}
@@ -134,4 +135,5 @@ def value_loss(
         # The larger error is pessimistic, as in the policy's loss: once V has moved by c towards R the clipped term
         # rules, which has no gradient. A value that moved away from R is still pulled back.
         error_M = torch.maximum(error_M, (clipped_M - targets_M) ** 2)
+    # Weighted like the policy's loss; the half makes the gradient of one term w (V - R).
     return 0.5 * ((weight_M * error_M).sum() / total)

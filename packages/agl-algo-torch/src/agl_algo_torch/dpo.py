@@ -218,6 +218,7 @@ class DPO:
                 part = order[start : start + self._pairs_per_update]
                 reports.append(await asyncio.to_thread(self._update, learner, part, by_rollout, reference))
                 self._context.progress(epoch * len(order) + start + len(part), self._epochs * len(order), "update")
+        # Every update reports the same names, because every update has pairs.
         return {name: mean([report[name] for report in reports]) for name in reports[0]}
 
     def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
@@ -226,6 +227,7 @@ class DPO:
         if self._reference == "behaviour":
             # The sampler recorded log pi_behaviour of every token that it drew; the mask removes what it read.
             return _rollout_sums(rows, [row.behaviour * row.mask for row in rows])
+        # The policy as it was when this algorithm began, asked about the same tokens at the same temperatures.
         with self._tuned.reference.active() as model:
             return _rollout_sums(
                 rows, recompute_logprobs(model, rows, token_budget=self._token_budget, device=learner.loaded.device)
@@ -300,6 +302,7 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
 def _live_rows(episode: Episode) -> list[RowSample]:
     """Return the rows of an episode that have trained tokens, as samples with advantage 1 there."""
     live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
+    # pi is the distribution that was sampled from, so its temperature belongs to log pi.
     temperatures = {call.span_id: call.temperature for call in episode.transitions}
     rows = [from_row(row, advantages=live, temperatures=temperatures) for row in episode.rows]
     return [row for row in rows if row.trained_tokens]

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """Where and how the model is trained; `lora` absent means full weights, `threads` 0 leaves torch's choice."""
+    """Device, precision and optimizer of a model in training.
+
+    Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
+    """
 
     optim: OptimSettings
     lora: LoraSettings | None = None

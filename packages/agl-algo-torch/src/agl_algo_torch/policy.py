@@ -111,7 +111,7 @@ class TorchPolicy:
 
     @property
     def base_url(self) -> str:
-        """Where it serves, with `/v1`; `""` before `start`."""
+        """The address that it serves at, with `/v1`; `""` before `start`."""
         return self._base_url
 
     @property

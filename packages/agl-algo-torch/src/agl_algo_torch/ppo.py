@@ -66,8 +66,8 @@ class ValuedRow:
     """A row with the critic's `values` before the update and their `targets`, both [T], 0 where nothing is trained."""
 
     sample: RowSample
-    values: Tensor
-    targets: Tensor
+    values: Tensor  # V_old(s_t), [T]
+    targets: Tensor  # R_t = A_t + V_old(s_t), [T]
 
 
 class PPO:
@@ -251,6 +251,7 @@ class PPO:
         self._critic = None
 
     def _make_critic(self, learner: PolicyLearner) -> CriticLearner:
+        # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.
         return CriticLearner(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
 
     def _rows(self, group: Sequence[Episode]) -> list[tuple[RowSample, Tensor]]:
@@ -282,13 +283,13 @@ class PPO:
         for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
             predicted = sample.mask.clone()  # [T] bool, the steps of the trajectory
             predicted[0] = False  # nothing stands before the first token, so it has neither logit nor value
-            advantages_T, targets_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)
+            advantages_T, targets_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)  # [T] float64
             # GAE sees the N policy tokens side by side, as if nothing had been read between them. float64, because
             # the recursion adds up over thousands of steps.
             advantages_T[predicted], targets_T[predicted] = gae.advantages(
                 rewards_T[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
             )
-            trained = replace(sample, advantages=advantages_T.float(), mask=predicted)
+            trained = replace(sample, advantages=advantages_T.float(), mask=predicted)  # from here on A_t, not G_k
             valued.append(ValuedRow(sample=trained, values=values_T, targets=targets_T))
         return self._whitened(valued) if self._is_whitened else valued
 
@@ -343,6 +344,7 @@ class PPO:
         samples = [row.sample for row in rows]
         # Critic and policy weight a token alike, so both see a rollout with the same share.
         weight, total = loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        # The critic first; it does not matter to the policy, whose advantages were computed before either moved.
         report = critic.update(
             samples,
             weight,

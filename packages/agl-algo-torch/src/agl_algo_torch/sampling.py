@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is drawn; `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 switch the cut off."""
+    """The parameters by which a token is drawn."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    top_logprobs: int = 0
+    temperature: float = 1.0  # tau; 0 is greedy
+    top_p: float = 1.0  # smallest set of tokens with this mass; 1 keeps all
+    top_k: int = 0  # the so many most likely tokens; 0 keeps all
+    seed: int | None = None  # None draws from the engine's generator
+    top_logprobs: int = 0  # alternatives to report
 
     @property
     def is_greedy(self) -> bool:
@@ -77,7 +77,8 @@ def draw(
 ) -> list[Draw]:
     """Draw one token per row; raises FloatingPointError when the logits are not finite."""
     logits = logits_B_V.float()  # [B, V]; a sum over the vocabulary needs more than bfloat16's 8 bits
-    if not bool(torch.isfinite(logits.amax(-1)).all()):  # amax carries NaN and +inf; -inf is a masked token
+    # The maximum over the vocabulary is NaN or +inf if any logit is; -inf alone is just a masked token.
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise FloatingPointError("the model's logits are not finite; its weights have probably diverged")
     draws: dict[int, Draw] = {}
     # The warpers take one temperature, top-k and top-p per call, hence one call per set of them.
@@ -137,7 +138,7 @@ def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
 
 def _multinomial(probabilities: Tensor, generators: Sequence[Generator | None], shared: Generator) -> Tensor:
     """Draw one token id per row, [B], from the row's own generator where it has one, else from `shared`."""
-    free = [row for row, generator in enumerate(generators) if generator is None]
+    free = [row for row, generator in enumerate(generators) if generator is None]  # rows without a seed
     if len(free) == len(generators):
         return torch.multinomial(probabilities, 1, generator=shared)[:, 0]
     tokens = torch.empty(len(generators), dtype=torch.long, device=probabilities.device)
@@ -156,7 +157,7 @@ def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tu
     most = min(max(one.top_logprobs for one in params), logprobs.shape[-1])
     if most == 0:
         return [()] * len(params)
-    values, ids = logprobs.topk(most, dim=-1)
+    values, ids = logprobs.topk(most, dim=-1)  # [B, most] both
     rows = zip(cast("list[list[int]]", integers(ids)), cast("list[list[float]]", numbers(values)), strict=True)
     return [
         tuple(zip(row_ids[: one.top_logprobs], row_values[: one.top_logprobs], strict=True))

@@ -31,6 +31,7 @@ class _LeaveOneOut:
         return [frozenset({player}) for player in players]
 
     def shares(self, players: Sequence[str], name: str, worth: games.Worth) -> dict[str, float]:
+        # A_i = v(N) - v(N without i)
         return games.leave_one_out(players, worth)
 
 

@@ -84,9 +84,10 @@ class RoleCredit:
     def _assign_role(self, episode: Episode, name: str, calls: Sequence[Transition]) -> dict[str, CallCredit]:
         """Return the credit of one role's live calls: G_t over its own turns, ending with its own reward."""
         role = self._settings(calls[0].agent)
+        # R of this role; G_T = r_T + R at its last turn, whichever role speaks last in the episode.
         final = self._earned(episode, name, role, has_other=any(call.reward is not None for call in calls))
         gamma = self._gamma if role.gamma is None else role.gamma
-        values = discounted_returns(calls, final=final, gamma=gamma)
+        values = discounted_returns(calls, final=final, gamma=gamma)  # G_t = r_t + gamma G_{t+1}, by span id
         group = group_of(episode)
         # All keys begin with the task: nothing is ever compared across tasks, whose difficulty differs.
         keys = {"group": group, "role": f"{group}/{name}"}
@@ -104,6 +105,7 @@ class RoleCredit:
         """Return the reward that the role earns at its last turn; 0.0 without one if its turns earned something."""
         if not role.reward:
             return final_of(episode, has_other=has_other)
+        # An agent holds a token of its own and could report any reward for itself.
         admitted = [reward for reward in episode.rewards if self._trust_agent or reward.source != "agent"]
         found = _matching(admitted, role.reward)
         if not found and not has_other:

@@ -33,9 +33,11 @@ class _Shapley:
         self._limit, self._seed = orders, seed
 
     def coalitions(self, players: Sequence[str], name: str) -> list[games.Replaced]:
+        # All prefixes of the orders, each once: with all n! orders these are all 2^n - 1 proper coalitions.
         return games.coalitions_of(self._orders(players, name))
 
     def shares(self, players: Sequence[str], name: str, worth: games.Worth) -> dict[str, float]:
+        # phi_i, or its unbiased estimate when the orders are a sample
         return games.shapley(players, self._orders(players, name), worth)
 
     def _orders(self, players: Sequence[str], name: str) -> list[games.Order]:

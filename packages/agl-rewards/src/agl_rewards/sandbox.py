@@ -81,6 +81,7 @@ def check_syntax(sql: str) -> None:
     """Raise :class:`QueryError` unless SQLite can parse the text as one query; names need not exist."""
     check_query(sql)
     try:
+        # On an empty database a right query fails for want of its tables, which is a fault of execution and passes.
         with _translated_errors(QueryLimits()), closing(_open(":memory:", QueryLimits().time_s)) as connection:
             connection.execute(f"EXPLAIN {sql}")
     except QueryError as error:
@@ -129,6 +130,7 @@ def _open(uri: str, time_s: float) -> sqlite3.Connection:
 
 def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
     connection.text_factory = _text
+    # Three safeguards: the file is opened read-only, the connection is read-only, and the authorizer refuses the rest.
     connection.execute("PRAGMA query_only = 1")
     _connect_virtual_tables(connection)
     for limit, most in (
@@ -138,6 +140,7 @@ def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
     ):
         connection.setlimit(limit, most)
     connection.set_authorizer(_authorize)
+    # SQLite asks every _STEPS instructions; a true answer interrupts the query.
     end = time.monotonic() + time_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
 
@@ -151,6 +154,7 @@ def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
 
 
 def _text(data: bytes) -> str:
+    # Databases hold text that is not UTF-8; sqlite3 would raise for it.
     return data.decode("utf-8", "replace")
 
 

@@ -159,6 +159,7 @@ class SqlMatch:
         return queries
 
     def _judge(self, path: Path, right: Sequence[str], query: str, rollout_id: str) -> QueryVerdict:
+        # The task's own queries first: if one does not run, the dataset is at fault and the agent's query untried.
         expected = [(self._expected(path, sql, rollout_id), self._is_ordered(sql)) for sql in right]
         try:
             rows = run_query(path, query, limits=self._limits)
@@ -199,6 +200,7 @@ def _plain(value: Any, digits: int) -> Any:
     Types stay apart as in SQLite: ``1`` and ``'1'`` differ, ``1`` and ``1.0`` do not.
     """
     if isinstance(value, float):
+        # Sums in another order differ in the last digits; 2.0 must equal the integer 2.
         rounded = float(f"{value:.{digits}g}")
         return int(rounded) if rounded.is_integer() else rounded
     return value
