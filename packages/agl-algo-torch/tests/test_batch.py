@@ -10,7 +10,7 @@ from torch import nn
 
 from agl.errors import ConfigError
 from agl.schemas import Row, Segment, pack_floats, pack_ids
-from agl_algo_torch.batch import Sample, from_row, micro_batches, split_updates, weights
+from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
 from agl_algo_torch.losses import AGGREGATIONS, policy_loss
 
 CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ class Bigram(nn.Module):
         return type("Output", (), {"logits": self.table[input_ids]})()
 
 
-def sample(rollout: str, ids: list[int], mask: list[int], advantage: float) -> Sample:
+def sample(rollout: str, ids: list[int], mask: list[int], advantage: float) -> RowSample:
     mask_T = torch.tensor(mask, dtype=torch.bool)
-    return Sample(
+    return RowSample(
         rollout=rollout,
         ids=torch.tensor(ids),
         mask=mask_T,
@@ -43,9 +43,11 @@ def sample(rollout: str, ids: list[int], mask: list[int], advantage: float) -> S
     )
 
 
-def gradient(samples: list[Sample], aggregation: str, *, budget: int = 64, skip_silent: bool = False) -> torch.Tensor:
+def gradient(
+    samples: list[RowSample], aggregation: str, *, budget: int = 64, skip_silent: bool = False
+) -> torch.Tensor:
     model = Bigram()
-    weight, total = weights(samples, aggregation=aggregation, constant=16)
+    weight, total = loss_weights(samples, aggregation=aggregation, constant=16)
     kept = [i for i, s in enumerate(samples) if s.trained_tokens and not (skip_silent and s.is_silent)]
     chosen, share = [samples[i] for i in kept], [weight[i] for i in kept]
     for batch in micro_batches(chosen, share, total=total, token_budget=budget, device=CPU):
@@ -72,10 +74,10 @@ def rollouts(draw: st.DrawFn) -> list[tuple[list[int], list[int], float]]:
     return result
 
 
-def cut(name: str, rollout: tuple[list[int], list[int], float], parts: list[int]) -> list[Sample]:
+def cut(name: str, rollout: tuple[list[int], list[int], float], parts: list[int]) -> list[RowSample]:
     """The rows that train, in turn, the trained tokens of each part; every row repeats the context before it."""
     ids, mask, advantage = rollout
-    rows: list[Sample] = []
+    rows: list[RowSample] = []
     for part in sorted(set(parts)):
         own = [m if parts[i] == part else 0 for i, m in enumerate(mask)]
         last = max((i for i, m in enumerate(own) if m), default=1)
@@ -89,7 +91,7 @@ def test_a_split_rollout_has_the_gradient_of_the_whole(
     given_rollouts: list[tuple[list[int], list[int], float]], data: st.DataObject, aggregation: str, budget: int
 ) -> None:
     whole = [sample(f"r{i}", *r) for i, r in enumerate(given_rollouts)]
-    split: list[Sample] = []
+    split: list[RowSample] = []
     for i, r in enumerate(given_rollouts):
         parts = data.draw(st.lists(st.integers(0, 3), min_size=len(r[0]), max_size=len(r[0])))
         split += cut(f"r{i}", r, parts)

@@ -15,7 +15,7 @@ import torch
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, write_directory
-from agl_algo_torch.learner import Learner, LearnerSettings
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner
 from agl_algo_torch.model import LoraSettings, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer, learning_rate
 
@@ -37,7 +37,7 @@ def model_dir(make_loaded: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def train(learner: Learner, updates: int) -> list[float]:
+def train(learner: PolicyLearner, updates: int) -> list[float]:
     losses: list[float] = []
     for _ in range(updates):
         output = learner.loaded.model(input_ids=IDS, labels=IDS)
@@ -50,18 +50,18 @@ def train(learner: Learner, updates: int) -> list[float]:
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
 def test_a_resumed_run_continues_bit_for_bit(model_dir: Path, tmp_path: Path, lora: LoraSettings | None) -> None:
     settings = LearnerSettings(optim=OPTIM, lora=lora, device="cpu")
-    whole = Learner(origin=Weights(uri=str(model_dir)), settings=settings)
+    whole = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
     expected = train(whole, 6)
-    first = Learner(origin=Weights(uri=str(model_dir)), settings=settings)
+    first = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
     start = train(first, 3)
     first.save(tmp_path, step=1, keep=2)
-    second = Learner.resume(tmp_path / "state" / "000001", settings=settings)
+    second = PolicyLearner.resume(tmp_path / "state" / "000001", settings=settings)
     assert 3 == second.updates
     assert expected == start + train(second, 3)
 
 
 def test_a_checkpoint_holds_no_pickle(model_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(origin=Weights(uri=str(model_dir)), settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=LearnerSettings(optim=OPTIM, device="cpu"))
     train(learner, 1)
     learner.save(tmp_path, step=1, keep=2)
     names = sorted(path.name for path in (tmp_path / "state" / "000001").iterdir())
@@ -70,7 +70,7 @@ def test_a_checkpoint_holds_no_pickle(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_exported_weights_load_as_what_was_trained(model_dir: Path, tmp_path: Path) -> None:
-    learner = Learner(origin=Weights(uri=str(model_dir)), settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=LearnerSettings(optim=OPTIM, device="cpu"))
     train(learner, 2)
     weights = learner.export(tmp_path, step=1, keep=2)
     assert "hf" == weights.format
@@ -80,11 +80,11 @@ def test_exported_weights_load_as_what_was_trained(model_dir: Path, tmp_path: Pa
 
 def test_an_exported_adapter_is_opened_and_trained_further(model_dir: Path, tmp_path: Path) -> None:
     settings = LearnerSettings(optim=OPTIM, lora=LoraSettings(rank=4), device="cpu")
-    learner = Learner(origin=Weights(uri=str(model_dir)), settings=settings)
+    learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings)
     train(learner, 2)
     weights = learner.export(tmp_path, step=1, keep=2)
     assert ("lora", str(model_dir)) == (weights.format, weights.base_model)
-    again = Learner(origin=weights, settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    again = PolicyLearner(origin=weights, settings=LearnerSettings(optim=OPTIM, device="cpu"))
     torch.testing.assert_close(
         learner.loaded.model(input_ids=IDS).logits, again.loaded.model(input_ids=IDS).logits, atol=1e-6, rtol=1e-5
     )

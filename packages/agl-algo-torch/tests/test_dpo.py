@@ -14,7 +14,7 @@ import torch
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.dpo import DPO, Pair, _rows, make_pairs
+from agl_algo_torch.dpo import DPO, Pair, _live_rows, make_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -88,7 +88,7 @@ def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path)
             dpo = DPO(beta=0.7, lr=1e-9, threads=1, device="cpu", token_budget=12)
             await dpo.setup(bench.context())
             learner = await dpo._tuned.learner(updates=0)
-            rows = {e.rollout.rollout_id: _rows(e) for e in group}
+            rows = {e.rollout.rollout_id: _live_rows(e) for e in group}
             reference = {name: -3.0 * (1 + index) for index, name in enumerate(rows)}
             ours: dict[str, torch.Tensor] = {}
             learner.apply = lambda: ours.update(gradient(learner.loaded.model)) or 0.0  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from agl_algo_torch.codec import cut_at_stop, safe_length
 from agl_algo_torch.kvcache import BatchCache, CacheLayout, KeyValues
 from agl_algo_torch.prefixes import PrefixStore
-from agl_algo_torch.toolcalls import Parsed, ToolCall, tool_parser
+from agl_algo_torch.toolcalls import ParsedResponse, ParsedToolCall, tool_parser
 
 LAYOUT = CacheLayout(
     stores=((3, 2, 4), (1, 2, 6)),
@@ -132,10 +132,10 @@ def test_text_sent_early_is_always_a_prefix_of_the_final_text(text: str, stops: 
 def test_a_hermes_call_is_read_with_its_content() -> None:
     parse = tool_parser("hermes").parse
     call = '<tool_call>\n{"name": "calc", "arguments": {"e": "7*8", "b": "ü"}}\n</tool_call>'
-    expected = ToolCall("calc", '{"e": "7*8", "b": "ü"}')
-    assert Parsed(None, (expected,)) == parse(call)
-    assert Parsed("Let me see.", (expected, expected)) == parse(f"Let me see.\n{call}\n{call}")
-    assert Parsed("one two", (expected,)) == parse(f"one {call}two")
+    expected = ParsedToolCall("calc", '{"e": "7*8", "b": "ü"}')
+    assert ParsedResponse(None, (expected,)) == parse(call)
+    assert ParsedResponse("Let me see.", (expected, expected)) == parse(f"Let me see.\n{call}\n{call}")
+    assert ParsedResponse("one two", (expected,)) == parse(f"one {call}two")
 
 
 def test_a_malformed_call_stays_content() -> None:
@@ -148,4 +148,4 @@ def test_a_malformed_call_stays_content() -> None:
         "<tool_call>[1]</tool_call>",
         'ok <tool_call>{"name": "calc", "arguments": {}}</tool_call><tool_call>?</tool_call>',
     ):
-        assert Parsed(text) == parse(text)
+        assert ParsedResponse(text) == parse(text)

@@ -11,9 +11,9 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, ResourceVersion, Rollout, Weights
-from agl_algo_torch.episodes import prepare
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.model import load_model
+from agl_algo_torch.preparation import prepare
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 

@@ -120,7 +120,7 @@ def test_a_dialogue_beyond_the_context_is_named(make_tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "d.jsonl:2: the line is no JSON"),
+        ("{", "d.jsonl:2: the line is not JSON"),
         ("[]", "d.jsonl:2: expected"),
         ('{"messages": [{"content": "x"}]}', "d.jsonl:2: expected"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "d.jsonl:2: no message has the role assistant"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from agl.contracts import RewardEmitter, RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import Reward
-from agl_rewards.composite import Composite, Part
+from agl_rewards.composite import Composite, CompositePart
 from agl_testing.conformance.reward import RewardConformance
 
 from .cases import chat, one, setup, several, tool
@@ -17,7 +17,10 @@ def composite(**parts: tuple[Any, float]) -> Composite:
     """A composite of emitters that say what is given, with their weights."""
     made = RewardSetup(folder=setup().folder, policies={}, build=lambda _, params: lambda *_: params["says"])
     return Composite(
-        parts={name: Part(use="says", weight=weight, params={"says": says}) for name, (says, weight) in parts.items()},
+        parts={
+            name: CompositePart(use="says", weight=weight, params={"says": says})
+            for name, (says, weight) in parts.items()
+        },
         setup=made,
     )
 
@@ -26,9 +29,9 @@ class TestComposite(RewardConformance):
     @pytest.fixture
     def emitter(self) -> RewardEmitter:
         parts = {
-            "right": Part(use="exact-match", weight=0.7),
-            "short": Part(use="format", weight=0.3, params={"max_length": 9}),
-            "tools": Part(use="spans", weight=0.0),
+            "right": CompositePart(use="exact-match", weight=0.7),
+            "short": CompositePart(use="format", weight=0.3, params={"max_length": 9}),
+            "tools": CompositePart(use="spans", weight=0.0),
         }
         return Composite(parts=parts, setup=setup())
 
@@ -62,7 +65,7 @@ def test_feedback_names_the_part() -> None:
 
 
 def test_rewards_about_turns_pass_through_beside_the_sum() -> None:
-    parts = {"right": Part(use="exact-match", weight=1.0), "tools": Part(use="spans", weight=0.0)}
+    parts = {"right": CompositePart(use="exact-match", weight=1.0), "tools": CompositePart(use="spans", weight=0.0)}
     spans = [chat(1, None), tool(2), chat(3, "42")]
     total, turn = several(Composite(parts=parts, setup=setup()), {"answer": "42"}, spans)
     assert (1.0, {"right": 1.0, "tools": None}) == (total.value, total.dimensions)
@@ -71,11 +74,11 @@ def test_rewards_about_turns_pass_through_beside_the_sum() -> None:
 
 def test_composite_of_composites() -> None:
     inner = {"right": {"use": "exact-match", "weight": 1.0}}
-    parts = {"inner": Part(use="composite", weight=0.5, params={"parts": inner})}
+    parts = {"inner": CompositePart(use="composite", weight=0.5, params={"parts": inner})}
     reward = one(Composite(parts=parts, setup=setup()), {"answer": "42"}, "42")
     assert (0.5, {"inner": 1.0, "inner.right": 1.0}) == (reward.value, reward.dimensions)
 
 
 def test_composite_without_an_experiment_is_refused() -> None:
     with pytest.raises(ConfigError, match="setup"):
-        Composite(parts={"a": Part(use="exact-match", weight=1.0)})
+        Composite(parts={"a": CompositePart(use="exact-match", weight=1.0)})

@@ -59,7 +59,7 @@ def test_every_check_is_a_dimension_and_has_its_feedback() -> None:
     reward = one(Format(tags=["a"], max_length=3, json={}), {}, "<a></a>")
     assert {"tags": 1.0, "json": 0.0, "length": 0.0} == reward.dimensions
     assert 0.0 == reward.value
-    assert "the text is no JSON" in reward.feedback
+    assert "the text is not JSON" in reward.feedback
     assert "the text has 7 characters, more than 3" in reward.feedback
 
 

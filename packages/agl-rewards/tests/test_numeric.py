@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from agl.contracts import RewardEmitter
 from agl.errors import ConfigError
-from agl_rewards.numeric import Numbers, NumericMatch
+from agl_rewards.numeric import NumberFinder, NumericMatch
 from agl_testing.conformance.reward import RewardConformance
 
 from .cases import one
@@ -43,15 +43,15 @@ class TestNumericMatch(RewardConformance):
     ],
 )
 def test_numbers_are_found_in_text(text: str, numbers: list[str]) -> None:
-    assert list(map(Fraction, numbers)) == Numbers().find(text)
+    assert list(map(Fraction, numbers)) == NumberFinder().find(text)
 
 
 def test_decimal_comma_swaps_the_separators() -> None:
-    assert [Fraction("1234.5"), Fraction("3.5")] == Numbers(decimal=",").find("1.234,5 and 3,5.")
+    assert [Fraction("1234.5"), Fraction("3.5")] == NumberFinder(decimal=",").find("1.234,5 and 3,5.")
 
 
 def test_units_scale_the_number_that_they_follow() -> None:
-    numbers = Numbers(units={"km": 1000, "m": 1, "%": 0.01, "million": 1e6})
+    numbers = NumberFinder(units={"km": 1000, "m": 1, "%": 0.01, "million": 1e6})
     found = numbers.find("3 km, 4m, 50%, 2.5 million, 6 miles, 7 meters")
     assert [3000, 4, Fraction(1, 2), 2_500_000, 6, 7] == found
 
@@ -59,12 +59,12 @@ def test_units_scale_the_number_that_they_follow() -> None:
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
 def test_number_is_read_back_however_it_is_grouped(value: Any) -> None:
     for text in (f"{value}", f"{value:,}", f"{value:,}".replace(",", "_"), f"it is {value:,}."):
-        assert [Fraction(value)] == Numbers().find(text)
+        assert [Fraction(value)] == NumberFinder().find(text)
 
 
 @given(st.text())
 def test_no_text_breaks_the_search_for_numbers(text: str) -> None:
-    assert all(isinstance(number, Fraction) for number in Numbers().find(text))
+    assert all(isinstance(number, Fraction) for number in NumberFinder().find(text))
 
 
 @given(st.integers(), st.fractions(min_value=0, max_value=100), st.fractions(min_value=-100, max_value=100))

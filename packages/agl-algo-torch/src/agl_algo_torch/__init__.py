@@ -1,6 +1,6 @@
-"""Training on one machine for agl: `sft`, `grpo` and an embedded policy server.
+"""Training on one machine for agl: `sft`, `grpo`, `ppo`, `dpo`, `rft` and an embedded policy server.
 
-Importing this module imports no torch; the parts are in the modules that the plugin names.
+Importing this module does not import torch. The parts are in the modules that `plugin` names.
 """
 
 __version__ = "0.1.0"

@@ -1,7 +1,11 @@
-"""From rows of the call forest to padded tensors: samples, updates that keep rollouts whole, micro-batches.
+"""Turns rows of the call forest into padded tensors: samples, updates that keep rollouts whole, micro-batches.
 
-B is the number of rows of a micro-batch, T its longest row, M its number of trained tokens.
-Rows carry prompt and observation tokens with mask 0 and policy tokens with mask 1; a row is never cut here.
+B is the number of rows of a micro-batch, T its longest row, M its number of trained tokens, V the vocabulary.
+Rows carry prompt and observation tokens with mask 0 and policy tokens with mask 1. A row is never cut here.
+
+Two ways of splitting meet in this file. An *update* is one step of the optimizer, and its size is part of the
+algorithm: it holds whole rollouts. A *micro-batch* is one forward and backward pass, and its size is a matter of
+memory: its weights and total are those of its update, so the gradients of the micro-batches add up to the update's.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from torch import Tensor
 
 from agl.errors import ConfigError
 from agl_algo_torch.losses import Aggregation, token_logprobs, token_weight, update_total
-from agl_algo_torch.typed import from_bytes, integers
+from agl_algo_torch.typed_torch import from_bytes, integers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -25,40 +29,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RowSample:
     """One row ready to train, T tokens long; tensors are on the CPU.
 
-    `ids` int64, `mask` bool, `advantages`, `behaviour` (log-probabilities) and `temperature` float32, all [T].
-    `old` [T] are the trainer's log-probabilities before the step's first update, where they were computed.
-    `rollout` is the id whose rows share an update and one share of its gradient.
+    `behaviour` are the sampler's log-probabilities. `old` are the trainer's before the step's first update, where
+    they were computed. `rollout` is the id whose rows share an update and one share of its gradient.
     """
 
     rollout: str
-    ids: Tensor
-    mask: Tensor
-    advantages: Tensor
-    behaviour: Tensor
-    temperature: Tensor
-    old: Tensor | None = None
+    ids: Tensor  # [T] int64
+    mask: Tensor  # [T] bool, true where the policy wrote the token and it is trained
+    advantages: Tensor  # [T] float32
+    behaviour: Tensor  # [T] float32, nats
+    temperature: Tensor  # [T] float32, 1 where the mask is 0
+    old: Tensor | None = None  # [T] float32, nats
 
     @property
     def trained_tokens(self) -> int:
-        """Number of tokens with mask 1 that have a predecessor; the first token of a row is never predicted."""
+        """Number of tokens with mask 1, without the row's first token: nothing stands before it to predict it from."""
         return int(self.mask[1:].sum())
 
     @property
     def is_silent(self) -> bool:
-        """Whether every advantage is zero, so that the policy gradient of this row is exactly zero."""
+        """True when every advantage is zero, so that the policy gradient of this row is exactly zero."""
         return not bool((self.advantages[self.mask] != 0).any())
 
 
-def from_row(row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None) -> Sample:
+def from_row(
+    row: Row, *, advantages: Mapping[str, float], temperatures: Mapping[str, float] | None = None
+) -> RowSample:
     """Return the sample of a row; `advantages` and `temperatures` are by span id of the sampled parts.
 
     A part without an advantage (its call was rejected or not selected) is not trained: its mask becomes 0.
+    A missing temperature, and that of greedy decoding, counts as 1.
     """
     ids_T = from_bytes(row.ids, kind="<i4", dtype=torch.int64)
-    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # not the row's own mask: parts without an advantage stay out
     advantages_T = torch.zeros(len(ids_T))
     temperature_T = torch.ones(len(ids_T))
     behaviour_T = from_bytes(row.logprobs, kind="<f4", dtype=torch.float32)
@@ -66,8 +72,9 @@ def from_row(row: Row, *, advantages: Mapping[str, float], temperatures: Mapping
         if part.span_id in advantages:
             mask_T[part.start : part.stop] = True
             advantages_T[part.start : part.stop] = advantages[part.span_id]
+            # 0 is greedy decoding, whose reported log-probabilities are the model's own (see `sampling`).
             temperature_T[part.start : part.stop] = (temperatures or {}).get(part.span_id) or 1.0
-    return Sample(
+    return RowSample(
         rollout=row.rollout_id,
         ids=ids_T,
         mask=mask_T,
@@ -77,38 +84,41 @@ def from_row(row: Row, *, advantages: Mapping[str, float], temperatures: Mapping
     )
 
 
-def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> Sample:
-    """Return a sample for supervised training: every token of mask 1 has advantage 1."""
+def from_tokens(rollout: str, ids: Sequence[int], mask: Sequence[int]) -> RowSample:
+    """Return a sample for supervised training: every token of mask 1 has advantage 1 and temperature 1."""
     mask_T = torch.tensor(mask, dtype=torch.bool)
-    return Sample(
+    return RowSample(
         rollout=rollout,
         ids=torch.tensor(ids, dtype=torch.int64),
         mask=mask_T,
         advantages=mask_T.float(),
-        behaviour=torch.zeros(len(ids)),
+        behaviour=torch.zeros(len(ids)),  # nobody sampled it; no supervised loss reads this
         temperature=torch.ones(len(ids)),
     )
 
 
-def split_updates(samples: Sequence[Sample], *, updates: int) -> list[list[Sample]]:
+def split_updates(samples: Sequence[RowSample], *, updates: int) -> list[list[RowSample]]:
     """Deal samples into at most `updates` lists of nearly equal numbers of rollouts, in order.
 
     All rows of a rollout are in one list, whatever their number; no list is empty.
     """
-    order = list(dict.fromkeys(sample.rollout for sample in samples))
-    count = max(1, min(updates, len(order)))
-    place = {rollout: index * count // len(order) for index, rollout in enumerate(order)}
-    lists: list[list[Sample]] = [[] for _ in range(count)]
+    order = list(dict.fromkeys(sample.rollout for sample in samples))  # each rollout once, in order of appearance
+    count = max(1, min(updates, len(order)))  # fewer rollouts than updates: one rollout each
+    place = {rollout: index * count // len(order) for index, rollout in enumerate(order)}  # 0 to count - 1
+    lists: list[list[RowSample]] = [[] for _ in range(count)]
     for sample in samples:
         lists[place[sample.rollout]].append(sample)
     return [part for part in lists if part]
 
 
-def weights(samples: Sequence[Sample], *, aggregation: Aggregation, constant: int = 1) -> tuple[list[float], float]:
+def loss_weights(
+    samples: Sequence[RowSample], *, aggregation: Aggregation, constant: int = 1
+) -> tuple[list[float], float]:
     """Return the weight of a trained token of each sample, and the total of one update that consists of all `samples`.
 
     Rows of one rollout get one weight, computed from the rollout's tokens over all its rows.
     """
+    # A rollout's tokens are counted over all its rows, so cutting it into more rows leaves every weight the same.
     tokens: dict[str, int] = {}
     for sample in samples:
         tokens[sample.rollout] = tokens.get(sample.rollout, 0) + sample.trained_tokens
@@ -116,6 +126,7 @@ def weights(samples: Sequence[Sample], *, aggregation: Aggregation, constant: in
         token_weight(aggregation, rollout_tokens=max(1, tokens[sample.rollout]), constant=constant)
         for sample in samples
     ]
+    # An update without a trained token divides by 1: its sum is 0, and 0 / 0 would spread NaN.
     return found, update_total(aggregation, tokens=max(1, sum(tokens.values())), rollouts=max(1, len(tokens)))
 
 
@@ -123,26 +134,28 @@ def weights(samples: Sequence[Sample], *, aggregation: Aggregation, constant: in
 class MicroBatch:
     """Rows padded on the right, and the flat tensors of their trained tokens, on one device.
 
-    `ids` and `attention` are [B, T]; `predicts` [B, T - 1] is true where position t predicts a trained token
-    t + 1; everything that ends in `_M` is in row-major order of those positions.
-    `rows` are the indices of the samples; `old_M` is absent unless every sample has it. `total` is the update's.
+    Everything that ends in `_M` is [M], in row-major order of the positions where `predicts` is true.
+    `old_M` is absent unless every sample has it.
     """
 
-    ids: Tensor
-    attention: Tensor
-    predicts: Tensor
-    targets_M: Tensor
+    ids: Tensor  # [B, T] int64
+    attention: Tensor  # [B, T] int64, 0 in the padding
+    predicts: Tensor  # [B, T - 1] bool, true where position t predicts a trained token t + 1
+    targets_M: Tensor  # the tokens that are predicted
     advantages_M: Tensor
-    behaviour_M: Tensor
+    behaviour_M: Tensor  # log pi_behaviour
     temperature_M: Tensor
     weight_M: Tensor
-    old_M: Tensor | None
-    rows: tuple[int, ...]
-    total: float
+    old_M: Tensor | None  # log pi_old
+    rows: tuple[int, ...]  # indices of the samples, in the order of the rows
+    total: float  # the divisor of the whole update
 
     def logits(self, model: nn.Module) -> Tensor:
         """Run the model and return the logits of the trained tokens, [M, V]."""
+        # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
         output = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False)
+        # [B, T, V] -> [B, T - 1, V] -> [M, V]: the logits of position t belong to token t + 1, and those of a row's
+        # last token to nothing that was recorded.
         return output.logits[:, :-1][self.predicts]
 
     def logprobs(self, logits_M_V: Tensor) -> Tensor:
@@ -150,19 +163,19 @@ class MicroBatch:
         return token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
 
     def mean(self, values_M: Tensor) -> Tensor:
-        """Return the batch's part of the update's weighted mean."""
+        """Return the batch's part of the update's weighted mean, `sum w x / total`, a scalar."""
         return (self.weight_M * values_M).sum() / self.total
 
     def scatter(self, values_M: Tensor) -> dict[int, Tensor]:
         """Return values per trained token as one tensor [T] per row, by the sample's index, on the CPU."""
         full_B_T = torch.zeros(self.ids.shape, dtype=values_M.dtype, device=values_M.device)
-        full_B_T[:, 1:][self.predicts] = values_M
+        full_B_T[:, 1:][self.predicts] = values_M  # a value belongs to the token, not to the position before it
         lengths = integers(self.attention.sum(dim=1))
         return {row: full_B_T[i, : lengths[i]].cpu() for i, row in enumerate(self.rows)}
 
 
 def micro_batches(
-    samples: Sequence[Sample],
+    samples: Sequence[RowSample],
     weight: Sequence[float],
     *,
     token_budget: int,
@@ -177,9 +190,11 @@ def micro_batches(
     """
     if token_budget < 1:
         raise ConfigError(f"The token budget of a micro-batch is {token_budget}. Give the tokens that fit in memory.")
+    # Rows of like length side by side waste the least padding; the index breaks ties.
     order = sorted(range(len(samples)), key=lambda index: (-len(samples[index].ids), index))
     chunk: list[int] = []
     for index in order:
+        # The first of a chunk is its longest. Padded size = longest * rows.
         longest = len(samples[(chunk or [index])[0]].ids)
         if chunk and longest * (len(chunk) + 1) > token_budget:
             yield _collate(samples, weight, rows=tuple(chunk), device=device, total=total)
@@ -190,17 +205,19 @@ def micro_batches(
 
 
 def _collate(
-    samples: Sequence[Sample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device, total: float
+    samples: Sequence[RowSample], weight: Sequence[float], *, rows: tuple[int, ...], device: torch.device, total: float
 ) -> MicroBatch:
+    """Return the micro-batch of the samples `rows`."""
     chosen = [samples[index] for index in rows]
-    attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])
-    ids = _pad([sample.ids for sample in chosen])
-    predicts = _pad([sample.mask for sample in chosen])[:, 1:]
-    weight_B = torch.tensor([weight[index] for index in rows], dtype=torch.float32)
+    attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])  # [B, T]
+    ids = _pad([sample.ids for sample in chosen])  # [B, T]
+    predicts = _pad([sample.mask for sample in chosen])[:, 1:]  # [B, T - 1]; padding is 0, so it predicts nothing
+    weight_B = torch.tensor([weight[index] for index in rows], dtype=torch.float32)  # one weight per row
 
     old = [sample.old for sample in chosen if sample.old is not None]
 
     def flat(tensors: list[Tensor]) -> Tensor:
+        # [T] per row -> [B, T] -> [B, T - 1] -> [M]: what belongs to token t + 1 moves to position t.
         return _pad(tensors)[:, 1:][predicts].to(device)
 
     return MicroBatch(
@@ -211,12 +228,13 @@ def _collate(
         advantages_M=flat([sample.advantages for sample in chosen]),
         behaviour_M=flat([sample.behaviour for sample in chosen]),
         temperature_M=flat([sample.temperature for sample in chosen]),
-        weight_M=weight_B[:, None].expand(predicts.shape)[predicts].to(device),
-        old_M=flat(old) if len(old) == len(chosen) else None,
+        weight_M=weight_B[:, None].expand(predicts.shape)[predicts].to(device),  # [B] -> [B, T - 1] -> [M]
+        old_M=flat(old) if len(old) == len(chosen) else None,  # half of it would be of no use
         rows=rows,
         total=total,
     )
 
 
 def _pad(tensors: list[Tensor]) -> Tensor:
+    # B of [T_i] -> [B, T], 0 on the right. A token id of 0 there is harmless: attention and mask exclude it.
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)

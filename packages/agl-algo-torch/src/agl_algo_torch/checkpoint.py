@@ -1,9 +1,9 @@
-"""Weights and optimizer state on disk: safetensors and JSON, never pickle, and never half a checkpoint.
+"""Keeps weights and optimizer state on disk, as safetensors and JSON: never pickle, and never half a checkpoint.
 
-A directory is filled under a temporary name, flushed, and renamed, so what carries the final name is whole.
-Two kinds are written: what a policy serves (`save_served`: a Hugging Face directory, or a peft adapter) and
-what training continues from (`save_training`: trainable tensors, AdamW moments, the update count).
-Files of a run are only read back by this module, `transformers` and `peft`.
+A directory is filled under a temporary name, flushed and renamed, so a directory with the final name is whole.
+Two kinds are written: for serving (`save_served`: a Hugging Face directory, or a peft adapter) and for continuing
+(`save_training`: trainable tensors, AdamW moments, the update count).
+Only this module, `transformers` and `peft` read these files back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agl.errors import ConfigError
 from agl.schemas import Weights, write_probe
 from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
 from agl_algo_torch.probe import make_probe
-from agl_algo_torch.typed import read_tensors, write_tensors
+from agl_algo_torch.typed_torch import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +37,8 @@ FORMAT = 1
 def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
     """Call `fill` on an empty temporary directory beside `target`, flush it to disk and rename it to `target`.
 
-    A `target` that exists is replaced; a crash at any point leaves the old one, the new one, or none, never a
-    mixture, and leftovers of an earlier crash are removed.
+    A `target` that exists is replaced. A crash at any point leaves the old one, the new one, or none, but never a
+    mixture. Leftovers of an earlier crash are removed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (target.with_name(f".{target.name}.{kind}") for kind in ("new", "old"))
@@ -46,6 +46,7 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
     fill(fresh)
+    # Contents before names: after a power cut, a renamed directory must not hold empty files.
     for path in sorted(fresh.rglob("*")):
         if path.is_file():
             _flush(path)
@@ -57,10 +58,11 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
-    """Write what a policy serves and return the resource that names it.
+    """Write the files that a policy serves and return the resource that names them.
 
-    Full weights: a Hugging Face directory with the tokenizer. LoRA: a peft adapter that names its base model.
-    Beside them what they say about a fixed text (`agl.schemas._probe`), so that a server of them can be checked.
+    Full weights become a Hugging Face directory with the tokenizer, LoRA a peft adapter that names its base model.
+    A probe beside them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
+    of these weights can be checked.
     """
     model = cast("Any", loaded.model)
 
@@ -80,7 +82,7 @@ def save_served(loaded: LoadedModel, target: Path) -> Weights:
 def save_training(
     target: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, updates: int, origin: Weights
 ) -> None:
-    """Write what training continues from; `origin` is the resource that the model was opened from."""
+    """Write a checkpoint that training continues from; `origin` is the resource that the model was opened from."""
     moments, steps = _optimizer_tensors(model, optimizer)
 
     def fill(directory: Path) -> None:
@@ -109,7 +111,7 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[parameter]
-            if name not in state["steps"]:
+            if name not in state["steps"]:  # AdamW keeps no moments for a parameter that never had a gradient
                 continue
             optimizer.state[parameter] = {
                 "step": torch.tensor(float(state["steps"][name])),
@@ -120,7 +122,7 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
 
 
 def step_directory(parent: Path, step: int) -> Path:
-    """Return where a step's files are; names sort as steps do."""
+    """Return the directory of a step's files; names sort in the order of the steps."""
     return parent / f"{step:06d}"
 
 
@@ -136,13 +138,13 @@ def _read_state(source: Path) -> dict[str, Any]:
     path = source / "state.json"
     if not path.is_file():
         raise ConfigError(
-            f"There is no training checkpoint in {source}: state.json is absent. "
+            f"There is no training checkpoint in {source}: state.json is missing. "
             "Resume where the run's files are, or start the run under a new name."
         )
     state = cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
     if state["format"] > FORMAT:
         raise ConfigError(
-            f"The checkpoint {source} has format {state['format']}, but {FORMAT} is the newest that is known. "
+            f"The checkpoint {source} has format {state['format']}, but this version reads formats up to {FORMAT}. "
             "Upgrade agl-algo-torch."
         )
     return state
@@ -153,6 +155,7 @@ def _parameter_names(model: nn.Module) -> dict[Any, str]:
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return AdamW's moments as tensors by name, and the number of steps of each parameter."""
     moments: dict[str, Tensor] = {}
     steps: dict[str, float] = {}
     for parameter, name in _parameter_names(model).items():

@@ -1,4 +1,4 @@
-"""Text to tokens and back, safe to share between threads, with streaming text and stop strings.
+"""Turns text into tokens and back, safely between threads, and finds stop strings in text as it grows.
 
 A fast tokenizer must not be used by two threads at once (it raises "Already borrowed"), so the codec works on a
 copy of its own behind a lock.
@@ -17,7 +17,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextCodec:
-    """A tokenizer, and which of its tokens end a response.
+    """A tokenizer, and the tokens that end a response.
 
     Args:
         tokenizer: A Hugging Face tokenizer; copied.
@@ -36,36 +36,36 @@ class TextCodec:
 
     @property
     def chat_template(self) -> str:
-        """The template's source, all of them when there are several; `""` without one."""
+        """The template's source, or that of all templates when there are several; `""` without one."""
         template = self._tokenizer.chat_template
         return "\n".join(cast("dict[str, str]", template).values()) if isinstance(template, dict) else template or ""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
         with self._lock:
             return list(self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids; bytes that are not UTF-8 become U+FFFD."""
         kept = [i for i in ids if i not in self._hidden_ids] if skip_special_tokens else list(ids)
         with self._lock:
             return self._tokenizer.decode(kept, clean_up_tokenization_spaces=False)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token, special ones included."""
+        """Return the text of one token, special ones included."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode([token_id])
         return self._token_texts[token_id]
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The chat template's text for `messages`, ready for the assistant to speak."""
+        """Return the chat template's text for `messages`, up to where the assistant's answer begins."""
         with self._lock:
             return self._tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True, **options
             )
 
     def generation_suffix(self) -> str:
-        """What the template appends for the assistant to speak; `""` where it cannot be told apart."""
+        """Return the text that the template puts before an assistant's answer; `""` where it cannot be told apart."""
         hello = [{"role": "user", "content": "hello"}]
         with self._lock:
             if not self._tokenizer.chat_template:
@@ -78,7 +78,7 @@ class TextCodec:
 
 
 class TextStream:
-    """The text of a growing sequence, piece by piece; characters come out when they are complete."""
+    """The text of a growing sequence; characters are added to it when they are complete."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -87,8 +87,10 @@ class TextStream:
         self.text = ""
 
     def push(self, token_id: int) -> None:
-        """Take the next token; `text` grows by what it completes."""
+        """Take the next token; `text` grows by the characters that it completes."""
         self._ids.append(token_id)
+        # Only the latest tokens are decoded again. A token's text depends on the one before it (leading spaces), so
+        # the window starts one completed piece earlier, whose text is then taken off.
         before = self._decode(self._ids[self._window : self._read])
         after = self._decode(self._ids[self._window :])
         if len(after) > len(before) and not after.endswith(_INCOMPLETE):
@@ -100,13 +102,13 @@ class TextStream:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """`text` up to the earliest stop string."""
+    """Return `text` up to the earliest stop string."""
     found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
     return text[: min(found)] if found else text
 
 
 def safe_length(text: str, markers: Sequence[str]) -> int:
-    """How much of a growing text cannot become part of a marker any more."""
+    """Return the number of characters of a growing text that can no longer become part of a marker."""
     cut = len(cut_at_stop(text, markers))
     if cut < len(text):
         return cut
@@ -118,7 +120,7 @@ def safe_length(text: str, markers: Sequence[str]) -> int:
 
 
 def stop_checker(codec: TextCodec, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
-    """A test for the engine: whether the text of the latest tokens holds a stop string; None without any."""
+    """Return the engine's test for a stop string in the text of the latest tokens; None without stop strings."""
     if not stops:
         return None
     # A character takes at most four tokens (byte by byte); the spare ones complete a first character that is cut.

@@ -1,9 +1,10 @@
-"""Dialogues in OpenAI's message format, from JSON lines to tokens in which only the assistant's are trained.
+"""Reads dialogues in OpenAI's message format and turns them into tokens of which only the assistant's are trained.
 
 One line is `{"messages": [...], "tools": [...]}`; `tools` may be absent. Messages are rendered with the model's
 own chat template, exactly as the policy server renders a request, so training sees what serving will.
-What counts as the assistant's: the text that its turn adds to the prompt, up to and including the end-of-turn
+The assistant's tokens are those of the text that its turn adds to the prompt, up to and including the end-of-turn
 token. A template that renders earlier turns differently later (as reasoning models do) gives several rows.
+Weights, batches and updates are left to `sft`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import DatasetError
-from agl_algo_torch.batch import Sample, from_tokens
+from agl_algo_torch.batch import RowSample, from_tokens
 from agl_algo_torch.templates import plain_message
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def _parse(line: str, *, where: str) -> Dialogue:
     try:
         row: Any = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DatasetError(f"{where}: the line is no JSON ({error.msg}). Give one JSON object per line.") from error
+        raise DatasetError(f"{where}: the line is not JSON ({error.msg}). Give one JSON object per line.") from error
     messages = cast("dict[str, Any]", row).get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not all(_is_message(m) for m in cast("list[Any]", messages)):
         raise DatasetError(
@@ -69,13 +70,13 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(cast("dict[str, Any]", value).get("role"), str)
 
 
-def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Sample]:
+def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[RowSample]:
     """Return the rows of a dialogue, one where the template only appends.
 
     All rows carry `dialogue.where` as their rollout, so they share an update and one share of the gradient.
     Raises DatasetError for a row above `max_tokens`, or one that the template cannot render.
     """
-    samples: list[Sample] = []
+    samples: list[RowSample] = []
     for text, spans in _rows(dialogue, tokenizer):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids: list[int] = encoded["input_ids"]
@@ -85,6 +86,7 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Sam
                 "Shorten or remove it."
             )
         offsets: list[tuple[int, int]] = encoded["offset_mapping"]
+        # A token belongs to the assistant when its first character does; one token cannot be trained by halves.
         mask = [int(any(start <= a < stop for start, stop in spans)) for a, _ in offsets]
         samples.append(from_tokens(dialogue.where, ids, mask))
     return samples
@@ -93,6 +95,8 @@ def tokenize(dialogue: Dialogue, *, tokenizer: Any, max_tokens: int) -> list[Sam
 def _rows(dialogue: Dialogue, tokenizer: Any) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Yield texts with the assistant's character spans, longest first; every assistant turn is in one of them."""
     text, spans = "", list[tuple[int, int]]()
+    # From the last turn back: an earlier turn whose rendering the text begins with is trained there, at no extra
+    # tokens. One that the template renders differently by then needs a row of its own.
     for index in reversed(range(len(dialogue.messages))):
         if dialogue.messages[index]["role"] != "assistant":
             continue
@@ -106,7 +110,7 @@ def _rows(dialogue: Dialogue, tokenizer: Any) -> Iterator[tuple[str, list[tuple[
 
 
 def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
-    """The conversation up to the end of the assistant turn `index`, and where that turn begins."""
+    """Return the conversation up to the end of the assistant turn `index`, and the character where it begins."""
     messages = [plain_message(message) for message in dialogue.messages]
     prompt = _render(tokenizer, messages[:index], dialogue, is_prompt=True)
     whole = _render(tokenizer, messages[: index + 1], dialogue, is_prompt=False)
@@ -115,6 +119,7 @@ def _turn(dialogue: Dialogue, tokenizer: Any, index: int) -> tuple[str, int]:
             f"{dialogue.where}: the chat template renders message {index} so that it does not continue its prompt. "
             "Use a template whose generation prompt is a prefix of the answer."
         )
+    # Some templates write a line break after the end-of-turn token; the model never has to write it.
     end = whole.rfind(tokenizer.eos_token, len(prompt)) if tokenizer.eos_token else -1
     return (whole if end < 0 else whole[: end + len(tokenizer.eos_token)]), len(prompt)
 

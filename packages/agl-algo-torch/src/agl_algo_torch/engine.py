@@ -1,21 +1,22 @@
-"""Batched generation over one causal LM in a thread of its own, with requests that come and go between tokens.
+"""Generates in batches over one causal LM in a thread of its own, with requests that come and go between tokens.
 
 Every turn of the thread is one token boundary: cancelled rows leave, a due weight swap happens, waiting requests
 are prefilled and join, and one forward pass draws one token for every row.
 
-Why not transformers' own continuous batching: version 5.23 (`init_continuous_batching`) does run on a CPU, and its
+transformers has continuous batching of its own (`init_continuous_batching`, version 5.23). It runs on a CPU, and its
 log-probabilities agree with a recompute to 5e-7, but it
 - knows no seed per request and re-seeds the process's global random state, which training shares;
 - samples or takes the maximum for all requests alike, and offers temperature or top-p per request only if the
   generation config was built with other than neutral values;
 - returns no alternatives (`top_logprobs`) and reports the log-probability after top-k and top-p;
 - has no token boundary at which weights can change, so prefixes computed with old weights would be shared with new.
-What is used of transformers here: the model's forward pass with its masks, the `Cache` interface and the warpers.
+This engine uses the model's forward pass with its masks, the `Cache` interface and the warpers of transformers.
 
 Prompts reuse the keys and values of the longest known prefix (earlier turns, siblings of a group, a common system
-prompt); identical prompts that wait together are computed once. A weight swap forgets them all.
+prompt). Identical prompts that wait together are computed once. A weight swap forgets all prefixes.
 
-Threads: the caller decides with `torch.set_num_threads`; one is fastest for models below a few million parameters.
+The caller sets the number of threads with `torch.set_num_threads`; one is fastest for models below a few million
+parameters.
 Limits: one device; the batch reads masked columns up to its longest row, so one very long row slows its neighbours.
 """
 
@@ -60,8 +61,8 @@ class EngineSettings:
     Attributes:
         max_rows: Sequences that run at once.
         max_waiting: Sequences that may wait; more are refused.
-        prefill_tokens: Prompt tokens, padding included, computed between two tokens of the running rows; bounds
-            their stall. A longer prompt is computed alone.
+        prefill_tokens: Prompt tokens, padding included, computed between two tokens of the running rows, which wait
+            for so long. A longer prompt is computed alone.
         prefix_bytes: Memory for prefixes; 0 turns their reuse off.
         seed: Seed of the draws of requests that bring none.
     """
@@ -75,7 +76,7 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class _Swap:
-    """A weight change that waits for the running rows."""
+    """A weight change that waits for the running rows until `deadline`, on the monotonic clock."""
 
     apply: Callable[[nn.Module], None]
     version: str
@@ -97,7 +98,7 @@ class EngineStats:
 class Engine:
     """Generates for any number of callers; `submit`, `cancel` and `swap` may be called from any thread.
 
-    The engine owns `model`: it sets it to evaluation mode and nobody else may change it, except through `swap`.
+    The engine owns `model` and sets it to evaluation mode. Change its weights through `swap` only.
 
     Args:
         model: A Hugging Face causal LM on the device where it is to run.
@@ -105,7 +106,7 @@ class Engine:
         settings: Limits.
 
     Attributes:
-        version: Name of the weights that draw now.
+        version: Name of the weights that generate now.
         vocab_size: Token ids are below it.
         stats: Counts, written by the engine's thread.
     """
@@ -142,7 +143,7 @@ class Engine:
             self._thread.start()
 
     def stop(self) -> None:
-        """End after the current token; whatever has not finished gets an EngineStoppedError. Idempotent."""
+        """End after the current token; sequences that have not finished get an EngineStoppedError. Idempotent."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
@@ -152,9 +153,9 @@ class Engine:
     def submit(
         self, requests: Sequence[GenerationRequest], *, listeners: Sequence[Callable[[Event], None]]
     ) -> list[Flight]:
-        """Queue all requests or none; each listener is called in the engine's thread and must not block.
+        """Queue all requests or none, and return their flights in order.
 
-        Raises QueueFullError, EngineStoppedError.
+        Each listener is called in the engine's thread and must not block. Raises QueueFullError or EngineStoppedError.
         """
         flights = [
             Flight(request=request, listener=listener, generator=self._generator(request.params.seed))
@@ -166,7 +167,7 @@ class Engine:
             waiting = len(self._inbox) + len(self._waiting)
             if waiting + len(flights) > self.settings.max_waiting:
                 raise QueueFullError(
-                    f"{waiting} requests wait already and at most {self.settings.max_waiting} may. "
+                    f"{waiting} requests are waiting already, and at most {self.settings.max_waiting} may wait. "
                     "Lower the runner's concurrency or raise the policy's max_waiting."
                 )
             self._inbox.extend(flights)
@@ -177,22 +178,22 @@ class Engine:
         return None if seed is None else torch.Generator(self._device).manual_seed(seed)
 
     def snapshot(self) -> dict[str, int]:
-        """Counts since the start, and how many sequences run and wait now."""
+        """Return the counts since the start, and the numbers of sequences that run and wait now."""
         waiting = len(self._inbox) + len(self._waiting)
         return {"running": len(self._running), "waiting": waiting, **asdict(self.stats)}
 
     def cancel(self, flights: Sequence[Flight]) -> None:
-        """Drop sequences at the next token boundary; their listeners hear nothing more. Finished ones are ignored."""
+        """Drop sequences at the next token boundary; their listeners get no further event. Finished ones stay."""
         for flight in flights:
             flight.is_cancelled = True
 
     def swap(self, apply: Callable[[nn.Module], None], *, version: str, drain_s: float = 30.0) -> Future[None]:
-        """Change the weights at a token boundary by `apply(model)`; the future ends once they serve.
+        """Change the weights at a token boundary by `apply(model)`; the future ends once the new weights serve.
 
-        Running rows finish on the old weights while new requests wait, at most `drain_s` seconds. Rows that still
-        run then continue on the new weights from recomputed keys and values, and say so in their version spans.
-        An exception of `apply` ends the future; the engine then goes on with the version it had. Cancelling the
-        future before the swap begins withdraws it.
+        Running rows finish on the old weights while new requests wait, for at most `drain_s` seconds. Rows that still
+        run then continue on the new weights from recomputed keys and values, and their version spans show it.
+        An exception of `apply` ends the future, and the engine goes on with the version that it had. Cancelling the
+        future before the swap begins withdraws the swap.
         """
         swap = _Swap(apply, version, time.monotonic() + drain_s, Future())
         with self._wake:
@@ -217,6 +218,7 @@ class Engine:
                 swap.done.set_exception(stopped)
 
     def _receive(self) -> bool:
+        """Wait for work and take new requests; returns false when the engine is to stop."""
         with self._wake:
             while not (self._is_stopping or self._inbox or self._waiting or self._running or self._swaps):
                 self._wake.wait()
@@ -225,9 +227,10 @@ class Engine:
             return not self._is_stopping
 
     def _turn(self) -> None:
+        """Do everything that belongs to one token boundary."""
         self._drop_cancelled()
         self._swap_if_due()
-        if not self._swaps:
+        if not self._swaps:  # new requests wait for a pending swap, or the rows would never drain
             self._admit()
         if self._running:
             self._step()
@@ -242,7 +245,8 @@ class Engine:
             return
         swap = self._swaps.popleft()
         if not swap.done.set_running_or_notify_cancel():
-            return  # its caller was cancelled and no longer keeps the new weights still
+            return  # its caller was cancelled, and may overwrite the new weights while they are read
+        # Rows that did not finish go back to the front of the queue, with the tokens that they have.
         self._waiting.extendleft(reversed(self._running))
         self._running = []
         self._reset()
@@ -277,12 +281,13 @@ class Engine:
             self._prefill(admissions)
 
     def _prefill(self, admissions: list[Admission]) -> None:
-        """Compute the prompts in one pass, let their flights join the batch and draw their first tokens."""
+        """Compute the prompts in one pass, add their flights to the batch and draw their first tokens."""
         width = max(admission.new for admission in admissions)
         cache = self._scratch
         cache.begin([admission.prefix for admission in admissions], new_tokens=width)
         new = [admission.new for admission in admissions]
         logits = self._forward(cache, *padded(admissions, width), new=new)
+        # `source` is the row of the logits for each flight that joins: siblings share one prompt, and one row.
         first, source = len(self._running), list[int]()
         for row, admission in enumerate(admissions):
             computed = cache.row(row, tokens=admission.new)
@@ -297,10 +302,10 @@ class Engine:
         self._draw(logits[source], first=first)
 
     def _step(self) -> None:
-        """Draw one token for every running row; the token drawn before is what goes in."""
+        """Draw one token for every running row, from the token drawn before it."""
         lengths = self._cache.lengths
-        ids = torch.tensor([[flight.ids[-1]] for flight in self._running])
-        positions = torch.tensor([[length] for length in lengths])
+        ids = torch.tensor([[flight.ids[-1]] for flight in self._running])  # [rows, 1]
+        positions = torch.tensor([[length] for length in lengths])  # [rows, 1], without the padding
         self._cache.reserve(1)
         logits = self._forward(self._cache, ids, positions, new=[1] * len(lengths))
         self.stats.steps += 1
@@ -308,7 +313,7 @@ class Engine:
 
     @torch.inference_mode()
     def _forward(self, cache: BatchCache, ids: Tensor, positions: Tensor, *, new: list[int]) -> Tensor:
-        """Logits (rows, vocabulary) after the last column; ids and positions (rows, columns), padded on the left."""
+        """Return the logits after the last column, [rows, V]; ids and positions [rows, columns], padded on the left."""
         inputs: dict[str, Any] = {
             "input_ids": ids.to(self._device),
             "attention_mask": cache.mask(new, pad_to=ids.shape[1]),
@@ -317,7 +322,7 @@ class Engine:
         }
         if "position_ids" in self._options:
             inputs["position_ids"] = positions.to(self._device)
-        if "logits_to_keep" in self._options:
+        if "logits_to_keep" in self._options:  # a prompt needs only the last column's logits, not [rows, columns, V]
             inputs["logits_to_keep"] = 1
         logits = cast("Tensor", self._model(**inputs).logits)
         cache.advance(ids.shape[1])
@@ -325,7 +330,7 @@ class Engine:
 
     @torch.inference_mode()
     def _draw(self, logits: Tensor, *, first: int) -> None:
-        """Give the rows from `first` on their next token and let the finished ones leave."""
+        """Draw the next token of the rows from `first` on and remove those that are finished."""
         flights = self._running[first:]
         draws = draw(
             logits,
@@ -339,9 +344,10 @@ class Engine:
         self._finish([row for row in range(first, len(self._running)) if self._running[row].finish_reason])
 
     def _finish(self, rows: list[int]) -> None:
+        """Report the finished rows, remember them as prefixes of the next turn, and remove them."""
         for row in rows:
             flight = self._running[row]
-            length = self._cache.lengths[row]
+            length = self._cache.lengths[row]  # one less than its tokens: the last one was drawn and never run
             self._prefixes.add(flight.tokens()[:length], self._cache.row(row, tokens=length))
             if not flight.is_cancelled:
                 flight.listener(flight.result())
@@ -356,6 +362,6 @@ class Engine:
 
 
 def _forward_options(model: nn.Module) -> frozenset[str]:
-    """Which optional arguments the model's forward pass takes."""
+    """Return the optional arguments that the model's forward pass takes."""
     base = cast("Any", model).get_base_model() if hasattr(model, "get_base_model") else model
     return frozenset(inspect.signature(base.forward).parameters) & {"position_ids", "logits_to_keep"}

@@ -1,6 +1,7 @@
-"""Run one checked request in the engine and write its answer: the passage between the engine's thread and HTTP.
+"""Runs one checked request in the engine and writes its answer to HTTP, whole or as a stream.
 
-Tokens come from the engine's thread through a queue of the server's event loop, in batches of what has arrived.
+Tokens pass from the engine's thread to the server's event loop through a queue. Those that have arrived together are
+sent together.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from aiohttp import web
 
-from agl_algo_torch.responses import Answer, usage, version_fields
+from agl_algo_torch.responses import AnswerHead, usage, version_fields
 from agl_algo_torch.sampling import Draw
 from agl_algo_torch.sequence import (
     EngineError,
@@ -29,33 +30,33 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from agl_algo_torch.engine import Engine
-    from agl_algo_torch.writers import Writer
+    from agl_algo_torch.writers import AnswerWriter
 
 VERSION_HEADER = "x-agl-model-version"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A checked request, ready to run: `requests` in the order of the choices."""
+class CheckedRequest:
+    """A request that is checked and ready to run; `requests` are in the order of the choices."""
 
     body: ChatBody | CompletionBody
-    answer: Answer
-    writer: Writer
+    head: AnswerHead
+    writer: AnswerWriter
     requests: list[GenerationRequest]
     prompt_tokens: int
 
 
-async def serve(request: web.Request, call: Call, engine: Engine) -> web.StreamResponse:
-    """Run a call and answer it, whole or as a stream; whatever ends it early cancels what still runs."""
-    run = _Run(engine, call.requests)
+async def serve(request: web.Request, call: CheckedRequest, engine: Engine) -> web.StreamResponse:
+    """Run a call and answer it, whole or as a stream; sequences that still run when it ends early are cancelled."""
+    run = _RunningRequest(engine, call.requests)
     try:
         return await (_stream(request, call, run) if call.body.stream else _whole(call, run))
     finally:
         run.cancel()
 
 
-class _Run:
-    """The sequences of one request in the engine, and what they say."""
+class _RunningRequest:
+    """The sequences of one request in the engine, and their events."""
 
     def __init__(self, engine: Engine, requests: Sequence[GenerationRequest]) -> None:
         self._engine = engine
@@ -69,7 +70,7 @@ class _Run:
         return lambda event: cast("None", self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, event)))
 
     async def events(self) -> AsyncIterator[list[tuple[int, Draw | Generation]]]:
-        """Batches of what has arrived, until every sequence has finished; raises the engine's error."""
+        """Yield the events that have arrived, in batches, until all sequences have finished; raises EngineError."""
         left = len(self._flights)
         while left:
             batch = [await self._queue.get()]
@@ -84,16 +85,16 @@ class _Run:
             yield checked
 
     def cancel(self) -> None:
-        """Drop what has not finished."""
+        """Drop the sequences that have not finished."""
         self._engine.cancel(self._flights)
 
     @property
     def first_version(self) -> str:
-        """Version of the weights that drew the first token; known once there is one."""
+        """Version of the weights that generated the first token; known once there is one."""
         return next(flight.spans[0][0] for flight in self._flights if flight.spans)
 
 
-async def _whole(call: Call, run: _Run) -> web.Response:
+async def _whole(call: CheckedRequest, run: _RunningRequest) -> web.Response:
     done: dict[int, Generation] = {}
     async for batch in run.events():
         done.update((index, event) for index, event in batch if isinstance(event, Generation))
@@ -101,12 +102,15 @@ async def _whole(call: Call, run: _Run) -> web.Response:
     choices = [call.writer.choice(index, generation) for index, generation in done.items()]
     fields = version_fields(done, call.requests[0].params)
     counts = usage(call.prompt_tokens, list(done.values()))
-    body = call.answer.head(is_chunk=False) | {"choices": choices, "usage": counts} | call.writer.top() | fields
+    body = call.head.fields(is_chunk=False) | {"choices": choices, "usage": counts} | call.writer.top() | fields
     return json_response(body, headers={VERSION_HEADER: fields["model_version"]})
 
 
-async def _stream(request: web.Request, call: Call, run: _Run) -> web.StreamResponse:
-    """Send chunks as tokens arrive; errors before the first token are ordinary errors, later ones are events."""
+async def _stream(request: web.Request, call: CheckedRequest, run: _RunningRequest) -> web.StreamResponse:
+    """Send chunks as tokens arrive.
+
+    An error before the first token is an ordinary HTTP error; a later one becomes an event of the stream.
+    """
     response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
     done: dict[int, Generation] = {}
     try:
@@ -129,7 +133,7 @@ async def _stream(request: web.Request, call: Call, run: _Run) -> web.StreamResp
     return response
 
 
-def _openings(call: Call) -> bytes:
+def _openings(call: CheckedRequest) -> bytes:
     chunks: list[dict[str, Any]] = []
     for index in range(len(call.requests)):
         opening = call.writer.opening(index)
@@ -139,7 +143,7 @@ def _openings(call: Call) -> bytes:
     return b"".join(_event(call, chunk) for chunk in chunks)
 
 
-def _chunk(call: Call, index: int, event: Draw | Generation) -> bytes:
+def _chunk(call: CheckedRequest, index: int, event: Draw | Generation) -> bytes:
     if isinstance(event, Draw):
         choice = call.writer.token(index, event)
         return _event(call, {"choices": [choice]}) if choice is not None else b""
@@ -147,25 +151,25 @@ def _chunk(call: Call, index: int, event: Draw | Generation) -> bytes:
     return _event(call, {"choices": [call.writer.closing(index, event)]} | fields)
 
 
-def _ending(call: Call, generations: list[Generation]) -> bytes:
+def _ending(call: CheckedRequest, generations: list[Generation]) -> bytes:
     data = b""
     if call.body.stream_options.include_usage:
         data = _event(call, {"choices": [], "usage": usage(call.prompt_tokens, generations)})
     return data + b"data: [DONE]\n\n"
 
 
-def _event(call: Call, fields: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(call.answer.head(is_chunk=True) | fields) + b"\n\n"
+def _event(call: CheckedRequest, fields: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(call.head.fields(is_chunk=True) | fields) + b"\n\n"
 
 
 def json_response(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    """An answer with a JSON body."""
+    """Return an HTTP answer with a JSON body."""
     data = msgspec.json.encode(body)
     return web.Response(body=data, status=status, headers=headers, content_type="application/json")
 
 
 def wire_error(error: EngineError) -> WireError:
-    """The answer to a request that the engine refused or failed."""
+    """Return the HTTP error for a request that the engine refused or failed."""
     if isinstance(error, QueueFullError):
         return WireError(str(error), status=429, code="queue_full")
     if isinstance(error, EngineStoppedError):

@@ -1,4 +1,7 @@
-"""Forward passes over samples without a gradient: what a model says about tokens that were sampled before."""
+"""Forward passes without a gradient: what a model says about tokens that were sampled before.
+
+The algorithms need it for log pi_old and log pi_ref. Passes with a gradient stand in each algorithm's own loop.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from agl_algo_torch.batch import Sample
+    from agl_algo_torch.batch import RowSample
 
 
 @torch.no_grad()
-def logprobs(model: nn.Module, samples: Sequence[Sample], *, token_budget: int, device: torch.device) -> list[Tensor]:
-    """Return the log-probabilities of each sample's trained tokens, [T] per sample on the CPU, 0 elsewhere."""
+def recompute_logprobs(
+    model: nn.Module, samples: Sequence[RowSample], *, token_budget: int, device: torch.device
+) -> list[Tensor]:
+    """Return the log-probabilities of each sample's trained tokens, [T] per sample on the CPU, 0 elsewhere.
+
+    They are taken at the temperature that each token was sampled with, and come in the order of `samples`.
+    """
     found: dict[int, Tensor] = {}
+    # Weights are 0 because nothing is summed here.
     for batch in micro_batches(samples, [0.0] * len(samples), token_budget=token_budget, device=device):
-        found |= batch.scatter(batch.logprobs(batch.logits(model)))
-    return [found[index] for index in range(len(samples))]
+        found |= batch.scatter(batch.logprobs(batch.logits(model)))  # [M, V] -> [M] -> [T] per row
+    return [found[index] for index in range(len(samples))]  # micro-batches come longest first

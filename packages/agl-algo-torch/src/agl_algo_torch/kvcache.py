@@ -1,15 +1,16 @@
-"""Key/value memory of a batch whose rows come and go.
+"""Holds the keys and values of a batch whose rows come and go.
 
 `BatchCache` is a transformers `Cache`, so any causal LM with ordinary attention writes into it unchanged.
-All rows end at one common column (they are padded on the left), therefore a decoding step writes one column for
-every row with a single slice, nothing is concatenated, and a row leaves by letting the last row take its place.
+All rows are padded on the left and end at one common column. A decoding step therefore writes one column for every
+row with a single slice, nothing is concatenated, and a row leaves by letting the last row take its place.
 
     columns      start            end   capacity
     row 0   . . . . [k k k k k k k k]. . . .
     row 1   . . . . . . . [k k k k k]. . . .
 
-Limits: layers that keep a state other than one key and one value per token (state-space models, linear attention)
-are refused by `CacheLayout.of`; the attention of a short row reads masked columns up to the longest row.
+Limits: `CacheLayout.of` refuses layers that keep a state other than one key and one value per token (state-space
+models, linear attention). The attention of a short row reads masked columns up to the longest row.
+Which rows join and leave is decided in `engine` and `scheduling`.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ _HEADROOM = 256
 """Spare columns after a re-allocation, so that it happens about once per 256 decoding steps."""
 
 KeyValues = list["Tensor"]
-"""Keys and values of one row: per store (keys and values of its layers, heads, tokens, head_dim)."""
+"""Keys and values of one row: one tensor per store, [tensors of the store, heads, tokens, head_dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The keys and values of a model, so that those of one shape lie in one buffer and move with one copy.
+    """Assigns the keys and values of a model's layers to buffers: those of one shape share one and move with one copy.
 
     Attributes:
-        stores: Per buffer how many tensors it holds, and their heads and head_dim.
-        places: Per layer where its keys and where its values lie, as (store, index).
+        stores: For each buffer the number of tensors in it, and their heads and head_dim.
+        places: For each layer the places of its keys and of its values, as (store, index).
     """
 
     stores: tuple[tuple[int, int, int], ...]
@@ -57,12 +58,12 @@ class CacheLayout:
         """Measure a model by running one token through it; raises ConfigError for one that cannot be batched."""
         caller = cast("Any", model)
         layers = _probe(caller)
-        counts: dict[tuple[int, int], int] = {}
-        seen: list[list[tuple[tuple[int, int], int]]] = []
+        counts: dict[tuple[int, int], int] = {}  # tensors by (heads, head_dim)
+        seen: list[list[tuple[tuple[int, int], int]]] = []  # per layer, for keys and values: their shape and index
         for pair in layers:
             seen.append([])
             for tensor in pair:
-                shape = (tensor.shape[1], tensor.shape[3])
+                shape = (tensor.shape[1], tensor.shape[3])  # of [rows, heads, tokens, head_dim]
                 seen[-1].append((shape, counts.setdefault(shape, 0)))
                 counts[shape] += 1
         order = {shape: store for store, shape in enumerate(counts)}
@@ -76,7 +77,7 @@ class CacheLayout:
 
 @torch.no_grad()
 def _probe(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of every layer after one token."""
+    """Return the keys and values of every layer after one token; raises ConfigError for layers of another kind."""
     config = model.config.get_text_config()
     cache = DynamicCache(config=config)
     strange = sorted({type(layer).__name__ for layer in cache.layers if type(layer) not in _PLAIN})
@@ -94,13 +95,16 @@ _PLAIN = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def has_sliding_window(model: nn.Module) -> bool:
-    """Whether some layer sees only the latest tokens; then a hole between prefix and new tokens would shift it."""
+    """Return true when some layer sees only the latest tokens.
+
+    Prefixes cannot be reused then: the padding between prefix and new tokens would shift that layer's window.
+    """
     probe = cast("list[object]", DynamicCache(config=cast("Any", model).config.get_text_config()).layers)
     return any(isinstance(layer, DynamicSlidingWindowLayer) for layer in probe)
 
 
 class _Window:
-    """Where the rows of a batch lie in the buffers; shared by all layers of one cache."""
+    """The part of the buffers that the rows of a batch occupy; all layers of one cache share it."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -113,7 +117,7 @@ class _Window:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer's view of the buffers: `k` and `v`, each (row capacity, heads, column capacity, head_dim)."""
+    """One layer's view of the buffers: `k` and `v`, each [row capacity, heads, column capacity, head_dim]."""
 
     def __init__(self, window: _Window) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType] - untyped in transformers
@@ -122,36 +126,39 @@ class _Layer(CacheLayerMixin):
         self.v: Tensor
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the batch owns the memory."""
+        """Do nothing: the batch owns the memory."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write the new columns and return all columns of the window."""
+        """Write the new columns and return keys and values of the window, each [rows, heads, columns, head_dim].
+
+        The window's own end does not move here, because every layer writes the same columns; `advance` moves it.
+        """
         window, end = self.window, self.window.end + key_states.shape[2]
         self.k[: window.rows, :, window.end : end] = key_states
         self.v[: window.rows, :, window.end : end] = value_states
         return self.k[: window.rows, :, window.start : end], self.v[: window.rows, :, window.start : end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and that they start at the window's first."""
+        """Return the number of columns that attention reads, and the offset of the first: 0, the window's start."""
         return self.window.width + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Columns held."""
+        """Return the columns held."""
         return self.window.width
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return -1: there is no maximum."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """No maximum, under the name that transformers had for it before 5.11."""
+        """Return -1; transformers before 5.11 asks for the maximum by this name."""
         return -1
 
 
 class BatchCache(Cache):
-    """Keys and values of all running rows; used by one thread.
+    """The keys and values of all running rows; one thread may use it.
 
     Attributes:
         lengths: Tokens held per row; row `i` lies in the columns `end - lengths[i]` to `end`.
@@ -167,7 +174,7 @@ class BatchCache(Cache):
         self._stores: list[Tensor] = self._allocate((0, 0))
 
     def _allocate(self, capacity: tuple[int, int]) -> list[Tensor]:
-        """Buffers (tensors, row capacity, heads, column capacity, head_dim), and the layers' views of them."""
+        """Return new buffers [tensors, row capacity, heads, column capacity, head_dim] and point the layers at them."""
         rows, columns = capacity
         layout = self._layout
         stores = [
@@ -181,13 +188,13 @@ class BatchCache(Cache):
 
     @property
     def width(self) -> int:
-        """Columns that attention reads: the length of the longest row."""
+        """Number of columns that attention reads: the length of the longest row."""
         return self._window.width
 
     def begin(self, rows: Sequence[KeyValues | None], *, new_tokens: int) -> None:
-        """Hold exactly these prefixes (None for none), with room for a pass of `new_tokens` columns.
+        """Hold exactly these prefixes (None for an empty row), with room for a pass of `new_tokens` columns.
 
-        Whatever was held before is dropped; the memory is used again, because fresh pages cost more than the pass.
+        Rows that were held before are dropped. Their memory is used again, because fresh pages cost more than the pass.
         """
         longest = max((row[0].shape[2] for row in rows if row is not None), default=0)
         n_rows, columns = self._capacity
@@ -202,6 +209,8 @@ class BatchCache(Cache):
         """Append a row made of the concatenated `parts`; the caller's tensors are copied."""
         length = sum(part[0].shape[2] for part in parts)
         window, row = self._window, len(self.lengths)
+        # A row longer than the window's end has no columns to its left. Rows at least double, so that joining n rows
+        # one by one copies about 2 n rows in all.
         if length > window.end or row >= self._capacity[0]:
             rows = self._capacity[0] if row < self._capacity[0] else max(8, 2 * row)
             self._resize(rows=rows, longest=max(length, window.width))
@@ -216,12 +225,12 @@ class BatchCache(Cache):
             column = end
 
     def reserve(self, new_tokens: int) -> None:
-        """Make sure that the next forward pass has `new_tokens` free columns."""
+        """Make room for `new_tokens` columns of the next forward pass."""
         if self._window.end + new_tokens > self._capacity[1]:
             self._resize(rows=self._capacity[0], longest=self.width, extra=new_tokens)
 
     def _resize(self, *, rows: int, longest: int, extra: int = 0) -> None:
-        """Move the window into new buffers, its last column at `longest`."""
+        """Move the window into new buffers so that it ends at column `longest`; `extra` and spare columns follow."""
         window, old = self._window, self._stores
         source = slice(window.start, window.end)
         target = slice(longest - window.width, longest)
@@ -253,10 +262,14 @@ class BatchCache(Cache):
         return [store[:, row, :, columns] for store in self._stores]
 
     def mask(self, new_tokens: Sequence[int], *, pad_to: int) -> Tensor:
-        """Attention mask (rows, width + pad_to) of a pass where row `i` brings its last `new_tokens[i]` tokens."""
+        """Return the attention mask of a pass in which row `i` brings `new_tokens[i]` tokens, padded to `pad_to`.
+
+        [rows, width + pad_to] bool: true for the tokens that a row holds and for those that it brings.
+        """
         device = self._layout.device
-        columns = torch.arange(self.width + pad_to, device=device)
-        held = torch.tensor(self.lengths, device=device)[:, None]
-        new = torch.tensor(new_tokens, device=device)[:, None]
+        columns = torch.arange(self.width + pad_to, device=device)  # [columns]
+        held = torch.tensor(self.lengths, device=device)[:, None]  # [rows, 1]
+        new = torch.tensor(new_tokens, device=device)[:, None]  # [rows, 1]
+        # Both parts are padded on the left:  . . . [held] . . [new]
         is_held = (columns >= self.width - held) & (columns < self.width)
         return is_held | (columns >= self.width + pad_to - new)

@@ -1,6 +1,6 @@
-"""The model in training: opened from a published resource, saved, restored and published again.
+"""The model in training: opened from a published resource, saved, restored and exported again.
 
-Shared by the algorithms so that each of them reads as its own loop; it decides nothing about losses.
+The algorithms share it, so that each of them reads as its own loop. It decides nothing about losses.
 Everything here blocks; algorithms call it in a thread.
 """
 
@@ -16,7 +16,7 @@ from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
-from agl_algo_torch.typed import seed_everything
+from agl_algo_torch.typed_torch import seed_everything
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSettings:
-    """Where and how the model is trained; `lora` absent means full weights, `threads` 0 leaves torch's choice."""
+    """Device, precision and optimizer of a model in training.
+
+    Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
+    """
 
     optim: OptimSettings
     lora: LoraSettings | None = None
@@ -37,7 +40,7 @@ class LearnerSettings:
     threads: int = 0
 
 
-class Learner:
+class PolicyLearner:
     """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from."""
 
     def __init__(self, *, origin: Weights, settings: LearnerSettings) -> None:
@@ -50,27 +53,27 @@ class Learner:
         self.optimizer = build_optimizer(self.loaded.model, settings.optim)
 
     @classmethod
-    def resume(cls, source: Path, *, settings: LearnerSettings) -> Learner:
+    def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
         """Open the checkpoint that `save` wrote; continues bit for bit on the same machine and thread count."""
         learner = cls(origin=read_origin(source), settings=settings)
         learner.updates = load_training(source, model=learner.loaded.model, optimizer=learner.optimizer)
         return learner
 
     def use_threads(self) -> None:
-        """Give torch the configured number of threads in the calling thread; one is fastest for tiny models."""
+        """Set torch to the configured number of threads in the calling thread; one is fastest for tiny models."""
         if self.settings.threads:
             torch.set_num_threads(self.settings.threads)
 
     def apply(self) -> float:
-        """Do one optimizer update with the accumulated gradient; returns its norm before clipping."""
+        """Do one optimizer update with the accumulated gradient; returns its 2-norm before clipping."""
         norm = apply_gradients(self.optimizer, self.settings.optim, update=self.updates)
         self.updates += 1
         return norm
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a training checkpoint and remove those of steps before the last `keep`, which is two at least.
+        """Write a training checkpoint and remove those of steps before the last `keep`, but keep the last two.
 
-        The one before stays because the run's state names it until the new state is saved.
+        The run's state names the one before until the new state is saved.
         """
         save_training(
             step_directory(workdir / "state", step),
@@ -89,7 +92,7 @@ class Learner:
 
 
 def saved_path(workdir: Path, step: int) -> str:
-    """Return where `Learner.save` put a step, `""` before the first."""
+    """Return the path that `PolicyLearner.save` wrote for a step, `""` before the first."""
     return str(step_directory(workdir.absolute() / "state", step)) if step else ""
 
 
@@ -114,11 +117,12 @@ def tuned_weights(resource: Resource, *, name: str) -> Weights:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean, 0.0 of nothing."""
+    """Return the mean, or 0.0 without values."""
     return sum(values) / len(values) if values else 0.0
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
+    """Load the weights, with a new adapter where the settings ask for one, or with the published adapter."""
     seed_everything(0)  # adapters start from the same random matrices on every start
     if origin.format == "hf":
         loaded = load_model(origin.uri, device=settings.device, dtype=settings.dtype)

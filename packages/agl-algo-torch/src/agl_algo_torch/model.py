@@ -1,9 +1,9 @@
-"""Load a causal language model for training, with full weights or a LoRA adapter, and export what is served.
+"""Loads a causal language model for training, with full weights or a LoRA adapter, and exports what is served.
 
 A model is a directory or hub name in Hugging Face's format; nothing here knows an architecture.
-What stays elsewhere: optimisers (`optim`), files on disk (`checkpoint`), sampling (`engine`).
+Optimisers are in `optim`, files on disk in `checkpoint`, sampling in `engine`.
 
-Limits: one device; quantised base weights can be loaded but their LoRA cannot be merged for serving.
+Limits: one device; quantised base weights can be loaded, but their LoRA cannot be merged for serving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from agl.errors import ConfigError
-from agl_algo_torch.typed import modules
+from agl_algo_torch.typed_torch import modules
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -30,7 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): `delta W = B A * alpha / rank`."""
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685, section 4.1): `delta W = B A * alpha / rank`."""
 
     rank: int = 16
     alpha: float = 32.0
@@ -41,7 +41,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A causal LM and its tokenizer on one device; `name` is what was asked for."""
+    """A causal LM and its tokenizer on one device; `name` is the directory or hub name that was asked for."""
 
     name: str
     model: nn.Module
@@ -57,7 +57,7 @@ class LoadedModel:
 
 @contextmanager
 def no_bars() -> Generator[None]:
-    """Keep transformers from drawing progress bars over an experiment's own inside the block."""
+    """Keep transformers from drawing progress bars inside the block, where the experiment draws its own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -87,7 +87,7 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
     where = pick_device(device)
     try:
-        if _is_absent(path):  # else it would be asked for at the hub, and again
+        if _is_absent(path):  # otherwise transformers would ask the hub for it, several times
             raise OSError("there is no such directory")
         with no_bars():
             tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
@@ -106,8 +106,9 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
 
 
 def _is_absent(model: str) -> bool:
-    """Whether this names a directory, rather than a model of the hub, and there is none."""
+    """Return true when `model` names a directory, not a model of the hub, and the directory does not exist."""
     path = Path(model)
+    # "org/name" may be either; it is taken for a directory when its parent exists here.
     is_place = model.startswith((".", "/")) or (len(path.parts) > 1 and path.parent.is_dir())
     return is_place and not path.is_dir()
 
@@ -132,19 +133,19 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether `model` carries adapters made by `add_lora`."""
+    """Return true when `model` carries adapters made by `add_lora`."""
     return hasattr(model, "peft_config")
 
 
 def trainable_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that training changes, by parameter name; views, not copies."""
+    """Return the tensors that training changes, by parameter name, as views and not as copies."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Copy `state` into the trainable parameters; raises ConfigError unless names and shapes agree."""
     own = trainable_state(model)
-    odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
+    odd = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]  # ^: in one only
     if odd:
         raise ConfigError(
             f"The checkpoint does not fit the model: {len(odd)} tensors differ, first {odd[0]!r}. "
@@ -156,9 +157,10 @@ def load_trainable_state(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def served_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return a detached copy of the weights to serve, in the base model's names, adapters merged.
+    """Return a detached copy of the weights to serve, under the base model's names, with adapters merged.
 
-    The merge is computed on the side (`W + get_delta_weight`), so training weights keep every bit.
+    The merge is computed on the side (W + delta W) and not by peft's merge and unmerge, which would leave rounding in
+    the weights that train.
     """
     if not has_lora(model):
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
@@ -166,7 +168,9 @@ def served_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the base model with the adapters' part added to it."""
     deltas: dict[str, Tensor] = {}
+    # delta W = B A * alpha / rank for each adapted layer, [out, in]; active adapters add up.
     for name, module in modules(base):
         if hasattr(module, "get_delta_weight"):
             layer = cast("Any", module)
@@ -174,13 +178,16 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in base.state_dict().items():
         if ".lora_" in name:
             continue
-        plain = name.replace(".base_layer.", ".")
+        plain = name.replace(".base_layer.", ".")  # peft moves an adapted layer's own weight one level down
         value = tensor.detach().clone()
         yield plain, value + deltas[plain].detach() if plain in deltas else value
 
 
 class Reference:
-    """The frozen policy that a KL penalty compares with: the base under LoRA, else a copy of the weights."""
+    """The frozen policy that a KL penalty or DPO compares with.
+
+    Under LoRA it is the base model with its adapters off, which takes no memory; otherwise a copy of the weights.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""What this distribution registers; nothing here imports torch."""
+"""Registers the algorithms and the model server of this distribution, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The embedded policy: a model, its engine and its server, in this process and on a free local port.
 
-The policy serves a copy of the model, so training may change its own weights while requests run; `publish` (weights in
-memory) and `load` (weights on disk) bring the copy up to date between two tokens. The server has its own event loop
-in its own thread: a training step that blocks the caller's loop delays nobody's answer.
+The policy serves a copy of the model, so training may change its own weights while requests run. `publish` (weights in
+memory) and `load` (weights on disk) bring the copy up to date between two tokens. The server has an event loop and a
+thread of its own, so a training step that blocks the caller's loop delays no answer.
 
 Limit: Python threads share one interpreter, so a busy agent in the same process slows the engine.
 """
@@ -20,7 +20,7 @@ from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
 from agl_algo_torch.model import LoadedModel, load_model
-from agl_algo_torch.server import PolicyServer, ServerSettings
+from agl_algo_torch.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.server_thread import ServerThread
 from agl_algo_torch.templates import PromptBuilder
 from agl_algo_torch.toolcalls import tool_parser
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySettings:
-    """How a policy serves.
+    """The name, address and limits with which a policy serves.
 
     Attributes:
         model_name: Name that requests give.
@@ -111,22 +111,22 @@ class TorchPolicy:
 
     @property
     def base_url(self) -> str:
-        """Where it serves, with `/v1`; `""` before `start`."""
+        """The address that it serves at, with `/v1`; `""` before `start`."""
         return self._base_url
 
     @property
     def has_token_ids(self) -> bool:
-        """Always: answers carry token ids and log-probabilities when they are asked for."""
+        """True: answers carry token ids and log-probabilities when they are asked for."""
         return True
 
     def resource(self) -> Weights:
-        """The weights it was constructed with, by their place."""
+        """Return the weights that the policy was constructed with, as a resource that names their place."""
         return Weights(uri=self._loaded.name)
 
     async def start(self) -> LLM:
-        """Serve; raises PolicyError when the port is taken."""
+        """Start serving and return the endpoint; raises PolicyError when it serves already or the port is taken."""
         if self._thread is not None:
-            raise PolicyError(f"The policy {self.name!r} serves already at {self._base_url}; stop it first.")
+            raise PolicyError(f"The policy {self.name!r} is already serving at {self._base_url}; stop it first.")
         self._engine.start()
         thread = ServerThread(self._server().app, host=self._settings.host, port=self._settings.port)
         port = await asyncio.to_thread(thread.start)
@@ -144,7 +144,7 @@ class TorchPolicy:
             codec=codec,
             builder=PromptBuilder(codec),
             parser=self._parser,
-            settings=ServerSettings(
+            settings=PolicyServerSettings(
                 model_name=self.model_name,
                 context_length=self._settings.context_length or config.get_text_config().max_position_embeddings,
                 default_max_tokens=self._settings.max_tokens,
@@ -152,14 +152,14 @@ class TorchPolicy:
         )
 
     async def stop(self) -> None:
-        """End the engine, answering what still runs with 503, and close the port; idempotent."""
+        """End the engine, answer requests that still run with 503, and close the port; idempotent."""
         await asyncio.to_thread(self._engine.stop)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.stop)
             self._thread, self._base_url = None, ""
 
     async def load(self, version: ResourceVersion) -> None:
-        """Serve weights from disk; raises ConfigError when they are no weights or belong to another model."""
+        """Serve weights from disk; raises ConfigError for other resources and for weights of another model."""
         weights = version.resource
         if not isinstance(weights, Weights):
             raise ConfigError(
@@ -170,10 +170,10 @@ class TorchPolicy:
         await self.publish(state, version.version)
 
     async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
-        """Serve `state` as `version`; returns once it is live, and reads `state` until then.
+        """Serve `state` as `version`; returns once it is live. Do not change `state` until then.
 
-        Requests in flight finish on the old weights, at most `drain_s` seconds; new ones wait meanwhile.
-        Raises ConfigError, with the old weights in place, when names or shapes differ from the model's.
+        Requests in flight finish on the old weights, for at most `drain_s` seconds, while new ones wait.
+        When names or shapes differ from the model's, raises ConfigError and keeps the old weights.
         """
         problems = misfits(self._loaded.model, state)
         if problems:
@@ -187,7 +187,7 @@ class TorchPolicy:
         await asyncio.wrap_future(done)
 
     def health(self) -> dict[str, Any]:
-        """Version and counts, as `/health` says them."""
+        """Return the version and the counts that `/health` shows."""
         return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
 
 
@@ -203,6 +203,6 @@ def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
 
 
 def _stop_ids(model: nn.Module) -> list[int]:
-    """What the model's own generation config ends a response with."""
+    """Return the token ids with which the model's generation config ends a response."""
     eos = cast("Any", model).generation_config.eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

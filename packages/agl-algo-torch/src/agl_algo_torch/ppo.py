@@ -4,14 +4,17 @@ Paper: Schulman et al. 2017, "Proximal Policy Optimization Algorithms" (arXiv 17
 advantages of arXiv 1506.02438 (`gae.py`). One step:
 
     1. collect: run every task `group_size` times with the live weights
-    2. values from the critic, then advantages and value targets over the policy's tokens of each row
-    3. `epochs` passes in `updates_per_step` parts: the clipped policy loss (`losses.py`), the critic's (`critic.py`)
+    2. values V_t from the critic, then advantages A_t and value targets R_t over the policy's tokens of each row
+    3. `epochs` passes in `updates_per_step` parts, each one update of the critic and one of the policy:
+           critic   sum w_t max((V - R)^2, (clip(V) - R)^2) / 2                             (`critic.py`)
+           policy   sum w_t c_t max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          (`losses.py`)
     4. publish the new weights; the critic is saved and never served
 
 Deviations from the paper, and why:
-- The critic is a network of its own; no entropy bonus (its effect on language models is to lengthen rambling).
+- The critic is a network of its own with its own optimizer, so equation 9 falls apart into two losses and needs no c1.
+- There is no entropy bonus: its effect on language models is to lengthen rambling.
 - Rewards come from the configured credit as differences of returns (`gae.py`), so every credit works that gives
-  returns; one that gives finished advantages is refused, for a critic would be ignored.
+  returns. One that gives finished advantages is refused, because it would leave the critic nothing to do.
 - Advantages are whitened with the weights of the loss, so a rollout's share does not grow with its calls or rows when
   `aggregation = "sequence"`; with `"token"` every token counts once, as is usual.
 - The log-probability gap between sampler and trainer is corrected by truncated importance sampling, as in `grpo.py`.
@@ -30,10 +33,10 @@ import torch
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch import gae
-from agl_algo_torch.batch import Sample, from_row, micro_batches, split_updates, weights
-from agl_algo_torch.critic import Critic
-from agl_algo_torch.forward import logprobs
-from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
+from agl_algo_torch.critic import CriticLearner
+from agl_algo_torch.forward import recompute_logprobs
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
@@ -46,8 +49,8 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.tuned import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
-from agl_algo_torch.typed import backward
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -59,12 +62,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A row with what the critic says of it: `values` before the update and their `targets`, both [T]."""
+class ValuedRow:
+    """A row with the critic's `values` before the update and their `targets`, both [T], 0 where nothing is trained."""
 
-    sample: Sample
-    values: Tensor
-    targets: Tensor
+    sample: RowSample
+    values: Tensor  # V_old(s_t), [T]
+    targets: Tensor  # R_t = A_t + V_old(s_t), [T]
 
 
 class PPO:
@@ -81,7 +84,7 @@ class PPO:
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
-        tis_cap: Largest importance weight of the trainer's over the sampler's probability; 0 turns it off.
+        tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
@@ -97,17 +100,17 @@ class PPO:
         steps: int = 100,
         tasks_per_step: int = 16,
         group_size: int = 4,
-        gamma: float = 1.0,
-        lam: float = 0.95,
+        gamma: float = 1.0,  # an answer is worth as much when it took more tokens
+        lam: float = 0.95,  # lambda
         is_whitened: bool = True,
         aggregation: Aggregation = "token",
         constant_tokens: int = 1024,
         updates_per_step: int = 1,
-        epochs: int = 1,
-        clip_low: float = 0.2,
+        epochs: int = 1,  # K
+        clip_low: float = 0.2,  # epsilon
         clip_high: float = 0.2,
         clip_dual: float = 0.0,
-        value_clip: float = 0.5,
+        value_clip: float = 0.5,  # in the unit of the returns
         kl: KL = "k3",
         kl_coef: float = 0.0,
         tis_cap: float = 2.0,
@@ -165,6 +168,7 @@ class PPO:
             total=steps * updates_per_step * epochs,
             max_grad_norm=max_grad_norm,
         )
+        # The critic learns faster: it starts at 0 everywhere, and bad values are bad advantages.
         self._critic_optim = replace(optim, lr=critic_lr)
         settings = LearnerSettings(
             optim=optim,
@@ -174,7 +178,7 @@ class PPO:
             threads=threads,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="ppo", keep=keep, has_reference=bool(kl_coef))
-        self._critic: Critic | None = None
+        self._critic: CriticLearner | None = None
         self._step, self._updates = 0, 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -188,6 +192,8 @@ class PPO:
         context, step = self._context, self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
         critic = self._critic = self._critic or await asyncio.to_thread(self._make_critic, learner)
+
+        # 1. Collect with the live weights.
         started = time.perf_counter()
         tasks = draw_tasks(context, step=step, count=self._tasks_per_step)
         collected = await context.collect(tasks, step=step, n=self._group_size)
@@ -195,13 +201,17 @@ class PPO:
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
         metrics |= {"reward": mean([e.reward for e in collected.episodes if e.reward is not None])}
 
+        # 2. Values, advantages and targets. All are fixed now, before the first update of the step.
         started = time.perf_counter()
         rows = [row for group in collected.groups() for row in self._rows(group)]
-        steps = await asyncio.to_thread(self._evaluate, learner, critic, rows)
-        metrics |= _value_metrics(steps)
-        metrics |= await self._train(learner, critic, steps)
+        valued = await asyncio.to_thread(self._evaluate, learner, critic, rows)
+        metrics |= _value_metrics(valued)
+
+        # 3. Update policy and critic.
+        metrics |= await self._train(learner, critic, valued)
         metrics["update_s"] = time.perf_counter() - started
 
+        # 4. Save what training continues from, then make the new weights live.
         await self._tuned.save(step=step)
         await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep)
         version = await self._tuned.publish(step=step)
@@ -211,7 +221,7 @@ class PPO:
             step=step,
             is_finished=is_finished,
             metrics=metrics,
-            trained=tuple(dict.fromkeys(row.sample.rollout for row in steps)),
+            trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
             published=(version,),
             stop_reason=f"{self._steps} steps done" if is_finished else "",
         )
@@ -231,7 +241,7 @@ class PPO:
             await asyncio.to_thread(self._critic.load, self._context.workdir, step=self._step)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether `steps` is above the steps done; a decaying rate is then that of a run of the new length."""
+        """Return true while `steps` exceeds the steps done; a decaying rate then follows the new length."""
         del tasks, sources_go_on
         return int(state["step"]) < self._steps
 
@@ -240,64 +250,85 @@ class PPO:
         self._tuned.close()
         self._critic = None
 
-    def _make_critic(self, learner: Learner) -> Critic:
-        return Critic(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
+    def _make_critic(self, learner: PolicyLearner) -> CriticLearner:
+        # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.
+        return CriticLearner(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
 
-    def _rows(self, group: Sequence[Episode]) -> list[tuple[Sample, Tensor]]:
-        """The trained rows of a group with the reward at each token."""
-        found: list[tuple[Sample, Tensor]] = []
+    def _rows(self, group: Sequence[Episode]) -> list[tuple[RowSample, Tensor]]:
+        """Return the trained rows of a group, each with the reward at its tokens, [T]."""
+        found: list[tuple[RowSample, Tensor]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
-            returns = {credit.span_id: _return(credit) for credit in credits}
+            returns = {credit.span_id: _return_of(credit) for credit in credits}  # G_k of every call k
             temperatures = {call.span_id: call.temperature for call in episode.transitions}
             for row in episode.rows:
+                # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
                 sample = from_row(row, advantages=returns, temperatures=temperatures)
                 if sample.trained_tokens:
                     found.append((sample, gae.call_rewards(row, returns)))
         return found
 
-    def _evaluate(self, learner: Learner, critic: Critic, rows: Sequence[tuple[Sample, Tensor]]) -> list[Step]:
-        """Values, advantages and targets of all rows; the log-probabilities where several updates will need them."""
+    def _evaluate(
+        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[tuple[RowSample, Tensor]]
+    ) -> list[ValuedRow]:
+        """Return all rows with values, advantages and targets, and with log pi_old where several updates need it."""
         learner.use_threads()
         samples = [sample for sample, _ in rows]
+        # With one update pi_old is pi itself and the update's own forward pass gives it.
         if self._updates_per_step * self._epochs > 1:
-            old = logprobs(learner.loaded.model, samples, token_budget=self._token_budget, device=learner.loaded.device)
+            old = recompute_logprobs(
+                learner.loaded.model, samples, token_budget=self._token_budget, device=learner.loaded.device
+            )
             samples = [replace(sample, old=value) for sample, value in zip(samples, old, strict=True)]
-        steps: list[Step] = []
+        valued: list[ValuedRow] = []
         for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
-            predicted = sample.mask.clone()
-            predicted[0] = False
-            advantages_T, targets_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)
+            predicted = sample.mask.clone()  # [T] bool, the steps of the trajectory
+            predicted[0] = False  # nothing stands before the first token, so it has neither logit nor value
+            advantages_T, targets_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)  # [T] float64
+            # GAE sees the N policy tokens side by side, as if nothing had been read between them. float64, because
+            # the recursion adds up over thousands of steps.
             advantages_T[predicted], targets_T[predicted] = gae.advantages(
                 rewards_T[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
             )
-            trained = replace(sample, advantages=advantages_T.float(), mask=predicted)
-            steps.append(Step(sample=trained, values=values_T, targets=targets_T))
-        return self._whitened(steps) if self._is_whitened else steps
+            trained = replace(sample, advantages=advantages_T.float(), mask=predicted)  # from here on A_t, not G_k
+            valued.append(ValuedRow(sample=trained, values=values_T, targets=targets_T))
+        return self._whitened(valued) if self._is_whitened else valued
 
-    def _whitened(self, steps: list[Step]) -> list[Step]:
-        """Advantages with mean 0 and deviation 1 under the weights of the loss; equal ones become 0."""
-        weight, _ = weights([s.sample for s in steps], aggregation=self._aggregation, constant=self._constant_tokens)
-        values_M = torch.cat([s.sample.advantages[s.sample.mask] for s in steps] or [torch.zeros(0)]).double()
+    def _whitened(self, rows: list[ValuedRow]) -> list[ValuedRow]:
+        """Return the rows with advantages of mean 0 and deviation 1 under the weights of the loss.
+
+        Equal advantages become 0. The statistics are those of the whole step, not of one update.
+        """
+        weight, _ = loss_weights(
+            [row.sample for row in rows], aggregation=self._aggregation, constant=self._constant_tokens
+        )
+        # M counts the trained tokens of all rows of the step here.  A and w, both [M]
+        values_M = torch.cat([row.sample.advantages[row.sample.mask] for row in rows] or [torch.zeros(0)]).double()
         weight_M = torch.cat(
-            [torch.full((s.sample.trained_tokens,), w) for s, w in zip(steps, weight, strict=True)] or [torch.zeros(0)]
+            [torch.full((row.sample.trained_tokens,), w) for row, w in zip(rows, weight, strict=True)]
+            or [torch.zeros(0)]
         ).double()
         if not len(values_M):
-            return steps
+            return rows
+        # mean = sum w A / sum w, var = sum w (A - mean)^2 / sum w: the mean that the loss takes. Whitened so, the
+        # advantages push as hard towards good tokens as away from bad ones, whatever the critic's bias.
         average = (weight_M * values_M).sum() / weight_M.sum()
         deviation = ((weight_M * (values_M - average) ** 2).sum() / weight_M.sum()).sqrt()
 
-        def whiten(sample: Sample) -> Sample:
-            scaled_T = ((sample.advantages.double() - average) / (deviation + 1e-8)).float()
+        def whiten(sample: RowSample) -> RowSample:
+            # 1e-8 against a deviation of 0. Outside of the mask the subtraction left -mean / std, hence the product.
+            scaled_T = ((sample.advantages.double() - average) / (deviation + 1e-8)).float()  # [T]
             return replace(sample, advantages=scaled_T * sample.mask)
 
-        return [replace(step, sample=whiten(step.sample)) for step in steps]
+        return [replace(row, sample=whiten(row.sample)) for row in rows]
 
-    async def _train(self, learner: Learner, critic: Critic, steps: Sequence[Step]) -> dict[str, float]:
-        """All updates of a step; a number that several updates report is averaged."""
-        if not steps:
+    async def _train(
+        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow]
+    ) -> dict[str, float]:
+        """Do all updates of a step and return their metrics, averaged over the updates that report them."""
+        if not rows:
             return {"updates_skipped": 1.0}
-        by_row = {id(step.sample): step for step in steps}
-        parts = split_updates([step.sample for step in steps], updates=self._updates_per_step)
+        by_row = {id(row.sample): row for row in rows}  # samples hold tensors, which cannot be compared for equality
+        parts = split_updates([row.sample for row in rows], updates=self._updates_per_step)  # rollouts stay whole
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             for index, part in enumerate(parts):
@@ -307,30 +338,36 @@ class PPO:
         names = dict.fromkeys(name for report in reports for name in report)
         return {name: mean([report[name] for report in reports if name in report]) for name in names}
 
-    def _update(self, learner: Learner, critic: Critic, steps: Sequence[Step]) -> dict[str, float]:
-        """One update of the critic, and of the policy once the critic's warm-up is over."""
+    def _update(self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[ValuedRow]) -> dict[str, float]:
+        """Do one update of the critic, and one of the policy once the critic's warm-up is over; returns metrics."""
         learner.use_threads()
-        samples = [step.sample for step in steps]
-        weight, total = weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        samples = [row.sample for row in rows]
+        # Critic and policy weight a token alike, so both see a rollout with the same share.
+        weight, total = loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        # The critic first; it does not matter to the policy, whose advantages were computed before either moved.
         report = critic.update(
             samples,
             weight,
             total=total,
-            targets=[step.targets for step in steps],
-            old=[step.values for step in steps],
+            targets=[row.targets for row in rows],
+            old=[row.values for row in rows],
         )
+        # While V is still near 0, A is the return without a baseline, whose variance would only shake the policy.
         if self._step < self._critic_warmup:
             return report
         sums: defaultdict[str, float] = defaultdict(float)
         peaks = {"ratio_max": 0.0, "logprob_gap": 0.0}
         budget, device = self._token_budget, learner.loaded.device
         for batch in micro_batches(samples, weight, total=total, token_budget=budget, device=device):
-            logits_M_V = batch.logits(learner.loaded.model)
-            logp_M = batch.logprobs(logits_M_V)
+            logits_M_V = batch.logits(learner.loaded.model)  # [M, V]
+            logp_M = batch.logprobs(logits_M_V)  # [M], log pi(y_t), with gradient
+            # log pi_old(y_t), [M]; in a step of one update its value is logp, without the gradient.
             old_M = logp_M.detach() if batch.old_M is None else batch.old_M
             importance_M = None
             if self._tis_cap:
+                # c_t = min(pi_old / pi_behaviour, cap), [M]
                 importance_M = truncated_importance(old_M, batch.behaviour_M, cap=self._tis_cap)
+            # L^CLIP of equation 7, negated because the optimizer descends.
             result = policy_loss(
                 logp_M,
                 old_logp_M=old_M,
@@ -345,23 +382,25 @@ class PPO:
             loss = result.loss
             if self._kl_coef:
                 with self._tuned.reference.active() as model:
-                    reference_M = batch.logprobs(batch.logits(model))
-                kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)
+                    reference_M = batch.logprobs(batch.logits(model))  # [M], no gradient
+                # In the loss and not in the reward: the critic need not learn what the policy's drift will cost.
+                kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)  # [M]
                 loss = loss + self._kl_coef * batch.mean(kl_M)
                 sums["kl"] += float(kl_M.detach().sum())
-            backward(loss)
+            backward(loss)  # gradients of micro-batches add up in the parameters
             sums["loss"] += float(loss.detach())
             sums["entropy"] += float(entropy(logits_M_V.detach()).sum())
             sums["clipped"] += result.clipped_low + result.clipped_high
             sums["tokens"] += len(logp_M)
             peaks["ratio_max"] = max(peaks["ratio_max"], result.ratio_max)
             peaks["logprob_gap"] = max(peaks["logprob_gap"], float((old_M - batch.behaviour_M).abs().max()))
-        totals = {"loss", "tokens"}
+        totals = {"loss", "tokens"}  # the other sums are reported per token
         report |= {name: value if name in totals else value / sums["tokens"] for name, value in sums.items()}
         return report | peaks | {"grad_norm": learner.apply()}
 
 
-def _return(credit: CallCredit) -> float:
+def _return_of(credit: CallCredit) -> float:
+    """Return the call's return; raises ConfigError for a finished advantage."""
     if credit.is_advantage:
         raise ConfigError(
             "ppo subtracts its critic's values from returns, and the configured credit gives finished advantages. "
@@ -370,12 +409,16 @@ def _return(credit: CallCredit) -> float:
     return credit.value
 
 
-def _value_metrics(steps: Sequence[Step]) -> dict[str, float]:
-    """How much of the targets' variance the critic explains, and the mean value."""
-    if not steps:
+def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:
+    """Return the share of the targets' variance that the critic explains, the mean value and the number of rows.
+
+    The share is 1 for a perfect critic, 0 for one that says the same everywhere, below 0 for a harmful one.
+    """
+    if not rows:
         return {}
-    values_M = torch.cat([step.values[step.sample.mask] for step in steps]).double()
-    targets_M = torch.cat([step.targets[step.sample.mask] for step in steps]).double()
-    spread = float(targets_M.var(correction=0))
+    # explained = 1 - var(R - V) / var(R), over the trained tokens, [M] each
+    values_M = torch.cat([row.values[row.sample.mask] for row in rows]).double()
+    targets_M = torch.cat([row.targets[row.sample.mask] for row in rows]).double()
+    spread = float(targets_M.var(correction=0))  # 0 when all targets are equal: then nothing is to be explained
     explained = 1.0 - float((targets_M - values_M).var(correction=0)) / spread if spread > 0 else 0.0
-    return {"value": float(values_M.mean()), "explained_variance": explained, "rows": float(len(steps))}
+    return {"value": float(values_M.mean()), "explained_variance": explained, "rows": float(len(rows))}

@@ -1,8 +1,8 @@
-"""Keys and values of prompts and responses that were computed already, for the prompts that start like them.
+"""Remembers keys and values that were computed already, for prompts that begin with the same tokens.
 
 Turns of a conversation, siblings of a group and tasks with one system prompt share long prefixes. A prefix is found
 through a chain of hashes, one per block of tokens, and then compared token by token, so a collision costs time and
-never an answer. What is here belongs to one version of the weights: clear it when they change.
+never a wrong answer. The contents belong to one version of the weights: clear them when the weights change.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class _Prefix:
 
 
 class PrefixStore:
-    """Keys and values of recent sequences, found by the longest shared prefix; least recently used leave first.
+    """The keys and values of recent sequences, found by the longest shared prefix; the least recently used leave first.
 
     Args:
         max_bytes: Memory that may be kept; 0 turns the store off.
 
     Attributes:
-        is_on: Whether anything can be found here.
+        is_on: False when the store is off and finds nothing.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
@@ -45,11 +45,16 @@ class PrefixStore:
         self._max_bytes = max_bytes
         self._n_bytes = 0
         self._entries: OrderedDict[int, _Prefix] = OrderedDict()
-        self._owner: dict[int, int] = {}
+        self._owner: dict[int, int] = {}  # the newest entry that has a link
         self._next_id = 0
 
     def find(self, tokens: TokenArray) -> tuple[int, KeyValues | None]:
-        """Longest usable prefix of `tokens`, at most all but the last one, as (tokens, key values)."""
+        """Return the longest known prefix of `tokens` as (number of tokens, keys and values), or (0, None).
+
+        At least one token is left to compute, because its logits are needed. The tensors are views: copy them before
+        the store changes.
+        """
+        # The last link stands for the longest prefix, so the first hit from the end is the best.
         for link in reversed(list(_chain(tokens))):
             entry_id = self._owner.get(link)
             if entry_id is not None:
@@ -65,7 +70,10 @@ class PrefixStore:
         return shared, [tensor[:, :, :shared] for tensor in entry.key_values]
 
     def add(self, tokens: TokenArray, key_values: KeyValues) -> None:
-        """Remember a sequence; the tensors are copied. One already covered by another is not stored again."""
+        """Remember a sequence and copy its tensors, unless another one begins with it.
+
+        Sequences shorter than one block are not remembered.
+        """
         chain = list(_chain(tokens))
         if not chain or not self.is_on or self._covers(chain[-1], tokens):
             return
@@ -90,13 +98,14 @@ class PrefixStore:
                 del self._owner[link]
 
     def clear(self) -> None:
-        """Forget everything; due whenever the weights change."""
+        """Forget everything; call it whenever the weights change."""
         self._entries.clear()
         self._owner.clear()
         self._n_bytes = 0
 
 
 def _chain(tokens: TokenArray) -> Iterator[int]:
+    """Yield one link per whole block; each depends on all blocks before it, so equal links mean equal prefixes."""
     link = 0
     for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
         link = hash((link, tokens[end - _BLOCK : end].tobytes()))
@@ -104,8 +113,8 @@ def _chain(tokens: TokenArray) -> Iterator[int]:
 
 
 def _shared(left: TokenArray, right: TokenArray) -> int:
-    """Length of the common prefix."""
+    """Return the length of the common prefix."""
     size = min(len(left), len(right))
     differs = left[:size] != right[:size]
-    first = int(differs.argmax()) if size else 0
+    first = int(differs.argmax()) if size else 0  # the first difference, or 0 when there is none
     return first if size and differs[first] else size

@@ -1,4 +1,4 @@
-"""Bodies of answers: OpenAI's objects with vLLM's fields for token ids, and the versions of the weights.
+"""Builds the parts of answers: OpenAI's objects with vLLM's fields for token ids, and the versions of the weights.
 
 Beside OpenAI's fields an answer has
 - `model_version`, and `model_versions`: the token spans `{choice, version, start, end}`, one per choice unless the
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from agl_algo_torch.codec import TextCodec
     from agl_algo_torch.sampling import Draw, SamplingParams
     from agl_algo_torch.sequence import Generation
-    from agl_algo_torch.toolcalls import Parsed
+    from agl_algo_torch.toolcalls import ParsedResponse
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What all chunks of one answer share."""
+class AnswerHead:
+    """The fields that all chunks of one answer share; `kind` is `chat` or `completions`."""
 
     id: str
     model: str
     created: int
     kind: str
 
-    def head(self, *, is_chunk: bool) -> Json:
-        """The leading fields."""
+    def fields(self, *, is_chunk: bool) -> Json:
+        """Return them under OpenAI's names."""
         name = "text_completion" if self.kind == "completions" else "chat.completion"
         if is_chunk and self.kind == "chat":
             name += ".chunk"
@@ -43,12 +43,12 @@ class Answer:
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other answer has."""
+    """Return a random id such as `chatcmpl-...`, unique among all answers."""
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def version_fields(generations: Mapping[int, Generation], params: SamplingParams) -> Json:
-    """The fields that say which weights drew the tokens of each choice, and what the log-probabilities mean."""
+    """Return the fields that name the weights behind each choice's tokens, and the meaning of its log-probabilities."""
     spans = [
         {"choice": choice, "version": span.version, "start": span.start, "end": span.end}
         for choice, generation in generations.items()
@@ -63,7 +63,7 @@ def version_fields(generations: Mapping[int, Generation], params: SamplingParams
 
 
 def usage(prompt_tokens: int, generations: Sequence[Generation]) -> Json:
-    """Token counts; prompts count once each, as OpenAI does."""
+    """Return the token counts; every prompt counts once, however many choices it has, as OpenAI counts."""
     completion = sum(len(one.draws) for one in generations)
     return {
         "prompt_tokens": prompt_tokens,
@@ -74,10 +74,11 @@ def usage(prompt_tokens: int, generations: Sequence[Generation]) -> Json:
 
 
 def chat_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool) -> Json:
-    """`choices[i].logprobs` of a chat completion."""
+    """Return `choices[i].logprobs` of a chat completion; `as_ids` writes tokens as `token_id:N`, as vLLM does."""
 
     def entry(token_id: int, logprob: float) -> Json:
         text = codec.token_text(token_id)
+        # A token may end within a character; its bytes cannot be told from its text then.
         whole = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": f"token_id:{token_id}" if as_ids else text, "logprob": logprob, "bytes": whole}
 
@@ -88,7 +89,7 @@ def chat_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool) -> J
 
 
 def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offset: int = 0) -> Json:
-    """`choices[i].logprobs` of a completion."""
+    """Return `choices[i].logprobs` of a completion; `offset` is the number of characters sent before."""
 
     def name(token_id: int) -> str:
         return f"token_id:{token_id}" if as_ids else codec.token_text(token_id)
@@ -105,8 +106,8 @@ def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offs
     }
 
 
-def tool_calls(parsed: Parsed, ids: Sequence[str], *, is_delta: bool) -> list[Json]:
-    """Tool calls of a message, or the same as deltas of a stream."""
+def tool_calls(parsed: ParsedResponse, ids: Sequence[str], *, is_delta: bool) -> list[Json]:
+    """Return the tool calls of a message, or the same as deltas of a stream."""
     calls: list[Json] = [
         {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call_id, call in zip(ids, parsed.calls, strict=True)

@@ -1,18 +1,24 @@
 """RFT: supervised fine-tuning on the good rollouts that another algorithm, or this one, paid for.
 
-Paper: Yuan et al. 2023, "Scaling Relationship on Learning Mathematical Reasoning" (arXiv 2308.01825), section 3.2:
-sample several answers per task, keep the right ones, fine-tune on them. One step:
+Paper: Yuan et al. 2023, "Scaling Relationship on Learning Mathematical Reasoning" (arXiv 2308.01825), "Rejection
+sampling fine-tuning": sample several answers per task, keep the right ones, fine-tune on them. One step:
 
     1. take groups of rollouts: its own (`tasks_per_step`, `group_size`), or those that a `source` paid for
     2. keep those with at least `min_reward`, of each group the `best` at most
     3. minimise -sum_t w_t log pi(y_t | y_<t) over the policy's tokens, `epochs` passes, `rollouts_per_update` at a time
     4. publish the new weights
 
+Minimising 3. is the policy gradient with reward 1 for the rollouts that were kept and 0 for the others, without a
+baseline: bad rollouts teach nothing here.
+
 Deviations from the paper, and why:
 - Rollouts have several turns; what the policy did not write is masked.
-- The very tokens that were sampled are trained, nothing is rendered again. So the rollouts must be the tuned policy's
-  own; to imitate another model, write its runs to a file (`agl export`) and use `sft`.
-- Equal answers are not removed: siblings are samples, and how often one appears is its probability.
+- The very tokens that were sampled are trained; nothing is rendered again. The rollouts must therefore be the tuned
+  policy's own. To imitate another model, write its runs to a file (`agl export`) and use `sft`.
+- Equal answers are kept, where the paper removes them: siblings are samples, and how often an answer appears is its
+  probability.
+- Training continues from the current weights, where the paper starts again from the pretrained model: here the model
+  is served between two steps.
 """
 
 from __future__ import annotations
@@ -25,14 +31,14 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import Sample, from_row, micro_batches, weights
-from agl_algo_torch.learner import Learner, LearnerSettings, mean
+from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
-from agl_algo_torch.supply import Supply
-from agl_algo_torch.tuned import TunedPolicy, at_least_one
-from agl_algo_torch.typed import backward
+from agl_algo_torch.supply import RolloutSupply
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,7 +70,7 @@ class RFT:
         self,
         *,
         min_reward: float,
-        best: int = 0,
+        best: int = 0,  # the paper keeps every right answer that is new
         steps: int | None = None,
         tasks_per_step: int | None = None,
         group_size: int | None = None,
@@ -107,7 +113,7 @@ class RFT:
             threads=threads,
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="rft", keep=keep)
-        self._supply = Supply(
+        self._supply = RolloutSupply(
             algorithm="rft", steps=steps, tasks_per_step=tasks_per_step, group_size=group_size, max_age=max_age
         )
         self._step, self._updates = 0, 0
@@ -122,13 +128,17 @@ class RFT:
         """Take groups, keep the good ones, update, save and publish."""
         step = self._step + 1
         learner = await self._tuned.learner(updates=self._updates)
-        given = await self._supply.take(step)
-        rows = [row for group in given.groups for episode in self._good(group) for row in _rows(episode)]
 
+        # 1. and 2. Take groups and keep their good rollouts.
+        given = await self._supply.take(step)
+        rows = [row for group in given.groups for episode in self._good(group) for row in _live_rows(episode)]
+
+        # 3. Update.
         started = time.perf_counter()
         metrics = given.metrics | await self._train(learner, rows)
         metrics["update_s"] = time.perf_counter() - started
 
+        # 4. Save, then publish; without a good rollout the weights are what they were.
         await self._tuned.save(step=step)
         published = (await self._tuned.publish(step=step),) if rows else ()
         self._step, self._updates = step, learner.updates
@@ -142,7 +152,7 @@ class RFT:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """Counts, what of the sources was read, the newest checkpoint and the version that training started from."""
+        """Return the counts, how far the sources were read, the newest checkpoint and the version it started from."""
         own: dict[str, Json] = {"step": self._step, "updates": self._updates}
         return own | self._supply.state() | self._tuned.state(step=self._step)
 
@@ -153,7 +163,7 @@ class RFT:
         await self._tuned.restore(state)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether `steps` is above the steps done, or a source that had nothing more goes on."""
+        """Return true while `steps` exceeds the steps done, or when an exhausted source continues."""
         del tasks
         return self._supply.has_more(state, step=int(state["step"]), sources_go_on=sources_go_on)
 
@@ -162,43 +172,51 @@ class RFT:
         self._tuned.close()
 
     def _good(self, group: Sequence[Episode]) -> list[Episode]:
-        """The rollouts of a group that are imitated, best first; of equal ones the earlier."""
+        """Return the rollouts of a group that are imitated, best first; of equal ones the earlier comes first."""
+        # A missing reward is not a bad one, but nothing says that the rollout deserves to be imitated.
         good = [e for e in group if e.reward is not None and e.reward >= self._min_reward]
+        # The id breaks ties, so that a repeated step keeps the same rollouts.
         good.sort(key=lambda e: (-(e.reward or 0.0), e.rollout.rollout_id))
-        return good[: self._best or None]
+        return good[: self._best or None]  # `best` 0 keeps all; otherwise easy tasks cannot fill the batch
 
-    async def _train(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
-        """All updates of a step; numbers are averaged over the updates."""
-        by_rollout: defaultdict[str, list[Sample]] = defaultdict(list)
+    async def _train(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
+        """Do all updates of a step and return their metrics, averaged over the updates."""
+        by_rollout: defaultdict[str, list[RowSample]] = defaultdict(list)
         for row in rows:
             by_rollout[row.rollout].append(row)
         reports: list[dict[str, float]] = []
         for epoch in range(self._epochs):
             order = list(by_rollout)
+            # Seeded by what a resumed run knows too, so that it sees the rollouts in the same order.
             random.Random(f"{self._context.seed}/{self._context.name}/{self._step}/{epoch}").shuffle(order)
             for start in range(0, len(order), self._rollouts_per_update):
                 part = [row for name in order[start : start + self._rollouts_per_update] for row in by_rollout[name]]
                 reports.append(await asyncio.to_thread(self._update, learner, part))
                 self._context.progress(epoch * len(order) + start, self._epochs * len(order), "update")
+        # No good rollout is no error: a hard batch leaves the weights alone, and the metric shows it.
         kept = {"imitated": float(len(by_rollout))}
         if not reports:
             return kept | {"updates_skipped": 1.0}
         return kept | {name: mean([report[name] for report in reports]) for name in reports[0]}
 
-    def _update(self, learner: Learner, rows: Sequence[Sample]) -> dict[str, float]:
-        """One optimizer update on whole rollouts."""
+    def _update(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
+        """Do one optimizer update on whole rollouts and return its metrics."""
         learner.use_threads()
         loaded = learner.loaded
-        weight, total = weights(rows, aggregation=self._aggregation)
+        # w_t: "token" is the usual cross-entropy; "sequence" keeps long rollouts from outvoting short ones.
+        weight, total = loss_weights(rows, aggregation=self._aggregation)
         summed = 0.0
         for batch in micro_batches(rows, weight, total=total, token_budget=self._token_budget, device=loaded.device):
+            # -sum_t w_t log pi(y_t | y_<t) / total over this batch's tokens: [M, V] -> [M] -> []
             loss = -batch.mean(batch.logprobs(batch.logits(loaded.model)))
-            backward(loss)
+            backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
         return {"loss": summed, "grad_norm": learner.apply()}
 
 
-def _rows(episode: Episode) -> list[Sample]:
+def _live_rows(episode: Episode) -> list[RowSample]:
+    """Return the rows of an episode that have trained tokens."""
+    # The temperature is left at 1: what is imitated is the answer, by the distribution that the model has by itself.
     live = {call.span_id: 1.0 for call in episode.transitions if not call.reject}
     rows = [from_row(row, advantages=live) for row in episode.rows]
     return [row for row in rows if row.trained_tokens]

@@ -1,11 +1,13 @@
-"""One sampling step for a batch whose rows have different parameters, on transformers' own warpers.
+"""Draws one token per row for a batch whose rows have different parameters, with transformers' own warpers.
 
-The log-probability that is reported, and trained on, is `log_softmax(logits / temperature)` before top-k and top-p:
-with temperature 1 (and for greedy decoding) it is the model's own. Where top-k or top-p cut the distribution the
+The log-probability that is reported, and trained on, is `log_softmax(logits / temperature)` before top-k and top-p.
+With temperature 1, and for greedy decoding, it is the model's own. Where top-k or top-p cut the distribution, the
 response says that the reported one is not exactly the one that was sampled from (`is_exact`).
 
-Rows without a seed draw from one generator of the engine; rows with a seed from their own, so that a seeded
-request repeats whatever else runs. The global random state, which training uses, is never touched.
+Rows without a seed draw from one generator of the engine. Rows with a seed draw from their own, so a seeded request
+repeats its answer whatever else runs. The global random state, which training uses, is never touched.
+
+B is the number of rows, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from agl_algo_torch.typed import integers, numbers
+from agl_algo_torch.typed_torch import integers, numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,33 +28,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a token is drawn; `temperature` 0 is greedy, `top_k` 0 and `top_p` 1 switch the cut off."""
+    """The parameters by which a token is drawn."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    top_logprobs: int = 0
+    temperature: float = 1.0  # tau; 0 is greedy
+    top_p: float = 1.0  # smallest set of tokens with this mass; 1 keeps all
+    top_k: int = 0  # the so many most likely tokens; 0 keeps all
+    seed: int | None = None  # None draws from the engine's generator
+    top_logprobs: int = 0  # alternatives to report
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """True when the most likely token is taken."""
         return self.temperature == 0.0
 
     @property
     def is_exact(self) -> bool:
-        """Whether tokens are drawn from exactly the distribution whose log-probabilities are reported."""
+        """True when tokens are drawn from exactly the distribution whose log-probabilities are reported."""
+        # Importance weights divide by the reported probability, so a trainer must know when it is not the sampler's.
         return not self.is_greedy and self.top_p >= 1.0 and self.top_k == 0
 
     @property
     def logprobs_mode(self) -> str:
-        """Which logits the reported log-probabilities come from."""
+        """vLLM's name for the logits that the reported log-probabilities come from."""
         is_raw = self.is_greedy or self.temperature == 1.0
         return "raw_logprobs" if is_raw else "temperature_scaled_logprobs"
 
     @property
     def shape(self) -> tuple[float, float, int]:
-        """What rows must share to be processed together."""
+        """The parameters that rows must share to be processed together."""
         return self.temperature, self.top_p, self.top_k
 
 
@@ -73,10 +76,12 @@ def draw(
     shared: Generator,
 ) -> list[Draw]:
     """Draw one token per row; raises FloatingPointError when the logits are not finite."""
-    logits = logits_B_V.float()
-    if not bool(torch.isfinite(logits.amax(-1)).all()):  # amax carries NaN and +inf; -inf is a masked token
+    logits = logits_B_V.float()  # [B, V]; a sum over the vocabulary needs more than bfloat16's 8 bits
+    # The maximum over the vocabulary is NaN or +inf if any logit is; -inf alone is just a masked token.
+    if not bool(torch.isfinite(logits.amax(-1)).all()):
         raise FloatingPointError("the model's logits are not finite; its weights have probably diverged")
     draws: dict[int, Draw] = {}
+    # The warpers take one temperature, top-k and top-p per call, hence one call per set of them.
     for rows in _by_shape(params):
         part = logits if len(rows) == len(params) else logits[rows]
         drawn = _draw_alike(part, [params[i] for i in rows], [generators[i] for i in rows], shared)
@@ -85,6 +90,7 @@ def draw(
 
 
 def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
+    """Return the rows of each set of parameters, in order of first appearance."""
     groups: dict[tuple[float, float, int], list[int]] = {}
     for row, one in enumerate(params):
         groups.setdefault(one.shape, []).append(row)
@@ -94,14 +100,16 @@ def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
 def _draw_alike(
     logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[Generator | None], shared: Generator
 ) -> list[Draw]:
-    """Draw for rows of equal temperature, top-p and top-k; logits (rows, vocabulary)."""
+    """Draw for rows of equal temperature, top-p and top-k; `logits` [B, V]."""
     first = params[0]
     scaled = logits
+    # z / tau. Greedy decoding is the limit tau -> 0, where everything but the maximum would get log-probability
+    # -inf; it reports the model's own distribution instead.
     if not first.is_greedy and first.temperature != 1.0:
         scaled = _warp([TemperatureLogitsWarper(first.temperature)], logits)
-    logprobs = scaled.log_softmax(-1)
+    logprobs = scaled.log_softmax(-1)  # [B, V], before any cut
     tokens = logits.argmax(-1) if first.is_greedy else _multinomial(_probabilities(scaled, first), generators, shared)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # [B], log p of the token that was drawn
     tops = _alternatives(logprobs, params)
     return [
         Draw(token, logprob, top) for token, logprob, top in zip(integers(tokens), numbers(chosen), tops, strict=True)
@@ -109,7 +117,9 @@ def _draw_alike(
 
 
 def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
+    """Return the distribution to draw from, [B, V]: `scaled` cut by top-k, then by top-p, and renormalised."""
     warpers: list[Any] = []
+    # Top-k first, as transformers and vLLM do: top-p then counts the mass of what top-k has left.
     if params.top_k > 0:
         warpers.append(TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
@@ -118,20 +128,23 @@ def _probabilities(scaled: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
-    """Apply warpers; none of those used here looks at the tokens so far."""
+    """Return `scores` after the warpers, [B, V]."""
     if not warpers:
         return scores
+    # Their interface takes the tokens so far, but none of those used here looks at them.
     no_tokens = torch.empty((scores.shape[0], 0), dtype=torch.long, device=scores.device)
     return LogitsProcessorList(warpers)(cast("Any", no_tokens), cast("Any", scores))
 
 
 def _multinomial(probabilities: Tensor, generators: Sequence[Generator | None], shared: Generator) -> Tensor:
-    free = [row for row, generator in enumerate(generators) if generator is None]
+    """Draw one token id per row, [B], from the row's own generator where it has one, else from `shared`."""
+    free = [row for row, generator in enumerate(generators) if generator is None]  # rows without a seed
     if len(free) == len(generators):
         return torch.multinomial(probabilities, 1, generator=shared)[:, 0]
     tokens = torch.empty(len(generators), dtype=torch.long, device=probabilities.device)
     if free:
         tokens[free] = torch.multinomial(probabilities[free], 1, generator=shared)[:, 0]
+    # Seeded rows draw one by one: a joint draw would make a row's number depend on its neighbours.
     for row, generator in enumerate(generators):
         if generator is not None:
             tokens[row] = torch.multinomial(probabilities[row], 1, generator=generator)[0]
@@ -139,10 +152,12 @@ def _multinomial(probabilities: Tensor, generators: Sequence[Generator | None], 
 
 
 def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:
+    """Return for each row the `top_logprobs` most likely tokens as (id, logprob), most likely first."""
+    # One top-k for the largest wish; rows that want fewer take the first of it.
     most = min(max(one.top_logprobs for one in params), logprobs.shape[-1])
     if most == 0:
         return [()] * len(params)
-    values, ids = logprobs.topk(most, dim=-1)
+    values, ids = logprobs.topk(most, dim=-1)  # [B, most] both
     rows = zip(cast("list[list[int]]", integers(ids)), cast("list[list[float]]", numbers(values)), strict=True)
     return [
         tuple(zip(row_ids[: one.top_logprobs], row_values[: one.top_logprobs], strict=True))

@@ -1,4 +1,4 @@
-"""Which waiting requests join the batch at the next token boundary, and what of their prompts must be computed."""
+"""Chooses the waiting requests that join the batch at the next token boundary, and the tokens to compute for them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from agl_algo_torch.sequence import Flight
 
 _WORTH_WAITING = 32
-"""Tokens of prefix for which a request waits one turn until another one has computed them."""
+"""A request waits one turn for another one to compute a shared prefix that is at least this many tokens longer."""
 
 
 @dataclass(slots=True)
 class Admission:
-    """One distinct prompt with everything that starts from it.
+    """One distinct prompt with the sequences that start from it.
 
     Attributes:
-        tokens: The prompt, and what was generated already when it was interrupted by a weight swap.
-        shared: How many of them `prefix` holds.
+        tokens: The prompt, and the tokens that were generated before a weight swap interrupted it.
+        shared: The number of tokens that `prefix` holds.
         flights: The sequences that join; they share the computation.
     """
 
@@ -38,15 +38,16 @@ class Admission:
 
     @property
     def new(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return len(self.tokens) - self.shared
 
 
 def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: PrefixStore) -> list[Admission]:
-    """Take flights from the left while `rows` and the prefill budget last.
+    """Take flights from the left while `rows` and the prefill budget last, and return their distinct prompts.
 
     A flight stays when another one is about to compute a long prefix of it, or when padding all prompts to the
-    longest would exceed `prefill_tokens`; the first prompt is taken however long it is.
+    longest would exceed `prefill_tokens`. The first prompt is taken however long it is. Flights that stay keep their
+    order at the left of `waiting`.
     """
     picked: dict[bytes, Admission] = {}
     kept: list[Flight] = []
@@ -59,6 +60,7 @@ def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: Pr
             kept.append(flight)
             continue
         width = max(width, admission.new)
+        # A second flight of a prompt that was picked already costs nothing.
         if picked and not admission.flights and (len(picked) + 1) * width > prefill_tokens:
             kept.append(flight)
             break
@@ -71,7 +73,7 @@ def pick(waiting: deque[Flight], *, rows: int, prefill_tokens: int, prefixes: Pr
 
 
 def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: PrefixStore) -> Admission | None:
-    """The admission of a prompt not seen in this turn; None if another one is about to compute its prefix."""
+    """Return the admission of a prompt not seen in this turn, or None if another one is about to compute its prefix."""
     shared, prefix = prefixes.find(tokens)
     probe = shared + _WORTH_WAITING
     if prefixes.is_on and len(tokens) > probe:
@@ -82,7 +84,7 @@ def _admission(tokens: TokenArray, picked: dict[bytes, Admission], prefixes: Pre
 
 
 def padded(admissions: Sequence[Admission], width: int) -> tuple[Tensor, Tensor]:
-    """Token ids and positions (rows, width) of what each prompt adds to its prefix, padded on the left with 0."""
+    """Return ids and positions of the tokens after each prompt's prefix, both [rows, width], padded left with 0."""
     ids = torch.zeros((len(admissions), width), dtype=torch.long)
     positions = torch.zeros_like(ids)
     for row, admission in enumerate(admissions):

@@ -1,4 +1,4 @@
-"""What goes into the engine and comes out of it: requests, sequences in flight, tokens and finished generations."""
+"""The values that go into the engine and come out of it: requests, sequences in flight and finished generations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineError(PolicyError):
 
 
 class QueueFullError(EngineError):
-    """More requests wait than the engine was told to hold."""
+    """The engine holds as many waiting requests as its settings allow."""
 
 
 class EngineStoppedError(EngineError):
@@ -39,10 +39,10 @@ class GenerationRequest:
     Attributes:
         prompt_ids: At least one token.
         max_tokens: At least 1.
-        params: How tokens are drawn.
-        stop_ids: Tokens that end the sequence; they are part of what is returned.
+        params: Temperature, cuts, seed and alternatives.
+        stop_ids: Tokens that end the sequence; the one that did is returned as its last token.
         stop_check: Called with all generated ids after each token, in the engine's thread; true ends the sequence.
-        wants_tokens: Whether every token is reported when it is drawn.
+        wants_tokens: Reports every token as soon as it is drawn.
     """
 
     prompt_ids: tuple[int, ...]
@@ -55,7 +55,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """The tokens `start` to `end` (exclusive) of a response, drawn from weights `version`."""
+    """The tokens `start` to `end` (exclusive) of a response, which weights `version` generated."""
 
     version: str
     start: int
@@ -78,7 +78,7 @@ class Generation:
 
 
 Event = Draw | Generation | EngineError
-"""A token (only where `wants_tokens`), then one generation; or an error instead of what was still to come."""
+"""A token (only with `wants_tokens`), or the one generation at the end; an error ends the events in its place."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,17 +90,17 @@ class Flight:
     generator: torch.Generator | None
     draws: list[Draw] = field(default_factory=list[Draw])
     ids: list[int] = field(default_factory=list[int])
-    spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
+    spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # version, and where its tokens end
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     is_cancelled: bool = False
 
     def tokens(self) -> TokenArray:
-        """Prompt and what was generated so far."""
+        """Return the prompt and the tokens generated so far."""
         return np.array([*self.request.prompt_ids, *self.ids], dtype=np.int32)
 
     def accept(self, draw: Draw, *, version: str) -> None:
-        """Take the next token and decide whether it is the last one."""
+        """Take the next token, set `finish_reason` if it is the last one, and report it when wanted."""
         self.draws.append(draw)
         self.ids.append(draw.token_id)
         if self.spans and self.spans[-1][0] == version:
@@ -118,7 +118,7 @@ class Flight:
         return "length" if len(self.ids) >= request.max_tokens else None
 
     def result(self) -> Generation:
-        """The finished generation."""
+        """Return the finished generation."""
         spans: list[VersionSpan] = []
         for version, end in self.spans:
             spans.append(VersionSpan(version=version, start=spans[-1].end if spans else 0, end=end))

@@ -1,10 +1,12 @@
-"""The OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
+"""Serves the OpenAI-compatible endpoints over an engine: chat completions, completions, models and health.
 
-One request is one or more sequences of the engine; their tokens come back through a queue. Whatever ends the
-handler early, a client that went away above all, cancels what is still running.
+One request is one or more sequences of the engine; their tokens come back through a queue. When the handler ends
+early, above all because the client went away, sequences that still run are cancelled.
 
-The model version that serves is in the body (`model_version`, see `responses`), and in the header
-`x-agl-model-version`: of a stream it names the version of the first token, of a whole answer that of the last.
+The body names the model version that served (`model_version`, see `responses`), and so does the header
+`x-agl-model-version`: for a stream it is the version of the first token, for a whole answer that of the last.
+
+Requests are read in `wire`, prompts built in `templates`, answers written in `writers` and sent in `exchange`.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from aiohttp import web
 from jinja2 import TemplateError
 
 from agl_algo_torch.codec import stop_checker
-from agl_algo_torch.exchange import Call, json_response, serve, wire_error
-from agl_algo_torch.responses import Answer, new_id
+from agl_algo_torch.exchange import CheckedRequest, json_response, serve, wire_error
+from agl_algo_torch.responses import AnswerHead, new_id
 from agl_algo_torch.sequence import (
     EngineError,
     GenerationRequest,
 )
 from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messages, read_body
-from agl_algo_torch.writers import ChatWriter, CompletionWriter, Writer
+from agl_algo_torch.writers import AnswerWriter, ChatWriter, CompletionWriter
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -41,8 +43,8 @@ _MAX_BODY = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """What the server says about its model.
+class PolicyServerSettings:
+    """The model's name and limits, as the server states and keeps them.
 
     Attributes:
         model_name: Name that requests must give.
@@ -56,7 +58,7 @@ class ServerSettings:
 
 
 class PolicyServer:
-    """Handlers of one model; all run on one event loop."""
+    """The request handlers of one model; all run on one event loop."""
 
     def __init__(
         self,
@@ -65,14 +67,14 @@ class PolicyServer:
         codec: TextCodec,
         builder: PromptBuilder,
         parser: ToolParser,
-        settings: ServerSettings,
+        settings: PolicyServerSettings,
     ) -> None:
         self._engine, self._codec, self._builder = engine, codec, builder
         self._parser, self._settings = parser, settings
         self._created = int(time.time())
 
     def app(self) -> web.Application:
-        """The application; run it with `handler_cancellation=True`, or clients that leave are not noticed."""
+        """Return the application; run it with `handler_cancellation=True`, or clients that leave go unnoticed."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
@@ -103,11 +105,11 @@ class PolicyServer:
             parser=self._parser if tools else None,
             stop_ids=stop_ids,
         )
-        answer = Answer(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
-        return await serve(request, self._call(body, answer, writer, [prompt.ids], stop_ids), self._engine)
+        head = AnswerHead(id=new_id("chatcmpl"), model=body.model, created=int(time.time()), kind="chat")
+        return await serve(request, self._call(body, head, writer, [prompt.ids], stop_ids), self._engine)
 
     def _tools(self, body: ChatBody) -> list[dict[str, Any]]:
-        """The tools to show; raises WireError for a choice that cannot be kept."""
+        """Return the tools to show in the prompt; raises WireError for a tool choice that cannot be kept."""
         choice = body.tool_choice
         if choice == "none":
             return []
@@ -116,7 +118,7 @@ class PolicyServer:
         if choice == "required" and body.tools and "tool_choice" in self._codec.chat_template:
             return body.tools
         raise WireError(
-            f"tool_choice={choice!r} cannot be kept: this server does not constrain decoding, and the model's chat "
+            f"tool_choice={choice!r} cannot be enforced: this server does not constrain decoding, and the model's chat "
             "template has no way to ask for it. Use 'auto' or 'none'.",
             code="unsupported_parameter",
             param="tool_choice",
@@ -141,8 +143,8 @@ class PolicyServer:
         prompts = [self._ids(prompt) for prompt in _prompts(body.prompt)]
         stop_ids = self._stop_ids(body)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids)
-        answer = Answer(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
-        return await serve(request, self._call(body, answer, writer, prompts, stop_ids), self._engine)
+        head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
+        return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
 
     def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
         ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
@@ -168,11 +170,11 @@ class PolicyServer:
     def _call(
         self,
         body: ChatBody | CompletionBody,
-        answer: Answer,
-        writer: Writer,
+        head: AnswerHead,
+        writer: AnswerWriter,
         prompts: Sequence[tuple[int, ...]],
         stop_ids: frozenset[int],
-    ) -> Call:
+    ) -> CheckedRequest:
         check = stop_checker(self._codec, body.stops)
         requests = [
             GenerationRequest(
@@ -186,7 +188,9 @@ class PolicyServer:
             for prompt in prompts
             for choice in range(body.n)
         ]
-        return Call(body=body, answer=answer, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts)))
+        return CheckedRequest(
+            body=body, head=head, writer=writer, requests=requests, prompt_tokens=sum(map(len, prompts))
+        )
 
     def _max_tokens(self, prompt_tokens: int, limit: int | None) -> int:
         left = self._settings.context_length - prompt_tokens
@@ -202,7 +206,7 @@ class PolicyServer:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """One or several prompts, each text or ids."""
+    """Return the prompts of a request as a list; each is text or ids."""
     items = [prompt] if isinstance(prompt, str) or all(type(item) is int for item in prompt) else prompt
     for item in items:
         is_ids = isinstance(item, list) and all(type(i) is int for i in cast("list[Any]", item))

@@ -1,4 +1,4 @@
-"""An HTTP application on an event loop and a thread of its own, so that nobody's blocking call delays it."""
+"""Runs an HTTP application on an event loop and a thread of its own, so that no caller's blocking work delays it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ServerThread:
-    """An aiohttp server on an event loop of its own."""
+    """An aiohttp server on an event loop and a thread of its own."""
 
     def __init__(self, make_app: Callable[[], web.Application], *, host: str, port: int) -> None:
         self._make_app, self._host, self._port = make_app, host, port
@@ -26,7 +26,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._run, name="agl-policy-server", daemon=True)
 
     def start(self) -> int:
-        """Listen; returns the port."""
+        """Listen and return the port; raises PolicyError when the address is taken. Call it once."""
         self._thread.start()
         self._ready.wait()
         if self._error is not None:

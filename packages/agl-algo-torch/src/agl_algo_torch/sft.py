@@ -1,14 +1,16 @@
-"""Supervised fine-tuning on dialogues: teach a model the format and the skill before rewards can teach the rest.
+"""Supervised fine-tuning on dialogues: teaches a model the format and the skill before rewards can teach the rest.
 
 Objective: minimise `-sum_t w_t log pi(y_t | y_<t)` over assistant tokens, one update per batch of dialogues.
 
     aggregation "token"     w = 1 / assistant tokens of the batch: the usual cross-entropy
     aggregation "sequence"  w = 1 / (tokens of the dialogue * dialogues): long dialogues count no more than short
 
-There is no paper to deviate from. What differs from common practice: a template that re-renders earlier turns
-gives several rows per dialogue, and these share the dialogue's weight; batches are cut from a fixed order
-(`is_shuffled = false`) or a shuffle per epoch that follows from seed and epoch, so a resumed run sees the same.
+There is no paper to deviate from. Two things differ from common practice. A template that re-renders earlier turns
+gives several rows per dialogue, and these share the dialogue's weight. Batches are cut from a fixed order
+(`is_shuffled = false`) or from a shuffle per epoch that follows from seed and epoch, so a resumed run sees the same.
+
 One step of the algorithm is `updates_per_step` optimizer updates; weights are published after the last one.
+Reading and tokenising dialogues is left to `dialogues`.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from typing import TYPE_CHECKING
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_torch.batch import micro_batches, weights
+from agl_algo_torch.batch import loss_weights, micro_batches
 from agl_algo_torch.dialogues import read_dialogues, tokenize
-from agl_algo_torch.learner import Learner, LearnerSettings, mean, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.typed import backward
+from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_torch.batch import Sample
+    from agl_algo_torch.batch import RowSample
     from agl_algo_torch.dialogues import Dialogue
 
 
@@ -67,7 +69,7 @@ class SFT:
         aggregation: Aggregation = "token",
         lr: float = 1e-5,
         warmup: int = 0,
-        decay: Decay = "linear",
+        decay: Decay = "linear",  # to 0: a constant rate leaves the noise of the last batches in the weights
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
@@ -104,7 +106,7 @@ class SFT:
         self._decay: Decay = decay
         self._lora = LoraSettings(rank=lora_rank, alpha=lora_alpha, targets=tuple(lora_targets)) if lora_rank else None
         self._device, self._dtype, self._threads = device, dtype, threads
-        self._learner: Learner | None = None
+        self._learner: PolicyLearner | None = None
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -115,6 +117,7 @@ class SFT:
         self._dialogues = read_dialogues(context.folder / self._data)
         self._batches = -(-len(self._dialogues) // self._batch_size)  # per epoch; the last one may be smaller
         self._updates = self._updates or self._batches
+        # The length of the decay is known only now, after the file was read.
         self._settings = LearnerSettings(
             optim=replace(self._optim, decay=self._decay, total=self._updates),
             lora=self._lora,
@@ -128,6 +131,7 @@ class SFT:
         context, step, started = self._context, self._step + 1, time.perf_counter()
         learner = self._learner = self._learner or await self._open()
 
+        # A resumed step begins at a multiple of `updates_per_step`; the last step may be shorter.
         losses: list[float] = []
         norms: list[float] = []
         tokens = 0
@@ -148,6 +152,7 @@ class SFT:
             "tokens": float(tokens),
             "update_s": time.perf_counter() - started,
         }
+        # Half-trained weights are saved and not served: what follows the decay is the result.
         published: tuple[str, ...] = ()
         if is_finished:
             resource = await asyncio.to_thread(learner.export, context.workdir, step=step, keep=self._keep)
@@ -170,10 +175,12 @@ class SFT:
         """Continue from a checkpoint, optimizer moments included."""
         self._step = int(state["step"])
         if state["checkpoint"]:
-            self._learner = await asyncio.to_thread(Learner.resume, Path(state["checkpoint"]), settings=self._settings)
+            self._learner = await asyncio.to_thread(
+                PolicyLearner.resume, Path(state["checkpoint"]), settings=self._settings
+            )
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether `updates` is above the updates done; the default of one epoch never is, whatever the file holds."""
+        """Return true while `updates` exceeds the updates done; the default of one epoch never asks for more."""
         del tasks, sources_go_on
         return int(state["updates"]) < self._updates
 
@@ -181,29 +188,32 @@ class SFT:
         """Drop the model."""
         self._learner = None
 
-    async def _open(self) -> Learner:
+    async def _open(self) -> PolicyLearner:
         origin = tuned_weights(self._context.current(self._name).resource, name=self._name)
-        return await asyncio.to_thread(lambda: Learner(origin=origin, settings=self._settings))
+        return await asyncio.to_thread(lambda: PolicyLearner(origin=origin, settings=self._settings))
 
-    def _update(self, learner: Learner) -> tuple[float, float, int]:
-        """One optimizer update: its loss, gradient norm and number of trained tokens."""
+    def _update(self, learner: PolicyLearner) -> tuple[float, float, int]:
+        """Do one optimizer update and return its loss, gradient norm and number of trained tokens."""
         learner.use_threads()
         loaded = learner.loaded
-        samples: list[Sample] = []
+        samples: list[RowSample] = []
         for dialogue in self._batch(learner.updates):
+            # Tokenised per update: kept as tensors, a large file would take several times the memory of its text.
             samples += tokenize(dialogue, tokenizer=loaded.tokenizer, max_tokens=loaded.context_length)
-        weight, total = weights(samples, aggregation=self._aggregation)
-        loaded.model.train()
+        # w_t and the total of this update; the rows of one dialogue share its id and so its weight.
+        weight, total = loss_weights(samples, aggregation=self._aggregation)
+        loaded.model.train()  # dropout, where the model has any; the policy algorithms leave it off
         summed, tokens = 0.0, 0
         for batch in micro_batches(samples, weight, total=total, token_budget=self._token_budget, device=loaded.device):
-            logp_M = batch.logprobs(batch.logits(loaded.model))  # [M]
-            loss = -batch.mean(logp_M)
-            backward(loss)
+            logp_M = batch.logprobs(batch.logits(loaded.model))  # [M], log pi(y_t | y_<t) of the assistant's tokens
+            loss = -batch.mean(logp_M)  # -sum_t w_t logp_t / total, this batch's part
+            backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
             tokens += len(logp_M)
         return summed, learner.apply(), tokens
 
     def _batch(self, update: int) -> list[Dialogue]:
+        """Return the dialogues of an update; a function of its number alone, so nothing about it is saved."""
         epoch, index = divmod(update, self._batches)
         order = list(range(len(self._dialogues)))
         if self._is_shuffled:

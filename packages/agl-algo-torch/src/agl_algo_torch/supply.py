@@ -1,4 +1,7 @@
-"""Where a step's rollouts come from: the algorithm's own requests, or what another algorithm paid for."""
+"""Supplies a step with groups of rollouts: the algorithm collects its own, or reads those of another algorithm.
+
+`dpo` and `rft` share it; both learn equally well from rollouts that somebody else paid for.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agl.errors import ConfigError
 from agl_algo_torch.learner import mean
-from agl_algo_torch.tuned import at_least_one, check_tasks, draw_tasks
+from agl_algo_torch.tuned_policy import at_least_one, check_tasks, draw_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,21 +22,24 @@ STEPS, TASKS_PER_STEP, GROUP_SIZE = 1, 16, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supplied:
-    """Groups of rollouts that share a task, what to log, and why there will be no more, `""` while there may."""
+class SuppliedGroups:
+    """Groups of rollouts that share a task, and metrics to log.
+
+    `stop_reason` says why no further step will have rollouts; it is empty while one may.
+    """
 
     groups: list[list[Episode]]
     metrics: dict[str, float]
     stop_reason: str = ""
 
 
-class Supply:
-    """The rollouts of an algorithm that may have a source; `begin` comes first.
+class RolloutSupply:
+    """The rollouts of an algorithm that may have a source. Call `begin` first.
 
     Args:
         algorithm: Its registered name, for messages.
-        steps: Steps in all; `None` for 1, or with a source for as many as it has something to give.
-        tasks_per_step: Groups per step of its own, with `group_size` rollouts each; `None` for the defaults.
+        steps: Steps in all; `None` for 1, or with a source for as many as it has rollouts for.
+        tasks_per_step: Groups that it collects per step, with `group_size` rollouts each; `None` for the defaults.
         max_age: With a source, versions of the tuned policy that a rollout may be behind; -1 for any number.
     """
 
@@ -49,7 +55,7 @@ class Supply:
         self._is_over = False
 
     def begin(self, context: AlgorithmContext) -> None:
-        """Take the algorithm's context; raises ConfigError for settings that the origin of rollouts ignores."""
+        """Take the algorithm's context; raises ConfigError for settings that would be ignored."""
         self._context = context
         name = self._algorithm
         if not context.sources:
@@ -62,8 +68,8 @@ class Supply:
                 "would be ignored; remove them, or remove the source."
             )
 
-    async def take(self, step: int) -> Supplied:
-        """The groups of a step; from sources, all that is new."""
+    async def take(self, step: int) -> SuppliedGroups:
+        """Return the groups of a step; from sources, all that are new since the last step."""
         context = self._context
         if context.sources:
             found = await context.recorded(after=self._after, max_age=None if self._max_age < 0 else self._max_age)
@@ -76,18 +82,19 @@ class Supply:
         rewards = [e.reward for group in groups for e in group if e.reward is not None]
         metrics = {"reward": mean(rewards), "groups": float(len(groups)), "rollouts": float(len(rewards))}
         metrics |= {f"dropped_{why}": float(count) for why, count in dropped.items()}
-        return Supplied(groups=groups, metrics=metrics, stop_reason=self._reason(step))
+        return SuppliedGroups(groups=groups, metrics=metrics, stop_reason=self._reason(step))
 
     def state(self) -> dict[str, Json]:
-        """How far the sources were read, and whether they had nothing more."""
+        """Return how far the sources were read, and if they are exhausted."""
         return {"after": dict(self._after), "is_over": self._is_over}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Read on where `state` was taken."""
+        """Continue reading where `state` was taken."""
         self._after = dict(state["after"])
 
     def has_more(self, state: Mapping[str, Json], *, step: int, sources_go_on: bool) -> bool:
-        """Whether there is a step after the last one, `step`, whose state is `state`."""
+        """Return true when another step follows the last one, `step`, whose state is `state`."""
+        # Exhausted sources stay so until their algorithm runs on; then `steps` is still the limit.
         if state["is_over"]:
             return sources_go_on and (self._steps is None or step < self._steps)
         return step < (self._steps or STEPS)

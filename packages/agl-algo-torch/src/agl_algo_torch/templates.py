@@ -1,11 +1,11 @@
-"""Turn chat messages into prompt ids that continue what the model really sampled.
+"""Turns chat messages into prompt ids that continue the tokens which the model really sampled.
 
 A client sends messages, not tokens. Tokenising the rendered conversation again may split an earlier answer in other
-places than the model did (or lose bytes that were no text), and then the next prompt does not extend the last one and
-a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns: where the
-rendered conversation begins, character by character, with the text of a remembered prompt and response, their ids are
-used and only what follows is tokenised. Where the text differs (the template rewrote the answer, the client edited
-it), the conversation is tokenised as usual.
+places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and
+a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns. Where the
+rendered conversation begins, character by character, with the text of a remembered prompt and response, it uses their
+ids and tokenises only the rest. Where the text differs (the template rewrote the answer, the client edited it), it
+tokenises the whole conversation.
 
 Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
 most recent one is continued.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from agl_algo_torch.codec import TextCodec
 
 _LONGEST_TAIL = 24
-"""Most characters at the end of a prompt by which positions worth a look-up are found in a longer one."""
+"""Characters at the end of a remembered prompt, at most, that are searched for in a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation: its text, its ids, and how many of them were spliced from earlier turns."""
+    """A rendered conversation: its text, its ids, and the number of ids that were spliced from earlier turns."""
 
     text: str
     ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class _Turn:
 
 
 class PromptBuilder:
-    """Builds prompts with one codec; used by one thread.
+    """Builds prompts with one codec; one thread may use it.
 
     Args:
         codec: Tokenizer and chat template.
@@ -72,7 +72,7 @@ class PromptBuilder:
     def build(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> Prompt:
-        """Render and tokenise; raises what the template raises (`jinja2.TemplateError` for what it refuses)."""
+        """Render and tokenise; raises the template's own errors (`jinja2.TemplateError` for refused messages)."""
         plain = [plain_message(message) for message in messages]
         text = self._codec.render(plain, tools=list(tools) if tools else None, **options)
         call_ids = {call["id"] for message in messages for call in message.get("tool_calls") or () if call.get("id")}
@@ -81,23 +81,24 @@ class PromptBuilder:
             start, turn = found
             rest = text[start:]
             ids = self._codec.encode(rest)
-            if self._codec.decode(ids) == rest:
+            if self._codec.decode(ids) == rest:  # a tokenizer may treat the start of a text in a special way
                 known = (*turn.prompt_ids, *turn.ids)
                 return Prompt(text, (*known, *ids), len(known))
         return Prompt(text, tuple(self._codec.encode(text)))
 
     def _find(self, text: str, call_ids: set[str]) -> tuple[int, _Turn] | None:
-        """The latest remembered turn with which `text` begins, and where it ends."""
+        """Return the position where the longest remembered turn that `text` begins with ends, and that turn."""
         for end in self._ends(text):
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:
                 self._turns.move_to_end(text[:end])
+                # Siblings may have one text and different ids; the ids of their tool calls tell them apart.
                 turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & call_ids)))
                 return end + len(turn.text), turn
         return None
 
     def _ends(self, text: str) -> Iterator[int]:
-        """Positions at which a remembered prompt may end, last first."""
+        """Return the positions at which a remembered prompt may end, last first."""
         found: set[int] = set()
         for tail in self._tails:
             at = text.find(tail)
@@ -107,7 +108,7 @@ class PromptBuilder:
         return iter(sorted(found, reverse=True))
 
     def remember(self, prompt: Prompt, ids: Sequence[int], *, call_ids: Sequence[str] = ()) -> None:
-        """Keep a response to `prompt` for the turns that follow it; most recent first."""
+        """Keep a response to `prompt` for the turns that follow it; the most recent comes first."""
         if self._max_tokens == 0 or not ids:
             return
         turn = _Turn(self._codec.decode(ids), prompt.ids, tuple(ids), frozenset(call_ids))
@@ -132,7 +133,7 @@ class PromptBuilder:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text content, and arguments of tool calls as objects."""
+    """Return a message as templates expect it: text content, and arguments of tool calls as objects."""
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"))
     if plain["role"] == "developer":
@@ -150,6 +151,6 @@ def _text(content: str | Sequence[Mapping[str, Any]] | None) -> str:
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call["function"])
-    with suppress(ValueError, TypeError):  # what is no JSON is shown as the text that it is, an object as it is
+    with suppress(ValueError, TypeError):  # arguments that are not JSON text stay as they are
         function["arguments"] = json.loads(function.get("arguments") or "{}")
     return {**call, "function": function}

@@ -1,4 +1,4 @@
-"""Read tool calls out of generated text, by the name of the notation that the model was trained on.
+"""Reads tool calls out of generated text, in the notation that the model was trained on.
 
 `hermes` (Qwen and Hermes models, and this project's examples) writes each call as
 
@@ -6,8 +6,7 @@
     {"name": "calc", "arguments": {"expression": "7*8"}}
     </tool_call>
 
-Text in which a call is malformed is never half understood: it stays content as it is, so that the agent and the
-reward see what the model really wrote.
+Text with a malformed call stays content as a whole, so that the agent and the reward see what the model wrote.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedToolCall:
     """One call; `arguments` is the JSON text of an object."""
 
     name: str
@@ -31,18 +30,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
-    """What a response says beside its calls (`None` for nothing), and the calls."""
+class ParsedResponse:
+    """The text of a response beside its calls (`None` for none), and the calls."""
 
     content: str | None
-    calls: tuple[ToolCall, ...] = ()
+    calls: tuple[ParsedToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """A notation: how to read a whole response, the texts at which a streamed one must wait, and its tags."""
+    """A notation of tool calls.
 
-    parse: Callable[[str], Parsed]
+    `parse` reads a whole response. A stream holds text back from a marker on. The tags may be special tokens of the
+    model; they stay visible in decoded text.
+    """
+
+    parse: Callable[[str], ParsedResponse]
     markers: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
 
@@ -50,25 +53,25 @@ class ToolParser:
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-def _parse_hermes(text: str) -> Parsed:
-    """Calls between tags; what stands before the first one is content, less the one newline templates put there."""
+def _parse_hermes(text: str) -> ParsedResponse:
+    """Read calls between tags; text before the first one is content, less the newline that templates put there."""
     head, *parts = text.split(_OPEN)
-    calls: list[ToolCall] = []
+    calls: list[ParsedToolCall] = []
     rest = ""
     for part in parts:
         body, closed, after = part.partition(_CLOSE)
         call = _read_call(body) if closed else None
         if call is None:
-            return Parsed(text)
+            return ParsedResponse(text)
         calls.append(call)
         rest += after
     if not calls:
-        return Parsed(text)
+        return ParsedResponse(text)
     content = head.removesuffix("\n") + (rest if rest.strip() else "")
-    return Parsed(content or None, tuple(calls))
+    return ParsedResponse(content or None, tuple(calls))
 
 
-def _read_call(body: str) -> ToolCall | None:
+def _read_call(body: str) -> ParsedToolCall | None:
     try:
         value = json.loads(body)
     except ValueError:
@@ -79,14 +82,14 @@ def _read_call(body: str) -> ToolCall | None:
     name, arguments = fields.get("name"), fields.get("arguments", {})
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False))
 
 
 def tool_parser(name: str) -> ToolParser:
-    """The parser of a notation; raises ConfigError with the known names."""
+    """Return the parser of a notation; raises ConfigError with the known names."""
     parsers = {
         "hermes": ToolParser(_parse_hermes, markers=("\n" + _OPEN, _OPEN), tags=(_OPEN, _CLOSE)),
-        "none": ToolParser(Parsed),
+        "none": ToolParser(ParsedResponse),
     }
     if name not in parsers:
         raise ConfigError(f"The tool parser {name!r} is unknown. Use one of: {', '.join(sorted(parsers))}.")

@@ -1,4 +1,4 @@
-"""Weights on their way into a policy: copied from a model, read from disk, checked, and written into place."""
+"""Brings weights into a policy: copies them from a model or reads them from disk, checks them, writes them in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl_algo_torch.model import LoadedModel, load_model, served_state
-from agl_algo_torch.typed import read_tensors
+from agl_algo_torch.typed_torch import read_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,22 +21,23 @@ if TYPE_CHECKING:
 
 
 def read_weights(weights: Weights, *, like: nn.Module) -> dict[str, Tensor]:
-    """Tensors to publish into a model such as `like`; raises ConfigError when they cannot be read."""
+    """Return the tensors to publish into a model such as `like`; raises ConfigError when they cannot be read."""
     if weights.format == "lora":
         return _read_adapter(weights)
     files = sorted(Path(weights.uri).glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in read_tensors(file).items()}
     if state and not misfits(like, state):
         return state
-    # Absent, or saved under names that transformers translates: let it read the directory.
+    # No such files, or files with names that transformers translates: let it read the directory.
     return dict(load_model(weights.uri, device="cpu").model.state_dict())
 
 
 def serving_copy(loaded: LoadedModel) -> LoadedModel:
-    """A copy for serving; adapters are merged."""
+    """Return a copy for serving, in evaluation mode, with adapters merged."""
     model = cast("Any", loaded.model)
     base = copy.deepcopy(model.get_base_model() if hasattr(model, "peft_config") else model)
     if hasattr(model, "peft_config"):
+        # The copy still has peft's layers in it. A fresh model of the same configuration takes the merged weights.
         plain = type(base)(base.config).to(device=loaded.device, dtype=base.dtype)
         plain.load_state_dict(served_state(loaded.model))
         base = plain
@@ -44,7 +45,7 @@ def serving_copy(loaded: LoadedModel) -> LoadedModel:
 
 
 def _read_adapter(weights: Weights) -> dict[str, Tensor]:
-    """The base model's weights with the adapter merged in."""
+    """Return the base model's weights with the adapter merged in."""
     try:
         from peft import PeftModel
     except ImportError as error:
@@ -58,7 +59,10 @@ def _read_adapter(weights: Weights) -> dict[str, Tensor]:
 
 
 def misfits(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """Names that are missing, unknown or of another shape; a tensor tied to a given one may be missing."""
+    """Return the names that are missing, unknown or of another shape, sorted; none when `state` fits.
+
+    A tensor that shares its memory with one that is given (a tied output layer) may be missing.
+    """
     own = cast("dict[str, Tensor]", model.state_dict())
     given = {own[name].data_ptr() for name in state if name in own}
     missing = [f"{n} (missing)" for n, t in own.items() if n not in state and t.data_ptr() not in given]

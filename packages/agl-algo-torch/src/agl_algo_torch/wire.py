@@ -1,8 +1,8 @@
-"""What clients may ask, read strictly: a setting that would change sampling and is not supported is refused.
+"""Reads clients' requests strictly: it refuses a setting that would change sampling and is not supported.
 
 Requests follow OpenAI's chat completions and completions; `return_token_ids`, `top_k`, `stop_token_ids`,
 `ignore_eos` and `chat_template_kwargs` follow vLLM. Fields that change nothing about the answer are accepted and
-dropped; unsupported fields are accepted only with their neutral value.
+dropped. Unsupported fields are accepted with their neutral value only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class WireError(Exception):
-    """A request is answered with an error in OpenAI's form.
+    """An error to answer a request with, in OpenAI's form.
 
     Attributes:
         status: HTTP status.
@@ -65,28 +65,28 @@ class WireError(Exception):
         self.param = param
 
     def body(self) -> bytes:
-        """The JSON body."""
+        """Return the JSON body."""
         kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 
-class Function(msgspec.Struct):
+class NamedFunction(msgspec.Struct):
     """The function of a tool call in a message; unknown fields are left to the template."""
 
     name: str
     arguments: str | None = None
 
 
-class Call(msgspec.Struct):
+class MessageToolCall(msgspec.Struct):
     """A tool call in a message."""
 
-    function: Function
+    function: NamedFunction
     id: str | None = None
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message's content; only text can be served."""
 
     type: str
@@ -94,11 +94,11 @@ class Part(msgspec.Struct):
 
 
 class Message(msgspec.Struct):
-    """What is checked about a message; the template gets the message as it came."""
+    """The fields of a message that are checked; the template gets the message as it came."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
-    tool_calls: list[Call] | None = None
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[MessageToolCall] | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -134,16 +134,16 @@ class _Common(msgspec.Struct, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """Most tokens to generate; None for the default."""
+        """The most tokens to generate; None for the default."""
         return self.max_tokens
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives per token are wanted; None when no log-probabilities are."""
+        """The number of alternatives wanted per token; None when no log-probabilities are wanted."""
         raise NotImplementedError
 
     def params(self, choice: int) -> SamplingParams:
-        """How to sample the choice of that index."""
+        """Return the sampling parameters of a choice; each choice of a seeded request has a seed of its own."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -166,7 +166,7 @@ class ChatBody(_Common, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """The newer name wins."""
+        """`max_completion_tokens`, or else the older `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -183,12 +183,12 @@ class CompletionBody(_Common, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """OpenAI's default for completions is 16."""
+        """`max_tokens`, or else OpenAI's default for completions."""
         return self.max_tokens or 16
 
     @property
     def alternatives(self) -> int | None:
-        """`logprobs` itself is the number."""
+        """`logprobs`, which is the number itself here."""
         return self.logprobs
 
 
@@ -196,11 +196,11 @@ Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
 def read_body(data: bytes, kind: type[Body]) -> Body:
-    """Check a request; raises WireError that names the field at fault."""
+    """Return a checked request; raises WireError that names the field at fault."""
     try:
         raw = msgspec.json.decode(data)
     except msgspec.DecodeError as error:
-        raise WireError(f"The request body is no JSON: {error}.", code="invalid_json") from error
+        raise WireError(f"The request body is not JSON: {error}.", code="invalid_json") from error
     if not isinstance(raw, dict):
         raise WireError("The request body must be a JSON object.", code="invalid_json")
     fields = {key: value for key, value in cast("dict[str, Any]", raw).items() if value is not None}
@@ -225,13 +225,13 @@ def _refuse_unless_neutral(key: str, value: Any) -> None:
 
 
 def _field(message: str) -> str | None:
-    """The path that msgspec names at the end of its message, without the root."""
+    """Return the path that msgspec names at the end of its message, without the root."""
     _, found, path = message.partition("`$.")
     return path.rstrip("`") if found else None
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:
-    """Refuse messages of a wrong form, and content that is not text."""
+    """Raise WireError for messages of a wrong form and for content that is not text."""
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         try:

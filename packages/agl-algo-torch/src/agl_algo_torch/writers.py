@@ -1,8 +1,8 @@
-"""Build the answer to one request, whole or as a stream of chunks: one writer per endpoint.
+"""Writes the answer to one request, whole or as a stream of chunks; each endpoint has its writer.
 
 A writer sees every choice's tokens in order. In a stream, text is held back while it may still become part of a stop
-string or of a tool call; token ids and log-probabilities are never held back, so a chunk may carry ids and no text.
-Tool calls are sent as deltas when the response is complete, because only then is it known that they are well formed.
+string or of a tool call. Token ids and log-probabilities are never held back, so a chunk may carry ids and no text.
+Tool calls are sent as deltas when the response is complete, because only then can they be seen to be well formed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from agl_algo_torch.codec import TextStream, cut_at_stop, safe_length
 from agl_algo_torch.responses import chat_logprobs, new_id, text_logprobs, tool_calls
-from agl_algo_torch.toolcalls import Parsed
+from agl_algo_torch.toolcalls import ParsedResponse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 
-class Writer(Protocol):
-    """What the server needs of an endpoint's form."""
+class AnswerWriter(Protocol):
+    """The form of an endpoint's answers."""
 
     def top(self) -> Json:
-        """Fields beside `choices` in a whole answer, and in the first chunk of a stream."""
+        """Return the fields beside `choices` in a whole answer and in the first chunk of a stream."""
         ...
 
     def choice(self, index: int, generation: Generation) -> Json:
-        """A finished choice of a whole answer."""
+        """Return a finished choice of a whole answer."""
         ...
 
     def opening(self, index: int) -> Json | None:
-        """The choice in its first chunk, before any token."""
+        """Return the choice of its first chunk, before any token; None for no such chunk."""
         ...
 
     def token(self, index: int, draw: Draw) -> Json | None:
-        """The choice in the chunk of one token; None when there is nothing to say yet."""
+        """Return the choice of one token's chunk; None when there is nothing to send yet."""
         ...
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """The choice in its last chunk."""
+        """Return the choice of its last chunk."""
         ...
 
 
-class _Texts:
+class _ChoiceTexts:
     """The visible text of the choices of one request, whole or growing."""
 
     def __init__(self, codec: TextCodec, *, stops: Sequence[str], stop_ids: frozenset[int], markers: Sequence[str]):
@@ -61,13 +61,14 @@ class _Texts:
         self._sent: dict[int, int] = {}
 
     def whole(self, generation: Generation) -> str:
+        """Return the text of a finished choice, without the stop token and from the first stop string on cut."""
         ids = generation.token_ids
         if generation.finish_reason == "stop" and ids[-1] in self._stop_ids:
             ids = ids[:-1]
         return cut_at_stop(self._codec.decode(ids, skip_special_tokens=True), self._stops)
 
     def push(self, index: int, draw: Draw) -> str:
-        """What the token adds to the text that can be sent."""
+        """Take the next token and return the text that can be sent now."""
         if draw.token_id in self._stop_ids:
             return ""
         stream = self._streams.setdefault(index, TextStream(self._codec))
@@ -78,12 +79,12 @@ class _Texts:
         return stream.text[sent:safe]
 
     def rest(self, index: int, whole: str) -> str:
-        """What of the final text has not been sent."""
+        """Return the part of the final text that has not been sent."""
         return whole[self._sent.get(index, 0) :]
 
 
 class ChatWriter:
-    """Chat completions; remembers every response so that the next turn's prompt can extend it."""
+    """Writes chat completions, and remembers every response so that the next turn's prompt can extend it."""
 
     def __init__(
         self,
@@ -97,14 +98,14 @@ class ChatWriter:
     ) -> None:
         self._body, self._prompt, self._codec, self._builder, self._parser = body, prompt, codec, builder, parser
         markers = parser.markers if parser else ()
-        self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
+        self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=markers)
 
     def top(self) -> Json:
-        """Prompt ids where they are asked for."""
+        """Return the prompt ids where they are asked for."""
         return {"prompt_token_ids": list(self._prompt.ids)} if self._body.return_token_ids else {}
 
     def choice(self, index: int, generation: Generation) -> Json:
-        """A finished choice."""
+        """Return a finished choice."""
         parsed, call_ids = self._read(generation)
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.calls:
@@ -112,9 +113,9 @@ class ChatWriter:
         choice: Json = {"index": index, "message": message, "finish_reason": _reason(parsed, generation)}
         return choice | self._details(generation.draws)
 
-    def _read(self, generation: Generation) -> tuple[Parsed, list[str]]:
+    def _read(self, generation: Generation) -> tuple[ParsedResponse, list[str]]:
         text = self._texts.whole(generation)
-        parsed = self._parser.parse(text) if self._parser else Parsed(text)
+        parsed = self._parser.parse(text) if self._parser else ParsedResponse(text)
         call_ids = [new_id("call") for _ in parsed.calls]
         self._builder.remember(self._prompt, generation.token_ids, call_ids=call_ids)
         return parsed, call_ids
@@ -129,11 +130,11 @@ class ChatWriter:
         return details
 
     def opening(self, index: int) -> Json | None:
-        """The first chunk of a choice."""
+        """Return the first chunk of a choice: the role."""
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
 
     def token(self, index: int, draw: Draw) -> Json | None:
-        """The chunk of one token."""
+        """Return the chunk of one token."""
         piece = self._texts.push(index, draw)
         if not (piece or self._body.logprobs or self._body.return_token_ids):
             return None
@@ -141,7 +142,7 @@ class ChatWriter:
         return {"index": index, "delta": delta, "finish_reason": None} | self._details([draw])
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """The last chunk of a choice, with what was held back."""
+        """Return the last chunk of a choice, with the text that was held back."""
         parsed, call_ids = self._read(generation)
         delta: Json = {}
         if rest := self._texts.rest(index, parsed.content or ""):
@@ -152,21 +153,21 @@ class ChatWriter:
 
 
 class CompletionWriter:
-    """Completions: plain text, the prompt ids inside the choice; `n` choices per prompt, prompt by prompt."""
+    """Writes completions: plain text, prompt ids inside the choice, and `n` choices per prompt, prompt by prompt."""
 
     def __init__(
         self, *, body: CompletionBody, prompts: Sequence[Sequence[int]], codec: TextCodec, stop_ids: frozenset[int]
     ) -> None:
         self._body, self._prompts, self._codec = body, prompts, codec
-        self._texts = _Texts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
+        self._texts = _ChoiceTexts(codec, stops=body.stops, stop_ids=stop_ids, markers=())
         self._offsets: dict[int, int] = {}
 
     def top(self) -> Json:
-        """Nothing: the prompt ids are in the choices."""
+        """Return no fields: the prompt ids are in the choices."""
         return {}
 
     def choice(self, index: int, generation: Generation) -> Json:
-        """A finished choice."""
+        """Return a finished choice."""
         choice = {"index": index, "text": self._texts.whole(generation), "finish_reason": generation.finish_reason}
         return choice | self._details(generation.draws) | self._prompt_ids(index)
 
@@ -185,14 +186,14 @@ class CompletionWriter:
         return {"prompt_token_ids": list(self._prompts[index // self._body.n])}
 
     def opening(self, index: int) -> Json | None:
-        """The prompt ids where they are asked for."""
+        """Return the prompt ids where they are asked for."""
         if not self._body.return_token_ids:
             return None
         opening: Json = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
         return opening | self._prompt_ids(index)
 
     def token(self, index: int, draw: Draw) -> Json | None:
-        """The chunk of one token."""
+        """Return the chunk of one token."""
         piece = self._texts.push(index, draw)
         offset = self._offsets.get(index, 0)
         self._offsets[index] = offset + len(self._codec.token_text(draw.token_id))
@@ -201,10 +202,10 @@ class CompletionWriter:
         return {"index": index, "text": piece, "finish_reason": None} | self._details([draw], offset=offset)
 
     def closing(self, index: int, generation: Generation) -> Json:
-        """The last chunk of a choice, with what was held back."""
+        """Return the last chunk of a choice, with the text that was held back."""
         rest = self._texts.rest(index, self._texts.whole(generation))
         return {"index": index, "text": rest, "logprobs": None, "finish_reason": generation.finish_reason}
 
 
-def _reason(parsed: Parsed, generation: Generation) -> str:
+def _reason(parsed: ParsedResponse, generation: Generation) -> str:
     return "tool_calls" if parsed.calls else generation.finish_reason

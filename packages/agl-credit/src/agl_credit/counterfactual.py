@@ -1,8 +1,9 @@
-"""What leave-one-out and Shapley credit share: which replays to ask for, within a budget, and what follows from them.
+"""Asks for replays within a budget and turns their rewards into shares; leave-one-out and Shapley credit share it.
 
 A rollout is a cooperative game. Its players are the agents whose calls train; agents that do not train belong to the
-world that they act in. The worth of the run as it was is its reward; the worth of a coalition is the mean reward of
-replays in which the other players' part is replaced. What a player's share is says the ``Rule``.
+world that the players act in. The worth v(N) of the run as it was is its reward. The worth v(S) of a coalition S is
+the mean reward of replays in which the part of the players outside of S is replaced.
+A ``SharingRule`` says which worths are needed and how shares follow from them. Running replays is left to `agl_run`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,20 +19,23 @@ from agl_credit.games import Replaced, Worth
 from agl_run.replay import ReplayFn, ReplayPlan
 
 
-class Rule(Protocol):
-    """How shares follow from worths. Deterministic: both methods are asked with the same players and name."""
+class SharingRule(Protocol):
+    """Derives shares from worths. Deterministic: both methods must take the same coalitions for the same arguments.
+
+    ``name`` is the rollout's id and may seed a random choice.
+    """
 
     def coalitions(self, players: Sequence[str], name: str) -> list[Replaced]:
-        """Who is replaced in each coalition whose worth is needed, the run as it was left out."""
+        """Return the replaced players of each coalition whose worth is needed, but not the run as it was."""
         ...
 
     def shares(self, players: Sequence[str], name: str, worth: Worth) -> dict[str, float]:
-        """Every player's share; ``name`` is the rollout's id and may seed what is sampled."""
+        """Return every player's share; ``worth`` knows the coalitions above and the run as it was."""
         ...
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What both credits take; see :class:`agl_credit.leave_one_out.LeaveOneOutCredit`."""
+class CounterfactualSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of both credits; :class:`agl_credit.leave_one_out.LeaveOneOutCredit` explains them."""
 
     replace: Literal["silent", "sibling"] = "silent"
     text: str = ""
@@ -42,7 +46,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     baseline: Literal["counterfactual", "group"] = "counterfactual"
 
     def check(self, name: str) -> None:
-        """Raise :class:`ConfigError` for what cannot be."""
+        """Raise :class:`ConfigError` for an unknown or impossible setting."""
         if self.replace not in ("silent", "sibling") or self.baseline not in ("counterfactual", "group"):
             raise ConfigError(
                 f"{name} got replace = {self.replace!r} and baseline = {self.baseline!r}; replace is 'silent' or "
@@ -54,12 +58,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Game:
+class RolloutGame:
     """One episode as a game.
 
     Attributes:
-        siblings: Ids of the other rollouts of the group, from the one after this on, in a circle.
-        stand_in: The rollout of the group with the same players that is replayed when all of them are silent.
+        siblings: Ids of the other rollouts of the group, in a circle that begins after this one.
+        stand_in: Id of the rollout that is replayed when all players are silent: the first one of the group with the
+            same players.
     """
 
     episode: Episode
@@ -73,33 +78,34 @@ class Game:
         return self.episode.rollout.rollout_id
 
 
-class Counterfactual:
+class ReplayCredit:
     """Prepares and assigns a counterfactual credit.
 
     Args:
         name: The credit's name, under which shares are attached to the episodes.
-        rule: How shares follow from worths.
-        settings: What the person set.
+        rule: Derives the shares.
+        settings: The credit's parameters.
     """
 
-    def __init__(self, name: str, rule: Rule, settings: Settings) -> None:
+    def __init__(self, name: str, rule: SharingRule, settings: CounterfactualSettings) -> None:
         settings.check(name)
         self._name, self._rule, self._settings = name, rule, settings
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
-        """The episodes with their players' shares, those within the budget; see the credits for the rest."""
-        if (step - 1) % self._settings.every:
+        """Return the episodes in order, with their players' shares attached to those within the budget."""
+        if (step - 1) % self._settings.every:  # steps count from 1; the first is always replayed
             return list(episodes)
         games = self._affordable(self._games(episodes), step)
         if not games:
             return list(episodes)
+        # Equal plans run once: rollouts of a task share the one in which everybody is silent.
         plans = list(dict.fromkeys(plan for game in games for plan in self._plans(game)))
         rewards = dict(zip(plans, [self._worth(episode) for episode in await replay(plans)], strict=True))
         shares = {game.name: self._shares(game, rewards) for game in games}
         return [self._attached(episode, shares.get(episode.rollout.rollout_id)) for episode in episodes]
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Each call gets its agent's share; without one, the episode's return, compared within the role."""
+        """Give each call its agent's share, or without shares the episode's return, compared within the role."""
         return [self._assign(episode) for episode in group]
 
     def _assign(self, episode: Episode) -> list[CallCredit]:
@@ -107,6 +113,7 @@ class Counterfactual:
         if not calls:
             return []
         shares = self._read(episode)
+        # A share is a difference of worths already; `baseline = "group"` has the estimator compare it once more.
         is_final = shares is not None and self._settings.baseline == "counterfactual"
         value = return_of(episode)
         return [
@@ -119,22 +126,23 @@ class Counterfactual:
             for call in calls
         ]
 
-    def _games(self, episodes: Sequence[Episode]) -> list[Game]:
-        """Every episode that has players, and siblings where those are needed."""
-        games: list[Game] = []
+    def _games(self, episodes: Sequence[Episode]) -> list[RolloutGame]:
+        """Return a game for every episode that has players, and siblings where those are needed."""
+        games: list[RolloutGame] = []
         for group in by_group(episodes).values():
             ids = sorted(episode.rollout.rollout_id for episode in group)
             first: dict[tuple[str, ...], str] = {}
             for episode in sorted(group, key=lambda each: each.rollout.rollout_id):
                 players, own = players_of(episode), ids.index(episode.rollout.rollout_id)
+                # In a circle, so that each rollout begins with another sibling and none answers for the whole group.
                 siblings = tuple(ids[own + 1 :] + ids[:own])
                 if players and (siblings or self._settings.replace == "silent"):
                     stand_in = first.setdefault(players, episode.rollout.rollout_id)
-                    games.append(Game(episode=episode, players=players, siblings=siblings, stand_in=stand_in))
+                    games.append(RolloutGame(episode=episode, players=players, siblings=siblings, stand_in=stand_in))
         self._check(games)
         return games
 
-    def _check(self, games: Sequence[Game]) -> None:
+    def _check(self, games: Sequence[RolloutGame]) -> None:
         if not games and self._settings.replace == "sibling":
             raise ConfigError(
                 f"{self._name} replaces an agent's answers by those of another rollout of the task, and no task has "
@@ -146,15 +154,20 @@ class Counterfactual:
                 "the tracer of the agent's framework, or wrap each agent's part: with agl.operation(\"writer\"): ..."
             )
 
-    def _affordable(self, games: Sequence[Game], step: int) -> list[Game]:
-        """The games of as many whole groups as the budget has replays for; steps take turns in where they begin."""
-        groups: dict[str, list[Game]] = {}
+    def _affordable(self, games: Sequence[RolloutGame], step: int) -> list[RolloutGame]:
+        """Return the games of as many whole groups as the budget has replays for.
+
+        Groups stay whole because their rollouts are compared. Each step begins with another group, so that over the
+        steps none is left out for good. Raises :class:`ConfigError` when not even one group fits.
+        """
+        groups: dict[str, list[RolloutGame]] = {}
         for game in games:
             groups.setdefault(group_of(game.episode), []).append(game)
         names = list(groups)
         start = (step - 1) % len(names) if names else 0
         needs = {name: len({plan for game in own for plan in self._plans(game)}) for name, own in groups.items()}
-        left, kept = self._settings.max_replays, list[Game]()
+        # Plans name a rollout of their own group, so no two groups share one and the needs add up.
+        left, kept = self._settings.max_replays, list[RolloutGame]()
         for name in names[start:] + names[:start]:
             if needs[name] <= left:
                 left -= needs[name]
@@ -166,12 +179,12 @@ class Counterfactual:
             )
         return kept
 
-    def _plans(self, game: Game) -> list[ReplayPlan]:
+    def _plans(self, game: RolloutGame) -> list[ReplayPlan]:
         coalitions = self._rule.coalitions(game.players, game.name)
         return [plan for replaced in coalitions for plan in self._samples(game, replaced)]
 
-    def _samples(self, game: Game, replaced: Replaced) -> list[ReplayPlan]:
-        """The replays whose mean reward is a coalition's worth."""
+    def _samples(self, game: RolloutGame, replaced: Replaced) -> list[ReplayPlan]:
+        """Return the plans of the replays whose mean reward is a coalition's worth."""
         settings, names = self._settings, tuple(sorted(replaced))
         if settings.replace == "sibling":
             return [
@@ -180,26 +193,30 @@ class Counterfactual:
                     replaced=names,
                     how="sibling",
                     text=settings.text,
+                    # One sibling after another, and only then a second sample of each.
                     sibling=game.siblings[sample % len(game.siblings)],
                     sample=sample // len(game.siblings),
                 )
                 for sample in range(settings.samples)
             ]
+        # With every player silent nothing of the rollout is left but its task: one replay serves the whole group.
         source = game.stand_in if names == game.players else game.name
         return [
             ReplayPlan(rollout_id=source, replaced=names, text=settings.text, sample=sample)
             for sample in range(settings.samples)
         ]
 
-    def _shares(self, game: Game, rewards: Mapping[ReplayPlan, float]) -> dict[str, float]:
+    def _shares(self, game: RolloutGame, rewards: Mapping[ReplayPlan, float]) -> dict[str, float]:
         def worth(replaced: Replaced) -> float:
             if not replaced:
-                return return_of(game.episode)
+                return return_of(game.episode)  # v(N) = R, as recorded
+            # v(S) = mean of R over the replays of S
             return sum(rewards[plan] for plan in self._samples(game, replaced)) / self._settings.samples
 
         return self._rule.shares(game.players, game.name, worth)
 
     def _worth(self, replayed: Episode) -> float:
+        """Return the reward of a replay, or ``failed`` for one that failed or got none."""
         is_scored = replayed.rollout.status == "succeeded" and replayed.reward is not None
         return replayed.reward if is_scored and replayed.reward is not None else self._settings.failed
 
@@ -210,7 +227,8 @@ class Counterfactual:
         return msgspec.structs.replace(episode, rewards=(*episode.rewards, reward))
 
     def _read(self, episode: Episode) -> Mapping[str, float] | None:
-        """The shares that :meth:`prepare` attached, ``None`` if it left the episode out."""
+        """Return the shares that :meth:`prepare` attached, ``None`` if it left the episode out."""
+        # Only the hook's own reward counts: an agent could report one of the same name.
         for reward in reversed(episode.rewards):
             if reward.name == self._name and reward.source == "hook" and reward.value is None:
                 return {agent: share for agent, share in reward.dimensions.items() if share is not None}

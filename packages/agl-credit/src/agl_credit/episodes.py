@@ -1,4 +1,4 @@
-"""What every credit here reads of an episode."""
+"""Reads of an episode the facts that every credit here needs: its live calls, its task, its players, its reward."""
 
 from collections.abc import Sequence
 
@@ -7,30 +7,30 @@ from agl.schemas import Episode, Transition
 
 
 def live_calls(episode: Episode) -> list[Transition]:
-    """The calls that train, in order of time."""
+    """Return the calls that train, in order of time."""
     return [call for call in episode.transitions if not call.reject]
 
 
 def group_of(episode: Episode) -> str:
-    """The task's identity; a rollout without one is compared with nothing else."""
+    """Return the task's identity; a rollout without one is a group of its own."""
     return episode.rollout.group_id or episode.rollout.rollout_id
 
 
 def players_of(episode: Episode) -> tuple[str, ...]:
-    """Names of the agents whose calls train, sorted."""
+    """Return the names of the agents whose calls train, sorted."""
     return tuple(sorted({call.agent for call in live_calls(episode)}))
 
 
 def return_of(episode: Episode) -> float:
-    """The episode's reward; raises :class:`ConfigError` when there is none."""
+    """Return the episode's reward; raises :class:`ConfigError` when there is none."""
     return final_of(episode, has_other=False)
 
 
 def final_of(episode: Episode, *, has_other: bool) -> float:
-    """The episode's reward; 0.0 without one where other rewards were recorded.
+    """Return the episode's reward, or 0.0 without one when other rewards were recorded (``has_other``).
 
     Raises:
-        ConfigError: It has no reward at all.
+        ConfigError: There is no reward at all, so a 0 would be made up.
     """
     if episode.reward is not None:
         return episode.reward
@@ -43,7 +43,7 @@ def final_of(episode: Episode, *, has_other: bool) -> float:
 
 
 def by_group(episodes: Sequence[Episode]) -> dict[str, list[Episode]]:
-    """Episodes by task, in order of first appearance."""
+    """Return the episodes by task, in order of first appearance."""
     groups: dict[str, list[Episode]] = {}
     for episode in episodes:
         groups.setdefault(group_of(episode), []).append(episode)

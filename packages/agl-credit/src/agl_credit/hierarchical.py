@@ -1,19 +1,22 @@
-"""Hierarchical credit: an episode is compared with its siblings, and a step with the others taken in the same state.
+"""Hierarchical credit: compares an episode with its siblings, and a step with the others taken in the same state.
 
 Paper: Feng et al. 2025, "Group-in-Group Policy Optimization for LLM Agent Training" (GiGPO, arXiv 2505.10978),
-section 4. With R(tau) the sum of an episode's rewards, those of its turns included, G_t its
-discounted return from step t on (that of the credit ``turn``), and s_t the step's state,
+section 4, equations 3, 7 and 8. With R(tau) the sum of an episode's rewards, those of its turns included, G_t its
+discounted return from step t on (that of the credit ``turn``; the paper's R_t of equation 5), and s_t the step's
+state,
 
     A^E(tau)   = (R(tau) - mean_group R) / F_group                      episode groups: rollouts of one task
     A^S(a_t)   = (G_t - mean_state G) / F_state                         step groups: steps with the same s_t
     A(a_t)     = A^E(tau) + omega * A^S(a_t)
 
-F is the deviation of what is compared (``norm = "std"``), or 1 (``norm = "none"``, the paper's leave-one-out form).
+F is the deviation of the compared values (``norm = "std"``), or 1 (``norm = "none"``, the paper's leave-one-out form).
 
-Deviations, and why:
-- A state is what the model was shown: a call's agent and its exact prompt tokens. With ``state = "turn"`` it is the
-  agent and the number of its turn instead, for agents whose prompts hold their whole history and never recur.
+Deviations from the paper, and why:
+- The paper's environments name their states. Here a state is what the model was shown: a call's agent and its exact
+  prompt tokens. With ``state = "turn"`` it is the agent and the number of its turn instead, for agents whose prompts
+  hold their whole history and never recur.
 - A rollout counts once in both statistics, with the mean of its steps in that state, however often it comes back.
+  Otherwise an agent that walks in circles would set the mean that it is compared with.
 - Deviations are unbiased (divide by n - 1). A step whose state only one rollout reached has A^S = 0, and a group of
   one rollout A^E = 0.
 """
@@ -37,7 +40,7 @@ class HierarchicalCredit:
     """Episode advantage plus ``omega`` times step advantage; see the module.
 
     Args:
-        omega: Weight of the step advantages, at least 0.
+        omega: Weight of the step advantages, at least 0; 0 leaves group-relative credit per episode.
         gamma: Discount per turn, in [0, 1].
         state: ``prompt`` groups steps with the same prompt, ``turn`` those of the same turn of an agent.
         norm: ``std`` divides by the deviation, ``none`` does not.
@@ -49,7 +52,7 @@ class HierarchicalCredit:
     def __init__(
         self,
         *,
-        omega: float = 1.0,
+        omega: float = 1.0,  # omega and gamma are those of the paper's experiments
         gamma: float = 0.95,
         state: Literal["prompt", "turn"] = "prompt",
         norm: Literal["std", "none"] = "std",
@@ -67,19 +70,26 @@ class HierarchicalCredit:
         self._omega, self._state, self._has_norm = omega, state, norm == "std"
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """Final advantages, one list per episode; raises :class:`ConfigError` for a trained episode without reward."""
+        """Return final advantages, one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained episode without any reward.
+        """
         trained = [episode for episode in group if live_calls(episode)]
         credits = self._turns.assign(trained)
+        # G_t of every live call, by rollout and span
         returns = {
             _id(episode): {c.span_id: c.value for c in found} for episode, found in zip(trained, credits, strict=True)
         }
+        # A^E of every rollout: R(tau) is undiscounted, so a long episode is not worth less for being long.
         overall = _advantages({_id(episode): [_total(episode)] for episode in trained}, has_norm=self._has_norm)
+        # mean_state G and 1 / F_state of every state
         steps = self._steps(trained, returns)
 
         def credit(episode: Episode, call: Transition) -> CallCredit:
             mean, scale = steps[self._key(call)]
-            step = (returns[_id(episode)][call.span_id] - mean) * scale
-            value = overall[_id(episode)] + self._omega * step
+            step = (returns[_id(episode)][call.span_id] - mean) * scale  # A^S(a_t)
+            value = overall[_id(episode)] + self._omega * step  # A(a_t) = A^E + omega A^S
+            # Both terms are normalised already, so the algorithm's estimator must leave the sum alone.
             return CallCredit(span_id=call.span_id, value=value, baseline=group_of(episode), is_advantage=True)
 
         return [[credit(episode, call) for call in live_calls(episode)] for episode in group]
@@ -87,7 +97,9 @@ class HierarchicalCredit:
     def _steps(
         self, episodes: Sequence[Episode], returns: Mapping[str, Mapping[str, float]]
     ) -> dict[Key, tuple[float, float]]:
-        """Of every state, the mean of the rollouts that reached it and what their differences are scaled by."""
+        """Return for every state the mean over the rollouts that reached it, and the factor for differences to it."""
+        # State -> rollout -> the returns of its steps there. Dict keys compare by value, so "the same state" means
+        # the same agent and byte for byte the same prompt ids.
         found: dict[Key, dict[str, list[float]]] = {}
         for episode in episodes:
             for call in live_calls(episode):
@@ -104,17 +116,20 @@ def _id(episode: Episode) -> str:
 
 
 def _advantages(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> dict[str, float]:
+    """Return (x - mean) / F for every rollout."""
     mean, scale = _statistics(values, has_norm=has_norm)
     return {name: (_mean(found) - mean) * scale for name, found in values.items()}
 
 
 def _statistics(values: Mapping[str, Sequence[float]], *, has_norm: bool) -> tuple[float, float]:
-    """Mean over rollouts, and the factor for differences to it: 0 where there is nothing to compare."""
+    """Return the mean over rollouts and the factor 1 / F for differences to it: 0 where there is nothing to compare."""
     scores = [_mean(found) for found in values.values()]
-    if len(scores) < 2:
+    if len(scores) < 2:  # one rollout is its own mean, and n - 1 would be 0
         return (scores[0] if scores else 0.0), 0.0
     mean = _mean(scores)
+    # std = sqrt(sum (x - mean)^2 / (n - 1)) over the n rollouts
     deviation = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
+    # What rounding has left is no difference: divided by itself it would become an advantage of size 1.
     if deviation <= ROUNDING * max(1.0, *(abs(score) for score in scores)):
         return mean, 0.0
     return mean, 1.0 / deviation if has_norm else 1.0
@@ -125,6 +140,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _total(episode: Episode) -> float:
-    """The undiscounted sum of what the episode and its turns earned."""
+    """Return R(tau), the undiscounted sum of the rewards of the episode and of its turns."""
+    # Rejected calls earn too: they happened, even if their tokens cannot be trained.
     earned = [call.reward or 0.0 for call in episode.transitions]
     return math.fsum([episode.reward or 0.0, *earned])

@@ -1,15 +1,17 @@
-"""Leave-one-out credit: what the run earned more than it would have earned without the agent.
+"""Leave-one-out credit: gives an agent the reward of the run less the reward of the run without it.
 
     A_i = R - R(without i)
 
-R(without i) is the mean reward of ``samples`` replays in which agent i's answers are replaced, and the others say
-what they said then, as long as they are asked the same; what they are asked differently, the model answers anew.
+R(without i) is the mean reward of ``samples`` replays in which agent i's answers are replaced. The other agents give
+their recorded answers as long as they are asked the same; where they are asked something else, the model answers anew.
+
 This is the difference reward of Wolpert and Tumer 2001 ("Optimal Payoff Functions for Members of Collectives"), and
 with ``replace = "sibling"`` a one-sample form of the counterfactual baseline of COMA (Foerster et al. 2018,
-arXiv 1705.08926, equation 4). The baseline does not depend on what agent i said, so subtracting it leaves the policy
-gradient unbiased; it takes out of it the noise that comes from the other agents.
+arXiv 1705.08926, equation 4). The baseline does not depend on agent i's own answers, so subtracting it leaves the
+policy gradient unbiased and removes the noise that comes from the other agents.
 
 Costs one replay per rollout, agent and sample: at most ``rollouts * agents * samples`` per step.
+The formula is in `games`, the replays in `counterfactual`.
 """
 
 from collections.abc import Sequence
@@ -17,17 +19,19 @@ from typing import Literal
 
 from agl.schemas import CallCredit, Episode
 from agl_credit import games
-from agl_credit.counterfactual import Counterfactual, Settings
+from agl_credit.counterfactual import CounterfactualSettings, ReplayCredit
 from agl_run.replay import ReplayFn
 
 NAME = "leave-one-out"
 
 
 class _LeaveOneOut:
-    def coalitions(self, players: Sequence[str], name: str) -> list[games.Replaced]:  # the contract's
+    def coalitions(self, players: Sequence[str], name: str) -> list[games.Replaced]:  # SharingRule's signature
+        # N without i, for each i: n coalitions, and nothing to draw, so the name is not needed.
         return [frozenset({player}) for player in players]
 
     def shares(self, players: Sequence[str], name: str, worth: games.Worth) -> dict[str, float]:
+        # A_i = v(N) - v(N without i)
         return games.leave_one_out(players, worth)
 
 
@@ -38,13 +42,13 @@ class LeaveOneOutCredit:
     compared with the same role in the other rollouts of the task.
 
     Args:
-        replace: What stands for a missing agent: ``silent`` says ``text`` at every turn and calls no tool,
-            ``sibling`` what the same agent said at that turn in another rollout of the task.
-        text: What a silent agent says.
+        replace: Replacement for a missing agent: ``silent`` says ``text`` at every turn and calls no tool,
+            ``sibling`` repeats the same agent's answer at that turn in another rollout of the task.
+        text: The answer of a silent agent.
         samples: Replays per rollout and agent. More than one helps where the other agents answer anew.
-        every: Replay in every so manieth step only.
+        every: Replay in every n-th step only, beginning with the first.
         max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
-        failed: What a replay that fails, or that gets no reward, is worth.
+        failed: The worth of a replay that fails or gets no reward.
         baseline: ``counterfactual``: the difference is the advantage. ``group``: it is a return, which the
             algorithm's estimator compares with the same role in the other rollouts of the task.
 
@@ -63,7 +67,7 @@ class LeaveOneOutCredit:
         failed: float = 0.0,
         baseline: Literal["counterfactual", "group"] = "counterfactual",
     ) -> None:
-        settings = Settings(
+        settings = CounterfactualSettings(
             replace=replace,
             text=text,
             samples=samples,
@@ -72,7 +76,7 @@ class LeaveOneOutCredit:
             failed=failed,
             baseline=baseline,
         )
-        self._shared = Counterfactual(NAME, _LeaveOneOut(), settings)
+        self._shared = ReplayCredit(NAME, _LeaveOneOut(), settings)
 
     async def prepare(self, episodes: Sequence[Episode], *, step: int, replay: ReplayFn) -> list[Episode]:
         """Replay every episode once without each agent, and attach the differences as the reward ``leave-one-out``.
@@ -82,5 +86,8 @@ class LeaveOneOutCredit:
         return await self._shared.prepare(episodes, step=step, replay=replay)
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """One list per episode, in order of time; raises :class:`ConfigError` for a trained episode without reward."""
+        """Return one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained episode without reward.
+        """
         return self._shared.assign(group)

@@ -1,4 +1,4 @@
-"""What this distribution registers."""
+"""Registers the credits of this distribution."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def agl_credits() -> Iterable[CreditEntry]:
     yield CreditEntry(
         name="leave-one-out",
         factory="agl_credit.leave_one_out:LeaveOneOutCredit",
-        summary="what the run is worth more than without the agent, by replay",
+        summary="the run's reward less its reward without the agent, by replay",
     )
     yield CreditEntry(
         name="shapley",

@@ -1,7 +1,7 @@
 """Credit ``role``: rewards, baselines and discount per agent.
 
-All values are returns, not advantages; an algorithm's estimator compares those with one ``baseline`` key, each rollout
-counting once in its statistics. The keys therefore name tasks, roles or turns, never single calls.
+All values are returns, not advantages. An algorithm's estimator compares the values that share a ``baseline`` key, and
+each rollout counts once in its statistics. The keys therefore name tasks, roles or turns, never single calls.
 """
 
 import re
@@ -18,14 +18,15 @@ from agl_credit.turn import check_gamma, discounted_returns
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One role's part in :class:`RoleCredit`.
+    """The settings of one role in :class:`RoleCredit`.
 
     Attributes:
-        reward: Regular expression on the names of the episode's rewards; the role earns the sum of those that
-            match as a whole. ``""`` for the episode's own reward.
+        reward: Regular expression on the names of the episode's rewards; the role earns the sum of those whose whole
+            name matches. ``""`` for the episode's own reward.
         gamma: Discount per turn of this role; ``None`` for the credit's.
-        baseline: What the role's calls are compared with: ``role`` the same role in the other rollouts of the task,
-            ``turn`` the same turn of one agent, ``group`` all roles that say so as one.
+        baseline: The calls that the role's calls are compared with: ``role`` those of the same role in the other
+            rollouts of the task, ``turn`` those of the same agent at the same turn, ``group`` those of all roles with
+            this setting together.
     """
 
     reward: str = ""
@@ -34,17 +35,17 @@ class Role(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RoleCredit:
-    """Rewards, baselines and discount per role: agents that do different work are judged separately.
+    """Rewards, baselines and discount per role, so that agents with different work are judged separately.
 
     Each role's calls are one sequence in order of time, discounted as in :class:`TurnCredit`, and end with the
-    role's own reward. A role is compared with the same role in the other rollouts of the task, unless its
-    ``baseline`` says otherwise.
+    role's own reward: turns of other roles in between cost no discount. A role is compared with the same role in the
+    other rollouts of the task, unless its ``baseline`` says otherwise.
 
     Args:
         roles: Role settings by a regular expression that matches an agent's whole name; the first that matches
             counts. An agent that none matches is a role of its own with the episode's reward.
         gamma: Discount per turn where a role sets none, in [0, 1].
-        trust_agent: Whether rewards that came with an agent's own token count.
+        trust_agent: Count rewards that came with an agent's own token, too.
 
     Raises:
         ConfigError: For an unknown setting, a bad regular expression or a discount out of range.
@@ -63,10 +64,14 @@ class RoleCredit:
         self._roles = [(_pattern(name, "role"), _role(name, settings)) for name, settings in (roles or {}).items()]
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """One list per episode, in order of time; raises :class:`ConfigError` for a trained role without reward."""
+        """Return one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained role without reward.
+        """
         return [self._assign(episode) for episode in group]
 
     def _assign(self, episode: Episode) -> list[CallCredit]:
+        # Rejected calls stay in a role's sequence, for their rewards; a role with nothing else needs no reward.
         by_role: dict[str, list[Transition]] = {}
         for call in episode.transitions:
             by_role.setdefault(self._name(call.agent), []).append(call)
@@ -77,11 +82,14 @@ class RoleCredit:
         return [credits[call.span_id] for call in live_calls(episode)]
 
     def _assign_role(self, episode: Episode, name: str, calls: Sequence[Transition]) -> dict[str, CallCredit]:
+        """Return the credit of one role's live calls: G_t over its own turns, ending with its own reward."""
         role = self._settings(calls[0].agent)
+        # R of this role; G_T = r_T + R at its last turn, whichever role speaks last in the episode.
         final = self._earned(episode, name, role, has_other=any(call.reward is not None for call in calls))
         gamma = self._gamma if role.gamma is None else role.gamma
-        values = discounted_returns(calls, final=final, gamma=gamma)
+        values = discounted_returns(calls, final=final, gamma=gamma)  # G_t = r_t + gamma G_{t+1}, by span id
         group = group_of(episode)
+        # All keys begin with the task: nothing is ever compared across tasks, whose difficulty differs.
         keys = {"group": group, "role": f"{group}/{name}"}
         return {
             call.span_id: CallCredit(
@@ -94,8 +102,10 @@ class RoleCredit:
         }
 
     def _earned(self, episode: Episode, name: str, role: Role, *, has_other: bool) -> float:
+        """Return the reward that the role earns at its last turn; 0.0 without one if its turns earned something."""
         if not role.reward:
             return final_of(episode, has_other=has_other)
+        # An agent holds a token of its own and could report any reward for itself.
         admitted = [reward for reward in episode.rewards if self._trust_agent or reward.source != "agent"]
         found = _matching(admitted, role.reward)
         if not found and not has_other:
@@ -107,6 +117,7 @@ class RoleCredit:
         return sum(found)
 
     def _name(self, agent: str) -> str:
+        """Return the role of an agent: the pattern that matches it, or its own name."""
         return next((pattern.pattern for pattern, _ in self._roles if pattern.fullmatch(agent)), agent)
 
     def _settings(self, agent: str) -> Role:
@@ -114,7 +125,7 @@ class RoleCredit:
 
 
 def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
-    """The values of the episode's rewards whose names match, one per name by the usual precedence."""
+    """Return the values of the rewards whose names match, one per name by the precedence of `agl.episodes.score`."""
     wanted = [reward for reward in rewards if re.fullmatch(pattern, reward.name)]
     names = dict.fromkeys(reward.name for reward in wanted)
     values = (score(wanted, options=ScoreOptions(key=name)).value for name in names)
@@ -122,6 +133,7 @@ def _matching(rewards: Iterable[Reward], pattern: str) -> list[float]:
 
 
 def _role(name: str, settings: Role | Mapping[str, object]) -> Role:
+    """Return checked settings; raises :class:`ConfigError` that names the role."""
     if not isinstance(settings, Role):
         try:
             settings = msgspec.convert(dict(settings), Role)

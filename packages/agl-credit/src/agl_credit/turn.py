@@ -1,7 +1,7 @@
 """Credit ``turn``: discounted returns over the turns of an episode.
 
-All values are returns, not advantages; an algorithm's estimator compares those with one ``baseline`` key, each rollout
-counting once in its statistics. The keys therefore name tasks or turns, never single calls.
+All values are returns, not advantages. An algorithm's estimator compares the values that share a ``baseline`` key, and
+each rollout counts once in its statistics. The keys therefore name tasks or turns, never single calls.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,17 @@ class TurnCredit:
     """Discounted returns over the turns of an episode, all its agents' calls in order of time.
 
     With r_t the reward of turn t and R the episode's reward, which is earned at the last turn T,
-    G_T = r_T + R and G_t = r_t + gamma * G_{t+1}. Choices of one request are one turn: each gets its own reward
-    and the same future. A rejected call is no turn; its reward is earned with the turn after it, or with the last.
+
+        G_T = r_T + R,    G_t = r_t + gamma * G_{t+1}
+
+    Choices of one request are one turn: each gets its own reward and the same future. A rejected call is not a turn:
+    the turns before it earn its reward, discounted like that of the turn after it. Behind the last turn it adds to R.
 
     Args:
         gamma: Discount per turn, in [0, 1].
-        baseline: ``group`` compares a rollout's mean return with the other rollouts of its task, ``turn`` the
-            returns of one agent's turn with the same turn of the others; that is finer, and a turn that only one
-            rollout reaches has nothing to be compared with.
+        baseline: ``group`` compares a rollout's mean return with the other rollouts of its task. ``turn`` compares
+            an agent's turn with the same turn in the others, which is finer; a turn that only one rollout reaches
+            then has nothing to be compared with.
     """
 
     def __init__(self, *, gamma: float = 1.0, baseline: Literal["group", "turn"] = "group") -> None:
@@ -35,7 +38,10 @@ class TurnCredit:
         self._baseline = baseline
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
-        """One list per episode; raises :class:`ConfigError` for a trained episode without any reward."""
+        """Return one list per episode, in order of time.
+
+        Raises :class:`ConfigError` for a trained episode without any reward.
+        """
         return [self._assign(episode) for episode in group]
 
     def _assign(self, episode: Episode) -> list[CallCredit]:
@@ -50,27 +56,35 @@ class TurnCredit:
         ]
 
     def _key(self, episode: Episode, call: Transition) -> str:
+        """Return the baseline key of a call; it never names a single call, which would be compared with nothing."""
         group = group_of(episode)
         return group if self._baseline == "group" else f"{group}/{call.agent}/{call.turn}"
 
 
 def discounted_returns(calls: Sequence[Transition], *, final: float, gamma: float) -> dict[str, float]:
-    """The discounted return of every call that is not rejected, by span id; ``calls`` in order of time."""
+    """Return the discounted return of every call that is not rejected, by span id.
+
+    ``calls`` are in order of time; ``final`` is R, earned at the last turn.
+    """
     values: dict[str, float] = {}
+    # From the end: ``future`` is G_{t+1}, and R behind the last turn, which earns it undiscounted.
     future, is_last = final, True
+    # Neighbours with one agent and one turn number are the choices of one request.
     for _, step in groupby(reversed(calls), key=lambda call: (bool(call.reject), call.agent, call.turn)):
         members = list(step)
         earned = sum(call.reward or 0.0 for call in members)
         if members[0].reject:
+            # It takes no turn's place, so it is not discounted by itself; turns after it have their return already.
             future += earned
             continue
         later = future if is_last else gamma * future
+        # G_t = r_t + gamma G_{t+1}, with each choice's own r_t
         values.update((call.span_id, (call.reward or 0.0) + later) for call in members)
-        future, is_last = earned + later, False
+        future, is_last = earned + later, False  # the turn as a whole earned what all its choices did
     return values
 
 
 def check_gamma(gamma: float, what: str) -> None:
     """Raise :class:`ConfigError` for a discount outside [0, 1]."""
     if not 0.0 <= gamma <= 1.0:
-        raise ConfigError(f"{what} is {gamma}; a discount is between 0 and 1")
+        raise ConfigError(f"{what} is {gamma}; give a discount between 0 and 1")

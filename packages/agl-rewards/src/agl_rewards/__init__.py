@@ -1,3 +1,3 @@
-"""Reward emitters for agl, named in ``[[reward]] use = "..."``; importing this imports none of them."""
+"""Reward emitters for agl, named in ``[[reward]] use = "..."``; importing this module imports none of them."""
 
 __all__: list[str] = []

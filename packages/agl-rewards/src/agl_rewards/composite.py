@@ -1,4 +1,7 @@
-"""A weighted sum of other rewards: what one number means, written down in one place."""
+"""Sums other rewards with weights, so that one place says what the number means.
+
+The parts are built by the experiment's plugins. Choosing which reward trains is left to the experiment.
+"""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -10,7 +13,7 @@ from agl.errors import ConfigError
 from agl.schemas import Json, Record, Reward, Rollout, Span
 
 
-class Part(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompositePart(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One part of a composite.
 
     Attributes:
@@ -27,22 +30,22 @@ class Part(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Composite:
     """The weighted sum of its parts; every part is kept as a dimension under its own name.
 
-    A part without a value leaves the sum without one: a missing reward is never taken for 0. What the parts report
-    about turns and spans is passed on and does not enter the sum. Parts run one after the other.
+    A weighted part without a value leaves the sum without one: a missing reward is never taken for 0. Rewards that
+    the parts give to turns and spans are passed on and do not enter the sum. Parts run one after the other.
 
     Args:
         parts: By name: ``{ use = "...", weight = 0.3, params = { ... } }``.
-        name: The reward's name; unnamed it is the one that trains.
+        name: The reward's name; the unnamed reward is the one that trains.
         setup: The experiment.
 
     Raises:
-        ConfigError: There are no parts, or no experiment to build them.
+        ConfigError: There are no parts, or there is no experiment to build them.
     """
 
     def __init__(
         self,
         *,
-        parts: dict[str, Part],
+        parts: dict[str, CompositePart],
         name: str = "",
         setup: RewardSetup | None = None,
     ) -> None:
@@ -54,7 +57,7 @@ class Composite:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-        """The sum, and the parts' rewards about turns and spans."""
+        """Return the sum, and the parts' rewards for turns and spans."""
         found = {label: await rewards_of(emitter, rollout, spans) for label, (_, emitter) in self._parts.items()}
         return [self._sum(found), *_about_calls(found)]
 
@@ -72,7 +75,7 @@ class Composite:
 
 
 async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """What an emitter says, as rewards; a coroutine is awaited, and a plain number is an unnamed reward."""
+    """Call an emitter and return its rewards; a coroutine is awaited, and a plain number is an unnamed reward."""
     given: Any = emitter(rollout, spans)
     if inspect.isawaitable(given):
         given = await given
@@ -83,7 +86,7 @@ async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[S
 
 
 def _inner(found: Mapping[str, Sequence[Reward]]) -> dict[str, float | None]:
-    """Dimensions of the parts themselves, as ``part.dimension``."""
+    """Return the dimensions of the parts themselves, as ``part.dimension``."""
     return {
         f"{label}.{key}": value
         for label, rewards in found.items()

@@ -1,7 +1,8 @@
-"""One chat completion from an OpenAI-compatible endpoint, over the standard library's HTTP client.
+"""Asks an OpenAI-compatible endpoint for one chat completion, over the standard library's HTTP client.
 
-The calls leave from threads of their own, outside any rollout, and through a client that the wire hook does not wrap:
-they are never recorded as an agent's. Redirects are refused, since they would carry the key elsewhere.
+The calls leave from threads of their own, outside any rollout, through a client that the wire hook does not wrap. They
+are therefore never recorded as an agent's. Redirects are refused, because they would carry the key elsewhere.
+Retries are left to the caller.
 """
 
 import os
@@ -17,11 +18,11 @@ from agl.errors import AglError
 from agl.schemas import LLM, Json
 
 MAX_ANSWER_BYTES = 4_000_000
-"""Longer answers are errors."""
+"""Size of the longest answer that is read; a longer one is an error."""
 
 
 class EndpointError(AglError):
-    """The endpoint gave no answer; ``is_passing`` says whether asking again may help."""
+    """The endpoint gave no answer; with ``is_passing`` asking again may help."""
 
     def __init__(self, message: str, *, is_passing: bool) -> None:
         super().__init__(message)
@@ -34,7 +35,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def ask(llm: LLM, prompt: str, *, request: Mapping[str, Json], timeout_s: float) -> str:
-    """The text of the answer; raises :class:`EndpointError`. The key comes from the environment, if one is named."""
+    """Return the text of the answer; raises :class:`EndpointError`.
+
+    The key is read from the environment variable that ``llm`` names, if any. Blocks for up to ``timeout_s`` seconds
+    per read.
+    """
     body = msgspec.json.encode({"model": llm.model, "messages": [{"role": "user", "content": prompt}], **request})
     sent = urllib.request.Request(f"{llm.endpoint.rstrip('/')}/chat/completions", data=body, headers=_headers(llm))
     opener = urllib.request.build_opener(_NoRedirect)
@@ -44,7 +49,7 @@ def ask(llm: LLM, prompt: str, *, request: Mapping[str, Json], timeout_s: float)
     except urllib.error.HTTPError as error:
         with error:
             detail = error.read(400).decode("utf-8", "replace")
-        is_passing = error.code in (408, 409, 429) or error.code >= 500
+        is_passing = error.code in (408, 409, 429) or error.code >= 500  # timeout, conflict, rate limit, server
         raise EndpointError(f"{llm.endpoint} answered {error.code}: {detail}", is_passing=is_passing) from error
     except (OSError, HTTPException) as error:
         raise EndpointError(f"{llm.endpoint} could not be reached: {error}", is_passing=True) from error
@@ -63,7 +68,7 @@ def _text(data: bytes, endpoint: str) -> str:
         answer: Any = msgspec.json.decode(data)
         text = answer["choices"][0]["message"]["content"]
     except (msgspec.DecodeError, LookupError, TypeError) as error:
-        raise EndpointError(f"{endpoint} answered no chat completion: {data[:200]!r}", is_passing=True) from error
+        raise EndpointError(f"{endpoint} answered with no chat completion: {data[:200]!r}", is_passing=True) from error
     if not isinstance(text, str):
         raise EndpointError(f"{endpoint} answered without text", is_passing=True)
     return text

@@ -1,4 +1,4 @@
-"""Whether a text has the form that was asked for: a pattern, tags, JSON of a shape, a length."""
+"""Rewards a text for having the declared form: a pattern, tags, JSON of a shape, a length."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from agl.schemas import Json, Reward, Rollout, Span
 from agl_rewards.source import text_source, unfenced
 
 Check = Callable[[str], str]
-"""What is wrong with a text, in words; ``""`` if nothing."""
+"""Takes a text and returns its fault in words, ``""`` for none."""
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -26,22 +26,22 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Format:
-    """1.0 when the text has everything that was asked for, else 0.0; each check is a dimension.
+    """1.0 when the text passes every declared check, else 0.0; each check is a dimension.
 
     Args:
         source: Where the text comes from, see :mod:`agl_rewards.source`.
         pattern: Regular expression that must match somewhere; ``.`` matches line breaks too.
-        tags: Names of tags, such as ``think``: each must stand exactly once, opened and closed, in this order, one
-            after the other.
+        tags: Names of tags, such as ``think``: each must be opened and closed exactly once, in this order, one after
+            the other.
         json: Keys that the text, or the fenced block of JSON in it, must have as an object, and their types:
             string, number, integer, boolean, array, object, null, any.
-        max_length: Characters at most.
-        min_length: Characters at least; 1 by default, because an empty text has no form.
-        partial: Whether the value is the share of the checks that passed.
+        max_length: Characters at most; 0 for no limit.
+        min_length: Characters at least, for every check; 1 by default, because an empty text has no form.
+        partial: Makes the value the share of the checks that passed.
         name: The reward's name.
 
     Raises:
-        ConfigError: Nothing is asked for, or a bad regular expression or type.
+        ConfigError: No check is declared, or a regular expression or a type is wrong.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Format:
         if max_length:
             self._checks["length"] = _length_check(min_length, max_length)
         if not self._checks:
-            raise ConfigError("format asks for nothing; set pattern, tags, json or max_length")
+            raise ConfigError("format has nothing to check; set pattern, tags, json or max_length")
         self._partial = partial
         self._min_length = min_length
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt."""
+        """Return the reward of one attempt."""
         text = self._text(spans)
         is_long_enough = len(text) >= self._min_length
         faults = {
@@ -93,7 +93,7 @@ def _pattern_check(pattern: str) -> Check:
     try:
         regex = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigError(f"format's pattern {pattern!r} is no regular expression: {error}; correct it") from error
+        raise ConfigError(f"format's pattern {pattern!r} is not a regular expression: {error}; correct it") from error
     return lambda text: "" if regex.search(text) else f"the text does not match {pattern!r}"
 
 
@@ -102,7 +102,7 @@ def _tags_check(tags: Sequence[str]) -> Check:
     regex = re.compile("|".join(map(re.escape, wanted)))
 
     def check(text: str) -> str:
-        found = regex.findall(text)
+        found = regex.findall(text)  # the tags alone, in order; equal lists exclude nesting and repetition
         return "" if found == wanted else f"expected the tags {' '.join(wanted)}, got {' '.join(found) or 'none'}"
 
     return check
@@ -117,23 +117,29 @@ def _json_check(shape: dict[str, str]) -> Check:
         try:
             value: Any = msgspec.json.decode(unfenced(text, "json"))
         except (msgspec.DecodeError, RecursionError) as error:
-            return f"the text is no JSON: {error}"
+            return f"the text is not JSON: {error}"
         if not isinstance(value, dict):
-            return "the text is no JSON object"
+            return "the text is not a JSON object"
         members = cast("dict[str, Any]", value)
         missing = [key for key in shape if key not in members]
-        wrong = [f"{key} is no {kind}" for key, kind in shape.items() if key in members and not _is(members[key], kind)]
+        wrong = [
+            f"{key} is not of type {kind}"
+            for key, kind in shape.items()
+            if key in members and not _has_type(members[key], kind)
+        ]
         return ", ".join([*(f"{key} is missing" for key in missing), *wrong])
 
     return check
 
 
-def _is(value: Json, kind: str) -> bool:
-    is_number_like_bool = isinstance(value, bool) and kind in ("number", "integer")
+def _has_type(value: Json, kind: str) -> bool:
+    is_number_like_bool = isinstance(value, bool) and kind in ("number", "integer")  # in Python a bool is an int
     return isinstance(value, _TYPES[kind]) and not is_number_like_bool
 
 
 def _length_check(least: int, most: int) -> Check:
     if not 0 <= least <= most:
-        raise ConfigError(f"format got min_length = {least} and max_length = {most}; the first is the smaller one")
+        raise ConfigError(
+            f"format got min_length = {least} and max_length = {most}; give 0 <= min_length <= max_length"
+        )
     return lambda text: "" if len(text) <= most else f"the text has {len(text)} characters, more than {most}"

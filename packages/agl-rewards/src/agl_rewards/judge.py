@@ -1,8 +1,9 @@
-"""A judge model as a reward: a template asks it, and a score is read from its answer, strictly or not at all.
+"""Rewards a text with the score of a judge model: a template asks it, and a strict pattern reads its answer.
 
-A judge that does not answer, or not as asked, gives a missing reward with the reason, never a 0: an agent is not
-punished for somebody else's failure. What a missing reward means is the experiment's declared policy.
-The judged text comes from the agent and may try to talk the judge into a good score.
+A judge that does not answer as asked gives a missing reward with the reason, never a 0: an agent is not punished for
+somebody else's failure. The experiment's policy for missing rewards decides what follows.
+
+Limit: the judged text comes from the agent and may try to talk the judge into a good score.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ Then write, on a line of its own and only there:
 Score: NUMBER"""
 
 SCORE = r"^[ \t]*(?:\*\*)?Score:(?:\*\*)?[ \t]*(-?\d+(?:\.\d+)?)(?:\*\*)?[ \t]*$"
-"""Where the score stands in the answer: alone in its line."""
+"""Matches a score that stands alone in its line."""
 
 MAX_FEEDBACK = 2000
 """Characters of the judge's answer that are kept as feedback."""
@@ -50,9 +51,9 @@ class Endpoint(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A model behind an OpenAI-compatible API.
 
     Attributes:
-        base_url: With its ``/v1``.
+        base_url: The API's address, with its ``/v1``.
         model: The model's name there.
-        api_key_env: Environment variable with the key; it is read for every call and never kept.
+        api_key_env: Environment variable with the key; it is read for every call and never stored.
     """
 
     base_url: str
@@ -65,13 +66,13 @@ class Judge:
 
     Args:
         model: The name of a policy of the experiment, or an :class:`Endpoint`.
-        template: What to ask. ``{text}`` is the judged text, ``{task}`` the whole task as JSON, hidden keys
+        template: The question. ``{text}`` is the judged text, ``{task}`` the whole task as JSON, hidden keys
             included, ``{low}`` and ``{high}`` the range; other names in braces are fields of the task.
-        source: Where the judged text comes from, see :mod:`agl_rewards.source`.
-        score: Regular expression with one group, the number; it must match exactly once.
-        scale: The scores that mean 0 and 1; one outside of them is none.
+        source: Source of the judged text, see :mod:`agl_rewards.source`.
+        score: Regular expression with one group around the number; it must match exactly once.
+        scale: The scores that mean 0 and 1; a score outside of them does not count.
         request: Fields of the request besides model and messages.
-        retries: Further tries when there is no answer, or none with a score.
+        retries: Further tries when there is no answer, or an answer without a score.
         timeout_s: Seconds that one try may take.
         concurrency: Calls of the judge at once.
         name: The reward's name.
@@ -96,7 +97,7 @@ class Judge:
         self._llm = _of_policy(model, setup) if isinstance(model, str) else _of_endpoint(model)
         self._template = _template(template)
         self._text = text_source(source)
-        self._reading = _Reading(score, *scale)
+        self._reading = _ScoreReader(score, *scale)
         self._request: Mapping[str, Json] = {"temperature": 0.0} if request is None else request
         if retries < 0 or timeout_s <= 0 or concurrency < 1:
             raise ConfigError(
@@ -109,7 +110,7 @@ class Judge:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt; raises :class:`ConfigError` when the template asks for what the task lacks."""
+        """Return the reward of one attempt; raises :class:`ConfigError` when the task lacks a field of the template."""
         prompt = self._prompt(rollout, self._text(spans))
         one_try = partial(ask, self._llm, prompt, request=self._request, timeout_s=self._timeout_s)
         return await self._judge(one_try)
@@ -120,6 +121,7 @@ class Judge:
         return self._template.format(**{**task_fields(rollout.task), **own})
 
     async def _judge(self, one_try: Callable[[], str]) -> Reward:
+        """Try until a score was read, with growing pauses; errors that would repeat end the tries at once."""
         problem = ""
         for wait_s in self._waits:
             await asyncio.sleep(wait_s)
@@ -140,30 +142,32 @@ class Judge:
         return Reward(value=value, name=self._name, source="evaluator", feedback=feedback[:MAX_FEEDBACK])
 
 
-class _Reading:
+class _ScoreReader:
     """Reads the score in an answer."""
 
     def __init__(self, score: str, low: float, high: float) -> None:
         try:
             self._regex = re.compile(score, re.MULTILINE)
         except re.error as error:
-            raise ConfigError(f"the judge's score {score!r} is no regular expression: {error}; correct it") from error
+            raise ConfigError(
+                f"the judge's score {score!r} is not a regular expression: {error}; correct it"
+            ) from error
         if self._regex.groups != 1:
             raise ConfigError(f"the judge's score {score!r} needs exactly one group, around the number")
         if not low < high:
-            raise ConfigError(f"the judge's range goes from low = {low} to high = {high}; the first is the smaller one")
+            raise ConfigError(f"the judge's range goes from low = {low} to high = {high}; low must be below high")
         self.low, self.high = low, high
 
     def value(self, answer: str) -> float | None:
-        """From 0 to 1; ``None`` without a score, with several, and for one outside of the range."""
+        """Return the score from 0 to 1; ``None`` without a score, with several, and for one outside of the range."""
         found = self._regex.findall(answer)
         try:
-            number = float(found[0]) if len(found) == 1 else None
+            number = float(found[0]) if len(found) == 1 else None  # two scores: nobody knows which one is meant
         except ValueError:
             return None
         if number is None or not self.low <= number <= self.high:
             return None
-        return (number - self.low) / (self.high - self.low)
+        return (number - self.low) / (self.high - self.low)  # low .. high -> 0 .. 1
 
 
 def _of_endpoint(endpoint: Endpoint) -> LLM:
@@ -198,5 +202,5 @@ def _template(text: str) -> PromptTemplate:
     except ValueError as error:
         raise ConfigError(f"the judge's template is malformed: {error}; write braces as {{{{ and }}}}") from error
     if "text" not in fields:
-        raise ConfigError("the judge's template lacks {text}, which is what it judges; add it")
+        raise ConfigError("the judge's template lacks {text}, the text to judge; add it")
     return template

@@ -1,7 +1,7 @@
-"""Numbers in texts, and the reward for the right one.
+"""Finds numbers in texts, and rewards the right one.
 
 A number is written in digits with thousands separators, decimals, an exponent, or as a fraction ``3/4``. Digits that
-are part of a word (``x2``, ``H2O``) are none. All arithmetic is exact: 0.50 equals 0.5, and 0.1 is a tenth.
+are part of a word (``x2``, ``H2O``) are not numbers. All arithmetic is exact: 0.50 equals 0.5, and 0.1 is a tenth.
 """
 
 import re
@@ -18,21 +18,21 @@ _GROUPS = "\u00a0\u2009\u202f_'"
 """Thousands separators in every notation: spaces that do not break, underscores, apostrophes."""
 
 MAX_DIGITS = 300
-"""Longer runs of digits are no numbers; exponents beyond three digits neither."""
+"""Longer runs of digits, and exponents of more than three digits, are not numbers: exact ones would fill the memory."""
 
 
-class Numbers:
+class NumberFinder:
     """Finds numbers in texts.
 
     Args:
         decimal: The decimal separator, ``.`` or ``,``; the other one separates thousands.
         units: Factors by the unit that directly follows a number, such as ``{"km": 1000, "%": 0.01}``; other units
-            are ignored. The longest one that fits counts, and upper and lower case differ.
+            are ignored. The longest unit that fits counts; case matters.
     """
 
     def __init__(self, *, decimal: Literal[".", ","] = ".", units: Mapping[str, float] | None = None) -> None:
         if decimal not in (".", ","):
-            raise ConfigError(f"numbers are written with decimal = '.' or ',', not {decimal!r}")
+            raise ConfigError(f"the decimal separator is {decimal!r}; write decimal = '.' or ','")
         self._decimal = decimal
         self._units = {
             name: _exact(factor, f"the factor of the unit {name!r}") for name, factor in (units or {}).items()
@@ -40,13 +40,14 @@ class Numbers:
         self._regex = _regex(decimal, sorted(self._units, key=len, reverse=True))
 
     def find(self, text: str) -> list[Fraction]:
-        """All numbers of a text, in order."""
+        """Return all numbers of a text, in order."""
         return [self._value(match) for match in self._regex.finditer(text) if _is_short(match[0])]
 
     def _value(self, match: re.Match[str]) -> Fraction:
         whole = re.sub(r"[^0-9]", "", match["whole"] or "0")
         decimals = match["decimals"] or match["part"] or "0"
         exponent = int((match["exponent"] or "0").replace("\u2212", "-"))
+        # whole.decimals * 10^exponent / below; a fraction with 0 below the line counts as the number above it
         value = Fraction(f"{whole}.{decimals}e{exponent}") / (int(match["below"] or "1") or 1)
         is_negative = (match["sign"] or "+")[0] in "-\u2212"
         return (-value if is_negative else value) * self._units.get(match["unit"] or "", 1)
@@ -56,15 +57,15 @@ class NumericMatch:
     """1.0 when the number in the text is the task's, else 0.0; a text without a number gets 0.0.
 
     Args:
-        answer: Key of the task that holds the number, or a text whose number is looked for like the prediction's.
-        source: Where the text comes from, see :mod:`agl_rewards.source`.
+        answer: Key of the task that holds the number, or a text with it, in which the number is looked for in the same
+            way.
+        source: Source of the text, see :mod:`agl_rewards.source`.
         which: The number that counts: the ``last``, the ``first``, or ``any`` of them.
-        after: Text after whose last occurrence the numbers are looked for, such as ``####``; without it in the
-            text there is no number.
+        after: Marker such as ``####``: only numbers after its last occurrence count, and a text without it has none.
         tolerance: Distance that still counts as equal.
         relative: The same as a share of the task's number; the larger of the two holds.
-        decimal: As in :class:`Numbers`, like ``units``.
-        units: Factors by unit.
+        decimal: The decimal separator, see :class:`NumberFinder`.
+        units: Factors by unit, see :class:`NumberFinder`.
         name: The reward's name.
     """
 
@@ -89,13 +90,14 @@ class NumericMatch:
         self._after = after
         self._tolerance = _exact(tolerance, "tolerance", least=0)
         self._relative = _exact(relative, "relative", least=0)
-        self._numbers = Numbers(decimal=decimal, units=units)
+        self._numbers = NumberFinder(decimal=decimal, units=units)
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt; raises :class:`ConfigError` when the task has no such number."""
+        """Return the reward of one attempt; raises :class:`ConfigError` when the task has no such number."""
         expected = self._expected(rollout)
         found = self._found(self._text(spans))
+        # |x - expected| <= max(tolerance, relative * |expected|), in fractions, so the bound itself still counts
         allowed = max(self._tolerance, self._relative * abs(expected))
         is_right = any(abs(number - expected) <= allowed for number in found)
         says = ", ".join(map(_shown, found)) or "no number"
@@ -124,11 +126,13 @@ class NumericMatch:
 
 
 def _regex(decimal: str, units: Sequence[str]) -> re.Pattern[str]:
+    """Return the pattern of one number; possessive ``++`` keeps it linear in the length of the text."""
     marks = ["," if decimal == "." else r"\.", *_GROUPS]
+    # 1,234,567: one separator throughout, and groups of exactly three digits after the first
     grouped = "|".join(rf"[0-9]{{1,3}}(?:{mark}[0-9]{{3}})++(?![0-9])" for mark in marks)
     point = re.escape(decimal)
     ends = [re.escape(name) + (r"(?!\w)" if name[-1:].isalnum() else "") for name in units]
-    unit = "|".join(ends) or "(?!)"
+    unit = "|".join(ends) or "(?!)"  # without units a pattern that never matches
     return re.compile(
         r"(?P<sign>(?<![\w)\]])[-\u2212+][$\u20ac\u00a3\u00a5]?)?"  # after a word or a bracket it is an operator
         rf"(?<!\w)(?<![0-9]{point})"  # digits in a word, or of a version such as 1.2.3
@@ -144,6 +148,7 @@ def _is_short(text: str) -> bool:
 
 
 def _exact(value: Any, what: str, *, least: float | None = None) -> Fraction:
+    """Return a number as it is written: 0.1 is a tenth, and not the nearest binary fraction to it."""
     if not isfinite(value) or (least is not None and value < least):
         raise ConfigError(f"{what} is {value}; use a finite number{'' if least is None else f' of at least {least:g}'}")
     return Fraction(str(value))

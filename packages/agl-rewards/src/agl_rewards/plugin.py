@@ -1,4 +1,4 @@
-"""What this distribution registers; nothing here imports an emitter."""
+"""Registers the reward emitters of this distribution, without importing any."""
 
 from __future__ import annotations
 

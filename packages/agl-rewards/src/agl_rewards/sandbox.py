@@ -1,8 +1,9 @@
-"""Runs one query that somebody else wrote on a SQLite database: reading only, for so long, for so many rows.
+"""Runs one query that somebody else wrote on a SQLite database: read-only, with limits of time and rows.
 
 The database is opened read-only, and an authorizer lets statements do nothing but read: ``ATTACH``, ``PRAGMA``,
-writes, transactions and extensions are refused. A progress handler ends what takes too long. Not covered: one call of
-a function such as ``LIKE`` over a long text is not interrupted before it returns.
+writes, transactions and extensions are refused. A progress handler ends queries that take too long.
+
+Limit: one call of a function such as ``LIKE`` over a long text is not interrupted before it returns.
 """
 
 import re
@@ -17,16 +18,16 @@ from agl.errors import AglError, ConfigError
 
 Row = tuple[Any, ...]
 Fault = Literal["none", "refused", "syntax", "execution"]
-"""What is wrong with a query: there is none, it does not only read, SQLite cannot parse it, or it does not run."""
+"""The fault of a query: there is none, it does more than read, SQLite cannot parse it, or it does not run."""
 
 MAX_BYTES = 10_000_000
-"""Size of one value or row."""
+"""Largest size of one value or row."""
 
 MAX_SQL = 100_000
-"""Characters of one query."""
+"""Most characters of one query."""
 
 MAX_LIKE_BYTES = 200
-"""Length of a ``LIKE`` or ``GLOB`` pattern, whose time can grow exponentially with it."""
+"""Longest ``LIKE`` or ``GLOB`` pattern; the time that it takes can grow exponentially with its length."""
 
 _STEPS = 1000
 """Virtual machine instructions between two looks at the clock: well below a millisecond."""
@@ -44,30 +45,33 @@ _WRITES = re.compile(r"(?:^| )(?:insert|update|delete|replace into)(?: |$)")
 
 
 class QueryError(AglError):
-    """A query gave no rows; ``fault`` says of which kind the reason is."""
+    """A query gave no rows; ``fault`` is the kind of reason."""
 
     def __init__(self, fault: Fault, message: str) -> None:
         super().__init__(message)
         self.fault: Fault = fault
 
 
-class Limits(NamedTuple):
-    """Seconds that a query may take and rows that it may give."""
+class QueryLimits(NamedTuple):
+    """The seconds that a query may take and the rows that it may give."""
 
     time_s: float = 5.0
     rows: int = 10_000
 
 
-def run_query(database: Path, sql: str, *, limits: Limits) -> list[Row]:
-    """All rows of a query in the order in which they come.
+def run_query(database: Path, sql: str, *, limits: QueryLimits) -> list[Row]:
+    """Return all rows of a query in SQLite's order.
 
     Raises:
         QueryError: The query is refused, wrong, too slow or too large.
-        ConfigError: The file is no SQLite database.
+        ConfigError: The file is not a SQLite database.
     """
     check_query(sql)
-    with _faults(limits), closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection:
-        rows = connection.execute(sql).fetchmany(limits.rows + 1)
+    with (
+        _translated_errors(limits),
+        closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection,
+    ):
+        rows = connection.execute(sql).fetchmany(limits.rows + 1)  # one more than allowed shows that there are more
     if len(rows) > limits.rows:
         raise QueryError("execution", f"the query gives more than {limits.rows} rows")
     return rows
@@ -77,7 +81,8 @@ def check_syntax(sql: str) -> None:
     """Raise :class:`QueryError` unless SQLite can parse the text as one query; names need not exist."""
     check_query(sql)
     try:
-        with _faults(Limits()), closing(_open(":memory:", Limits().time_s)) as connection:
+        # On an empty database a right query fails for want of its tables, which is a fault of execution and passes.
+        with _translated_errors(QueryLimits()), closing(_open(":memory:", QueryLimits().time_s)) as connection:
             connection.execute(f"EXPLAIN {sql}")
     except QueryError as error:
         if error.fault != "execution":
@@ -85,7 +90,7 @@ def check_syntax(sql: str) -> None:
 
 
 def check_query(sql: str) -> None:
-    """Raise :class:`QueryError` for an empty text and for a statement that is no query."""
+    """Raise :class:`QueryError` for an empty text and for a statement that is not a query."""
     if len(sql) > MAX_SQL:
         raise QueryError("refused", f"the query is too large: {len(sql)} characters, more than {MAX_SQL}")
     words = outline(sql)
@@ -96,12 +101,12 @@ def check_query(sql: str) -> None:
 
 
 def is_ordered(sql: str) -> bool:
-    """Whether the rows of the query as a whole, not only those of a subquery or window, are ordered."""
+    """Return true when the query as a whole orders its rows, and not only a subquery or window in it."""
     return " order by " in f" {outline(sql)} "
 
 
 def outline(sql: str) -> str:
-    """The words and marks outside of parentheses in lower case, one space between; quotes become ``''``."""
+    """Return the words and marks outside of parentheses, in lower case with one space between; quotes become ``''``."""
     depth, words = 0, list[str]()
     for token in _TOKEN.finditer(sql):
         if token["mark"] in ("(", ")"):
@@ -125,6 +130,7 @@ def _open(uri: str, time_s: float) -> sqlite3.Connection:
 
 def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
     connection.text_factory = _text
+    # Three safeguards: the file is opened read-only, the connection is read-only, and the authorizer refuses the rest.
     connection.execute("PRAGMA query_only = 1")
     _connect_virtual_tables(connection)
     for limit, most in (
@@ -133,32 +139,35 @@ def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
         (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
     ):
         connection.setlimit(limit, most)
-    connection.set_authorizer(_may)
+    connection.set_authorizer(_authorize)
+    # SQLite asks every _STEPS instructions; a true answer interrupts the query.
     end = time.monotonic() + time_s
     connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
 
 
 def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
-    """Let full-text and other indexes declare themselves, which asks for more than reading, before it is refused."""
+    """Connect full-text and other virtual tables while all is allowed: declaring them takes more than reading."""
     tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
     for (name,) in connection.execute(tables).fetchall():
-        with suppress(sqlite3.Error):  # of a module that is not here: a query of that table fails later
+        with suppress(sqlite3.Error):  # its module is not installed here: a query of that table fails later
             connection.execute('SELECT 1 FROM "{}" LIMIT 0'.format(name.replace('"', '""')))
 
 
 def _text(data: bytes) -> str:
+    # Databases hold text that is not UTF-8; sqlite3 would raise for it.
     return data.decode("utf-8", "replace")
 
 
-def _may(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Reading is allowed; the full-text index also asks for the version of the data that it reads."""
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    """Allow reading, and the one pragma by which the full-text index asks for the version of its data."""
     is_allowed = action in _READING and (action != sqlite3.SQLITE_FUNCTION or second not in _FORBIDDEN)
     is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
     return sqlite3.SQLITE_OK if is_allowed or is_internal else sqlite3.SQLITE_DENY
 
 
 @contextmanager
-def _faults(limits: Limits) -> Generator[None]:
+def _translated_errors(limits: QueryLimits) -> Generator[None]:
+    """Turn SQLite's errors into :class:`QueryError`, and those of a broken file into :class:`ConfigError`."""
     try:
         yield
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
@@ -166,7 +175,7 @@ def _faults(limits: Limits) -> Generator[None]:
             raise ConfigError(f"a reward's database cannot be read: {error}; make it again, or name another") from error
         message = str(error) or type(error).__name__
         if isinstance(error, ValueError) or "null character" in message:
-            raise QueryError("syntax", f"the query is no text that SQLite reads ({message})") from error
+            raise QueryError("syntax", f"the query is not a text that SQLite reads ({message})") from error
         if "not authorized" in message or "prohibited" in message:
             raise QueryError("refused", f"only queries that read run here ({message})") from error
         if "one statement" in message:

@@ -1,14 +1,14 @@
-"""Where the text that is judged comes from: an answer, the agent's output, an emitted object, a tool call.
+"""Finds the text to judge in an attempt: an answer, the agent's output, an emitted object or a tool call.
 
 Every emitter of this package that reads a text takes one of these as ``source``:
 
 - ``answer``: the last complete model answer that has text;
-- ``answer:AGENT``: the same, of agents, nodes or roles that the regular expression matches as a whole;
-- ``output`` or ``output:KEY``: what the agent returned, or one key of it;
+- ``answer:AGENT``: the same, of agents, nodes or roles whose whole name the regular expression matches;
+- ``output`` or ``output:KEY``: the agent's return value, or one key of it;
 - ``object:NAME`` or ``object:NAME:KEY``: the last ``agl.emit_object(value, name=NAME)``, or one key of it;
 - ``tool:NAME:ARGUMENT``: an argument of the last call of a tool.
 
-What a run lacks is an empty text, which scores nothing; a value that is no text is written as JSON.
+A source that a run lacks gives an empty text, which scores nothing. A value that is not text is written as JSON.
 """
 
 import re
@@ -30,7 +30,7 @@ _FORMS = "answer, answer:AGENT, output, output:KEY, object:NAME, object:NAME:KEY
 
 
 def text_source(source: str) -> TextOf:
-    """What finds the text; raises :class:`ConfigError` for a source that is none of the forms above."""
+    """Return the function that finds the text; raises :class:`ConfigError` for a source of another form."""
     match source.split(":"):
         case ["answer"]:
             return final_text
@@ -51,19 +51,19 @@ def text_source(source: str) -> TextOf:
 
 
 def unfenced(text: str, *languages: str) -> str:
-    """The content of the last fenced block in one of ``languages`` or in none, else the whole text, stripped."""
+    """Return the last fenced block that names one of ``languages`` or none, or else the whole text; stripped."""
     blocks = re.findall(r"```[ \t]*(\w*)[ \t]*\r?\n(.*?)```", text, re.DOTALL)
     fitting = [body for language, body in blocks if language.lower() in ("", *languages)]
     return (fitting[-1] if fitting else text).strip()
 
 
 def task_fields(task: Json) -> dict[str, Json]:
-    """The top-level fields of a task; none when it is no object."""
+    """Return the top-level fields of a task; an empty dict when the task is not an object."""
     return cast("dict[str, Json]", task) if isinstance(task, dict) else {}
 
 
 def as_text(value: Json) -> str:
-    """Text as it is, nothing as nothing, every other value as JSON."""
+    """Return text as it is, ``None`` as the empty text, and every other value as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -73,7 +73,9 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ConfigError(f"the agent {text!r} in a reward's source is no regular expression: {error}") from error
+        raise ConfigError(
+            f"the agent {text!r} in a reward's source is not a regular expression: {error}; correct it"
+        ) from error
 
 
 def _answer_of(agent: re.Pattern[str]) -> TextOf:
@@ -95,7 +97,7 @@ def _object(spans: Sequence[Span], name: str) -> Json:
 
 
 def _arguments(spans: Sequence[Span], tool: str) -> Iterator[Json]:
-    """The arguments of calls of a tool, the last one first: those that models asked for, then those that ran."""
+    """Yield the arguments of a tool's calls, latest first: those that models asked for, then those that ran."""
     ordered = [span for span in reversed(chronological(spans).spans) if not span.is_late]
     for span in ordered:
         if span.call is None or not is_answered(span.call) or span.call.dialect == "embeddings":
@@ -121,6 +123,6 @@ def _decoded(arguments: Any) -> Json:
 
 
 def _member(value: Json, key: str) -> Json:
-    """A key of an object; also of an object that was returned as JSON text."""
+    """Return a key of an object, also of one that was returned as JSON text; ``None`` without it."""
     found = _decoded(value)
     return cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None

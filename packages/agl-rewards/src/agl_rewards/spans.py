@@ -1,15 +1,16 @@
-"""Automatic intermediate rewards: what tools, steps and exceptions say about single turns, without asking anybody.
+"""Gives intermediate rewards automatically: tools, steps and exceptions show how single turns went.
 
 The events, each with its weight:
 
 - ``tool_ok`` and ``tool_error``: a tool ran, or failed;
 - ``step_ok`` and ``step_error``: the same for operations, nodes and agents that ``steps`` names;
-- ``exception``: an exception that was reported, or that ended an operation, node or agent other than those; where it
-  passes through several, the innermost counts;
+- ``exception``: an exception that was reported, or that ended another operation, node or agent; where it passes
+  through several, the innermost counts;
 - ``retry``: a model call that the client had to repeat;
-- ``repeat``: a tool called again with the very same arguments.
+- ``repeat``: a tool called again with exactly the same arguments.
 
-Hand-offs and interrupts are no failures: tracers report them as what they are.
+Hand-offs and interrupts are not failures: tracers report them under their own names.
+Turns are found by the core's rule for rewards about spans; adding the rewards up is left to credit.
 """
 
 import re
@@ -23,30 +24,31 @@ from agl.schemas import Reward, Rollout, Span
 from agl.tracing import make_reward_span
 
 WEIGHTS: Mapping[str, float] = {"tool_ok": 0.1, "tool_error": -0.1, "exception": -0.1}
-"""What counts when nothing is declared."""
+"""The weights that hold when none are declared."""
 
 EVENTS = ("tool_ok", "tool_error", "step_ok", "step_error", "exception", "retry", "repeat")
 
 
-class Event(NamedTuple):
-    """Something that earns its weight, and the span where it happened."""
+class RewardedEvent(NamedTuple):
+    """The kind of an event, which earns its weight, and the span where it happened."""
 
     kind: str
     span: Span
 
 
 class SpanRewards:
-    """Rewards for what happened on the way, which the credits ``turn`` and ``role`` add to the final one.
+    """Rewards for events during a run, which the credits ``turn`` and ``role`` add to the final reward.
 
     Args:
-        weights: Reward by event, see above; what is not named earns nothing.
+        weights: Reward by event, see above; events that are not named earn nothing.
         steps: Regular expression that matches the whole name of the operations, nodes and agents that are steps.
-        scope: ``turn`` gives one reward per model call, with all that happened because of it; ``span`` one per
-            event, about its own span; ``rollout`` one for the whole run.
-        name: The rewards' name; with scope ``span`` each has its number behind, because of one name the last counts.
+        scope: ``turn`` gives one reward per model call for the events that it caused, ``span`` one per event for the
+            event's own span, ``rollout`` one for the whole run.
+        name: The rewards' name. With scope ``span`` a number follows it, because of several rewards with one name
+            only the last would count.
 
     Raises:
-        ConfigError: An unknown event, a bad regular expression, or steps that are weighted and not named.
+        ConfigError: An event is unknown, the regular expression is wrong, or steps have a weight and no name.
     """
 
     def __init__(
@@ -58,10 +60,10 @@ class SpanRewards:
         name: str = "spans",
     ) -> None:
         self._weights = dict(WEIGHTS if weights is None else weights)
-        self._steps = _checked(self._weights, steps)
+        self._steps = _step_pattern(self._weights, steps)
         if scope not in ("turn", "span", "rollout"):
             raise ConfigError(f"spans got scope = {scope!r}; write 'turn', 'span' or 'rollout'")
-        self._make: Callable[[Timeline, Sequence[Event]], list[Reward]] = {
+        self._make: Callable[[Timeline, Sequence[RewardedEvent]], list[Reward]] = {
             "turn": self._by_turn,
             "span": self._by_span,
             "rollout": self._by_rollout,
@@ -69,12 +71,12 @@ class SpanRewards:
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-        """The rewards of one attempt; for scope ``rollout`` exactly one."""
+        """Return the rewards of one attempt; for scope ``rollout`` exactly one."""
         timeline = chronological([span for span in spans if not span.is_late])
         events = [event for event in find_events(timeline.spans, steps=self._steps) if event.kind in self._weights]
         return self._make(timeline, events)
 
-    def _by_span(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+    def _by_span(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
         return [
             Reward(
                 value=self._weights[kind],
@@ -83,16 +85,17 @@ class SpanRewards:
                 scope="span",
                 span_id=span.span_id,
                 source="evaluator",
-                feedback=_says(kind, span),
+                feedback=_described(kind, span),
             )
             for number, (kind, span) in enumerate(events, start=1)
         ]
 
-    def _by_turn(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
-        """One reward per call, attributed by the core's own rule for rewards about spans."""
+    def _by_turn(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
+        """Return one reward per call with events, attributed by the core's rule for rewards about spans."""
         calls = [span for span in timeline.spans if span.call is not None and is_answered(span.call)]
         enclosing = Enclosing(timeline.spans)
         found: dict[str, dict[str, float | None]] = {call.span_id: {} for call in calls}
+        # One kind after another, so that a call's reward can say how much each kind gave it.
         for kind in dict.fromkeys(event.kind for event in events):
             about = self._by_span(timeline, [event for event in events if event.kind == kind])
             made = [make_reward_span("", "", reward) for reward in about]
@@ -112,21 +115,22 @@ class SpanRewards:
             feedback=", ".join(parts),
         )
 
-    def _by_rollout(self, timeline: Timeline, events: Sequence[Event]) -> list[Reward]:
+    def _by_rollout(self, timeline: Timeline, events: Sequence[RewardedEvent]) -> list[Reward]:
         kinds = [event.kind for event in events]
         parts: dict[str, float | None] = {kind: weight * kinds.count(kind) for kind, weight in self._weights.items()}
-        feedback = "; ".join(_says(*event) for event in events if self._weights[event.kind] < 0)
+        feedback = "; ".join(_described(*event) for event in events if self._weights[event.kind] < 0)
         total = sum(self._weights[kind] for kind in kinds)
         return [Reward(value=total, name=self._name, dimensions=parts, source="evaluator", feedback=feedback)]
 
 
-def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[Event]:
-    """Every event of an attempt, in order of time; ``steps`` names the operations that are steps."""
+def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) -> list[RewardedEvent]:
+    """Return every event of an attempt, in order of time; ``steps`` matches the operations that are steps."""
     ordered = chronological(spans).spans
+    # Spans with a failed child: their own failure is that of the child, which counts alone.
     failed_inside = {span.parent_id for span in ordered if span.status == "error" and span.parent_id is not None}
     seen: set[tuple[str, str]] = set()
     return [
-        Event(kind, span)
+        RewardedEvent(kind, span)
         for span in ordered
         if not span.is_late
         for kind in _kinds(span, steps=steps, failed_inside=failed_inside, seen=seen)
@@ -136,6 +140,7 @@ def find_events(spans: Sequence[Span], *, steps: re.Pattern[str] | None = None) 
 def _kinds(
     span: Span, *, steps: re.Pattern[str] | None, failed_inside: set[str], seen: set[tuple[str, str]]
 ) -> Iterator[str]:
+    """Yield the kinds of event that a span is; ``seen`` collects the tool calls so far."""
     has_failed = span.status == "error"
     if span.call is not None:
         if span.call.retry_count and is_answered(span.call):
@@ -153,6 +158,7 @@ def _kinds(
 
 
 def _names(span: Span) -> list[str]:
+    """Return the names by which a span can be a step; none for rewards and for the run itself."""
     if span.reward is not None or span.name == semconv.ROOT_SPAN_NAME:
         return []
     named = [_text(span, key) for key in (semconv.AGENT_NAME, semconv.NODE, semconv.ROLE)]
@@ -168,20 +174,23 @@ def _text(span: Span, key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _says(kind: str, span: Span) -> str:
+def _described(kind: str, span: Span) -> str:
     what = _text(span, semconv.TOOL_NAME) or span.name
     return f"{kind} {what}: {span.status_message}" if span.status_message else f"{kind} {what}"
 
 
-def _checked(weights: Mapping[str, float], steps: str) -> re.Pattern[str] | None:
+def _step_pattern(weights: Mapping[str, float], steps: str) -> re.Pattern[str] | None:
+    """Return the pattern of steps, ``None`` without steps; raises :class:`ConfigError` for what does not fit."""
     unknown = sorted(set(weights) - set(EVENTS))
     if unknown:
-        raise ConfigError(f"spans has weights for {', '.join(unknown)}; the events are {', '.join(EVENTS)}")
+        raise ConfigError(f"spans has weights for unknown events: {', '.join(unknown)}; use {', '.join(EVENTS)}")
     if not steps:
         if {"step_ok", "step_error"} & set(weights):
-            raise ConfigError('spans weights steps and names none; set steps = "execute|check" or the like')
+            raise ConfigError('spans has weights for steps but no steps; name them with steps = "execute|check"')
         return None
     try:
         return re.compile(steps)
     except re.error as error:
-        raise ConfigError(f"spans got steps = {steps!r}, which is no regular expression: {error}") from error
+        raise ConfigError(
+            f"spans got steps = {steps!r}, which is not a regular expression: {error}; correct it"
+        ) from error

@@ -1,7 +1,8 @@
-"""Rewards for text that should be SQL: does it parse, does it run, does it give the rows of the task's own query.
+"""Rewards SQL that parses, that runs, and that gives the rows of the task's own query.
 
-:class:`SqlMatch` runs both queries on a SQLite database and keeps all three answers as the dimensions ``syntax``,
-``execution`` and ``goal``, so that ``[experiment] reward_weights`` can weight them without running anything twice.
+:class:`SqlMatch` runs both queries on a SQLite database and keeps all three results as the dimensions ``syntax``,
+``execution`` and ``goal``, so that ``[experiment] reward_weights`` can weight them without running a query twice.
+Running untrusted queries safely is left to `sandbox`.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from typing import Any, Literal, cast
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate, Record, Reward, Rollout, Span
-from agl_rewards.sandbox import Limits, QueryError, Row, check_syntax, is_ordered, run_query
+from agl_rewards.sandbox import QueryError, QueryLimits, Row, check_syntax, is_ordered, run_query
 from agl_rewards.source import task_fields, text_source, unfenced
 
 Order = Literal["query", "always", "never"]
@@ -22,10 +23,10 @@ Order = Literal["query", "always", "never"]
 class SqlSyntax:
     """1.0 when the text is one query that SQLite can parse, else 0.0; no table needs to exist.
 
-    A fenced block of SQL within the text is taken in its place. Statements that are no queries get 0.0.
+    A fenced block of SQL within the text stands for the text. Statements that are not queries get 0.0.
 
     Args:
-        source: Where the text comes from, see :mod:`agl_rewards.source`.
+        source: Source of the text, see :mod:`agl_rewards.source`.
         name: The reward's name.
     """
 
@@ -34,17 +35,17 @@ class SqlSyntax:
         self._name = name
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt."""
+        """Return the reward of one attempt."""
         error = _syntax_error(query_in(self._text(spans)))
         return Reward(value=float(not error), name=self._name, source="evaluator", feedback=error)
 
 
 class SqlExecutes:
-    """1.0 when the query runs on the database within its limits, whatever it gives, else 0.0.
+    """1.0 when the query runs on the database within its limits, whatever rows it gives, else 0.0.
 
     Args:
-        database: As in :class:`SqlMatch`, like all of these.
-        source: Where the text comes from.
+        database: Path of the SQLite database, see :class:`SqlMatch`.
+        source: Source of the text, see :mod:`agl_rewards.source`.
         time_s: Seconds that a query may take.
         max_rows: Rows that it may give.
         name: The reward's name.
@@ -67,7 +68,7 @@ class SqlExecutes:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt; raises :class:`ConfigError` when its database is not there."""
+        """Return the reward of one attempt; raises :class:`ConfigError` when its database does not exist."""
         path = self._database.of(rollout)
         try:
             await asyncio.to_thread(run_query, path, query_in(self._text(spans)), limits=self._limits)
@@ -76,8 +77,8 @@ class SqlExecutes:
         return Reward(value=1.0, name=self._name, source="evaluator")
 
 
-class Judged(Record, frozen=True, kw_only=True):
-    """What is right about a query, and in words what is not."""
+class QueryVerdict(Record, frozen=True, kw_only=True):
+    """The checks that a query passed, and in words the fault of the first that it failed."""
 
     syntax: bool = False
     execution: bool = False
@@ -88,16 +89,17 @@ class Judged(Record, frozen=True, kw_only=True):
 class SqlMatch:
     """1.0 when the query gives the rows of the task's query, else 0.0.
 
-    Rows are compared as multisets, and in their order when the task's query orders them; columns by position, names
-    of columns do not matter. Rows that the task's query orders equally must still come as SQLite gives them to it.
-    Both queries run with the same limits, and nothing but reading is possible; an error scores 0 with its feedback.
+    Rows are compared as multisets, and in their order when the task's query orders them. Columns are compared by
+    position; their names do not matter. Rows that are equal in the query's order must come in the order in which SQLite
+    gives them to the task's query.
+    Both queries run with the same limits and can only read; an error scores 0 with its feedback.
 
     Args:
         database: Path of the SQLite database, relative to the experiment file; ``{key}`` is a field of the task.
         answer: Key of the task that holds the right query, or a list of right ones.
-        source: Where the text comes from, see :mod:`agl_rewards.source`.
-        order: Whether the order counts: when the task's ``query`` orders, ``always``, or ``never``.
-        digits: Significant digits of the numbers that are compared.
+        source: Source of the text, see :mod:`agl_rewards.source`.
+        order: The order of the rows counts when the task's ``query`` orders them, ``always``, or ``never``.
+        digits: Significant digits to which floating-point numbers are compared.
         time_s: Seconds that a query may take.
         max_rows: Rows that it may give.
         name: The reward's name.
@@ -130,7 +132,7 @@ class SqlMatch:
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
-        """The reward of one attempt; raises :class:`ConfigError` when database or right query are unusable."""
+        """Return the reward of one attempt; raises :class:`ConfigError` when database or right query are unusable."""
         path, right = self._database.of(rollout), self._right(rollout)
         judged = await asyncio.to_thread(self._judge, path, right, query_in(self._text(spans)), rollout.rollout_id)
         dimensions: dict[str, float | None] = {
@@ -151,21 +153,22 @@ class SqlMatch:
         queries: list[Any] = cast("list[Any]", found) if isinstance(found, list) else [found]
         if not queries or not all(isinstance(query, str) and query.strip() for query in queries):
             raise ConfigError(
-                f"the reward sql-match runs the query in the task's {self._answer!r}, which rollout "
-                f"{rollout.rollout_id} does not have; add it to the dataset, or name another key with answer = ..."
+                f"the reward sql-match runs the query in the task's {self._answer!r}, and the task of rollout "
+                f"{rollout.rollout_id} has none there; add it to the dataset, or name another key with answer = ..."
             )
         return queries
 
-    def _judge(self, path: Path, right: Sequence[str], query: str, rollout_id: str) -> Judged:
+    def _judge(self, path: Path, right: Sequence[str], query: str, rollout_id: str) -> QueryVerdict:
+        # The task's own queries first: if one does not run, the dataset is at fault and the agent's query untried.
         expected = [(self._expected(path, sql, rollout_id), self._is_ordered(sql)) for sql in right]
         try:
             rows = run_query(path, query, limits=self._limits)
         except QueryError as error:
-            return Judged(syntax=error.fault == "execution", feedback=str(error))
+            return QueryVerdict(syntax=error.fault == "execution", feedback=str(error))
         if any(same_rows(wanted, rows, ordered=ordered, digits=self._digits) for wanted, ordered in expected):
-            return Judged(syntax=True, execution=True, goal=True)
+            return QueryVerdict(syntax=True, execution=True, goal=True)
         wanted, ordered = expected[0]
-        return Judged(syntax=True, execution=True, feedback=_difference(wanted, rows, ordered=ordered))
+        return QueryVerdict(syntax=True, execution=True, feedback=_difference(wanted, rows, ordered=ordered))
 
     def _expected(self, path: Path, sql: str, rollout_id: str) -> list[Row]:
         try:
@@ -181,19 +184,23 @@ class SqlMatch:
 
 
 def query_in(text: str) -> str:
-    """The SQL in a text: its last fenced block of SQL, else all of it."""
+    """Return the SQL in a text: its last fenced block of SQL, or else all of it."""
     return unfenced(text, "sql", "sqlite")
 
 
 def same_rows(wanted: Sequence[Row], rows: Sequence[Row], *, ordered: bool, digits: int = 9) -> bool:
-    """Whether two results are equal: as sequences when ``ordered``, else as multisets of rows."""
+    """Return true when two results are equal: as sequences when ``ordered``, else as multisets of rows."""
     left, right = ([tuple(_plain(value, digits) for value in row) for row in given] for given in (wanted, rows))
     return left == right if ordered else Counter(left) == Counter(right)
 
 
 def _plain(value: Any, digits: int) -> Any:
-    """A value with its type, since SQLite keeps ``1`` and ``'1'`` apart, but not ``1`` and ``1.0``."""
+    """Return a value to compare, rounded to ``digits``.
+
+    Types stay apart as in SQLite: ``1`` and ``'1'`` differ, ``1`` and ``1.0`` do not.
+    """
     if isinstance(value, float):
+        # Sums in another order differ in the last digits; 2.0 must equal the integer 2.
         rounded = float(f"{value:.{digits}g}")
         return int(rounded) if rounded.is_integer() else rounded
     return value
@@ -219,10 +226,10 @@ def _syntax_error(query: str) -> str:
     return ""
 
 
-def _limits(time_s: float, max_rows: int) -> Limits:
+def _limits(time_s: float, max_rows: int) -> QueryLimits:
     if time_s <= 0 or max_rows < 1:
         raise ConfigError(f"a query needs time_s above 0 and max_rows of at least 1, not {time_s} and {max_rows}")
-    return Limits(time_s=time_s, rows=max_rows)
+    return QueryLimits(time_s=time_s, rows=max_rows)
 
 
 class _Database:
@@ -236,7 +243,7 @@ class _Database:
         path = self._folder / self._template.format(**task_fields(rollout.task))
         if not path.is_file():
             raise ConfigError(
-                f"the database {str(path)!r} of rollout {rollout.rollout_id} is not there; make it, or correct the "
+                f"the database {str(path)!r} of rollout {rollout.rollout_id} does not exist; make it, or correct the "
                 "reward's database = ..., which is relative to the experiment file"
             )
         return path

@@ -1,6 +1,7 @@
-"""The policy that an algorithm trains, over its steps: opened when needed, reopened, saved, published.
+"""The policy that an algorithm trains over its steps, and the checks and draws that such algorithms share.
 
-Shared by the algorithms over weights, so that each of them reads as its own loop; it decides nothing about losses.
+The model is opened when the first step needs it, and again when another algorithm has published weights since.
+The algorithms share this, so that each of them reads as its own loop. It decides nothing about losses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl.errors import ConfigError
-from agl_algo_torch.learner import Learner, LearnerSettings, saved_path, tuned_name, tuned_weights
+from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ if TYPE_CHECKING:
 
 
 class TunedPolicy:
-    """One policy in training; `begin` comes first.
+    """One policy in training. Call `begin` first.
 
     Args:
         settings: Optimizer, adapters, device.
         algorithm: Its registered name, for messages.
         keep: Saved states and exported weights that stay on disk.
-        has_reference: Whether a frozen copy of the policy at this algorithm's start is held.
+        has_reference: Holds a frozen copy of the policy at this algorithm's start.
     """
 
     def __init__(self, *, settings: LearnerSettings, algorithm: str, keep: int, has_reference: bool = False) -> None:
@@ -36,7 +37,7 @@ class TunedPolicy:
         self._settings = settings
         self._keep = keep
         self._has_reference = has_reference
-        self._learner: Learner | None = None
+        self._learner: PolicyLearner | None = None
         self._reference: Reference | None = None
         self._opened = ""  # the version that `_learner` was opened from
 
@@ -53,8 +54,11 @@ class TunedPolicy:
             raise AssertionError("a reference was asked for, so opening the learner made one")
         return self._reference
 
-    async def learner(self, *, updates: int) -> Learner:
-        """The learner, opened again when another algorithm has published weights since; `updates` were made."""
+    async def learner(self, *, updates: int) -> PolicyLearner:
+        """Return the learner, opened again when another algorithm has published weights since.
+
+        `updates` is the number of updates done so far; it places a newly opened learner on the learning rate's curve.
+        """
         version = self._context.current(self.name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._learner is None or is_foreign:
@@ -76,7 +80,7 @@ class TunedPolicy:
         return f"{self.name}@{version.version}"
 
     def state(self, *, step: int) -> dict[str, Json]:
-        """The newest checkpoint and the version that training started from, for `restore`."""
+        """Return the newest checkpoint and the version that training started from, for `restore`."""
         return {"checkpoint": saved_path(self._context.workdir, step), "opened": self._opened}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
@@ -89,29 +93,30 @@ class TunedPolicy:
         """Drop the model and the reference."""
         self._learner = self._reference = None
 
-    def _opened_learner(self) -> Learner:
+    def _opened_learner(self) -> PolicyLearner:
         if self._learner is None:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner
 
-    def _open(self, origin: Any, updates: int) -> Learner:
-        learner = Learner(origin=origin, settings=self._settings)
+    def _open(self, origin: Any, updates: int) -> PolicyLearner:
+        learner = PolicyLearner(origin=origin, settings=self._settings)
         learner.updates = updates
         if self._has_reference and self._reference is None:
             self._reference = Reference(learner.loaded.model)
         return learner
 
-    def _resume(self, checkpoint: Path) -> Learner:
-        learner = Learner.resume(checkpoint, settings=self._settings)
+    def _resume(self, checkpoint: Path) -> PolicyLearner:
+        learner = PolicyLearner.resume(checkpoint, settings=self._settings)
         if self._has_reference:
-            self._reference = Reference(Learner(origin=learner.origin, settings=self._settings).loaded.model)
+            self._reference = Reference(PolicyLearner(origin=learner.origin, settings=self._settings).loaded.model)
         return learner
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
     """Return the tasks of a step: every epoch is a shuffle that follows from seed, algorithm and epoch.
 
-    No task comes twice before every other came once; `count` is cut to the number of tasks.
+    No task comes twice before every other came once. `count` is cut to the number of tasks. The result depends on the
+    step's number alone, so a repeated or resumed step draws the same tasks.
     """
     tasks: Sequence[Json] = context.train
     first = (step - 1) * count

@@ -1,4 +1,4 @@
-"""Functions of torch and safetensors whose own annotations are incomplete, with complete ones and nothing else."""
+"""Wraps functions of torch and safetensors whose annotations are incomplete, and adds nothing else to them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _files: Any = safetensors.torch
 
 
 def unique(values: Tensor, *, dim: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the sorted distinct values (or slices along `dim`) and, for each value, its place among them."""
+    """Return the sorted distinct values (or slices along `dim`) and, for each value, its index among them."""
     return _torch.unique(values, dim=dim, return_inverse=True)
 
 
 def from_bytes(data: bytes, *, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return packed little-endian numbers (`kind` is numpy's, such as `<i4`) as a tensor of its own memory."""
+    """Return packed little-endian numbers (`kind` is numpy's, such as `<i4`) as a tensor that owns its memory."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy()).to(dtype)
 
 
 def numbers(values: Tensor) -> list[float]:
-    """Return a vector as Python numbers."""
+    """Return a vector of floats as Python numbers."""
     return cast("Any", values).tolist()
 
 

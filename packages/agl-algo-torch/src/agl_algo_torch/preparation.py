@@ -1,7 +1,8 @@
-"""From finished episodes to samples: credit, then advantages over rollouts, then rows with masks.
+"""Prepares finished episodes for training: credit, then advantages over rollouts, then rows with masks.
 
-Credit assignment says what each call is worth and whom it is compared with; the estimator turns that into
-advantages over the whole batch, because some estimators scale by the batch's deviation.
+Credit assignment says what each call is worth and which calls it is compared with. The estimator turns that into
+advantages, over the whole batch at once, because some estimators scale by the batch's deviation.
+The formulas are in `advantages`, the tensors in `batch`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl_algo_torch.advantages import Estimator, estimate
-from agl_algo_torch.batch import Sample, from_row
-from agl_algo_torch.typed import numbers
+from agl_algo_torch.batch import RowSample, from_row
+from agl_algo_torch.typed_torch import numbers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,39 +24,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """The rows of a batch in the order of its episodes, rows of one rollout contiguous, and what to log."""
+class PreparedBatch:
+    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log."""
 
-    samples: list[Sample]
+    samples: list[RowSample]
     metrics: dict[str, float]
 
 
-def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator) -> Prepared:
+def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
     A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out.
     """
     episodes = [episode for group in groups for episode in group]
+    # Credit sees one group at a time: a credit may compare rollouts of one task, and no others.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
-    places = [index for index, group in enumerate(groups) for _ in group]
+    places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
     advantages = _advantages(credits, places=places, estimator=estimator)
-    samples: list[Sample] = []
+    samples: list[RowSample] = []
     for episode, by_span in zip(episodes, advantages, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
+        # A shared beginning is read in every row and trained in one; a row may have nothing of its own to train.
         rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
-    return Prepared(samples=samples, metrics=_metrics(groups, samples))
+    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples))
 
 
 def _advantages(
     credits: Sequence[Sequence[CallCredit]], *, places: Sequence[int], estimator: Estimator
 ) -> list[dict[str, float]]:
-    """Advantages by span id for every episode; `places` is the group of each episode."""
+    """Return the advantages by span id for every episode; `places` is the group of each episode."""
+    # Finished advantages (hierarchical and counterfactual credit) pass through; normalising them again would undo them.
     result: list[dict[str, float]] = [{c.span_id: c.value for c in calls if c.is_advantage} for calls in credits]
     open_calls = [(index, call) for index, calls in enumerate(credits) for call in calls if not call.is_advantage]
+    # Calls are compared when they share both the group and the credit's baseline key: a key such as "writer" of one
+    # task must not meet that of another.
     keys: dict[tuple[int, str], int] = {}
     for index, call in open_calls:
         keys.setdefault((places[index], call.baseline), len(keys))
+    # float64: a group's deviation is a small difference of rewards.
     advantages_N = estimate(
         torch.tensor([call.value for _, call in open_calls], dtype=torch.float64),
         rollouts_N=torch.tensor([index for index, _ in open_calls], dtype=torch.int64),
@@ -67,14 +74,16 @@ def _advantages(
     return result
 
 
-def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
+def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:
+    # A missing reward is left out of the mean, not taken for 0.
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
+    # A group is silent when no rollout of it has an advantage: all right, all wrong, or nothing to train.
     loud = {sample.rollout for sample in samples if not sample.is_silent}
     silent = sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group))
     calls = [call for group in groups for e in group for call in e.transitions if not call.reject]
     return {
         "reward": float(rewards.mean()) if len(rewards) else 0.0,
-        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,  # over the batch, divided by n - 1
         "groups": float(len(groups)),
         "groups_silent": float(silent),
         "rollouts": float(sum(len(group) for group in groups)),
