@@ -15,6 +15,7 @@ from agl_gateway.client import HttpStore
 from agl_gateway.embedded import EmbeddedGateway
 from agl_run import Worker, WorkerSetup
 from agl_run.runners.remote_gateway import GuardedRunner, RemoteGateway
+from agl_testing.waiting import eventually
 
 from .conftest import SECRET, StageFactory
 from .test_remote_finish import BusyStore
@@ -156,11 +157,13 @@ async def test_worker_gives_back_what_its_gateway_lost() -> None:
     rollout = Rollout(rollout_id=new_rollout_id(), task={})
     await store.enqueue([rollout])
     runner = Runner(lambda claim: Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded"))
+
+    async def five() -> list[Attempt]:
+        attempts = await store.attempts(rollout.rollout_id)
+        return attempts if len(attempts) >= 5 else []
+
     async with Worker(WorkerSetup(store=store, runner=runner, concurrency=1, gateway=Gone())):
-        deadline = time.monotonic() + 30
-        while len(attempts := await store.attempts(rollout.rollout_id)) < 5:
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.01)
+        attempts = await eventually(five)
     assert {"lost"} == {attempt.status for attempt in attempts[:4]}
     assert [None] * 4 == [attempt.error for attempt in attempts[:4]]
     await store.close()
