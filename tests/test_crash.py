@@ -104,14 +104,13 @@ def test_worker_processes_killed_at_random_points_cost_only_their_attempt(
     )
     process = agl("run", str(file), "--quiet", cwd=file.parent)
     killed = 0
-    started = time.monotonic()
     wait_for_a_step(file, process)
-    while process.poll() is None and killed < 15 and time.monotonic() - started < 60:
+    while process.poll() is None and killed < 15:
         time.sleep(rng.uniform(0.1, 0.4))
         children = children_of(process.pid)
         if children:
             killed += kill(rng.choice(children))
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=400)
     assert 0 == process.returncode, out + err
     assert killed >= 10
     check_end(file, steps=30)
