@@ -243,13 +243,12 @@ async def test_pause_holds_calls_and_resume_lets_them_through_with_the_new_versi
 async def test_drain_gives_up_after_its_limit(stage):
     async with stage() as it:
         _, token = await it.open_attempt()
-        it.server.enqueue(Reply(text="slow", delay=1.0))
+        it.server.enqueue(Reply(text="slow", delay=8.0))
         async with it.openai(token) as client:
             running = asyncio.create_task(ask(client))
             await asyncio.to_thread(it.server.wait_for_calls, 1)
             started = time.monotonic()
             await it.gateway.pause("main_llm", drain_s=0.2)
-            assert time.monotonic() - started < 0.9
+            assert 0.2 <= time.monotonic() - started < 8.0
             assert not running.done()
-            await it.gateway.resume("main_llm")
-            await running
+            running.cancel()

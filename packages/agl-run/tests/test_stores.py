@@ -105,11 +105,11 @@ def test_lapsed_lease_is_retried_then_failed_while_somebody_waits(opener: Opener
         await store.enqueue(rollouts("a", retry=RetryPolicy(max_attempts=2)))
         await store.claim(worker="w", lease_s=0.15)
         begin = time.monotonic()
-        (again,) = await store.claim(worker="v", wait_s=5.0, lease_s=0.15)
+        (again,) = await store.claim(worker="v", wait_s=60.0, lease_s=0.15)
         assert "a.2" == again.attempt.attempt_id
-        assert 0.05 < time.monotonic() - begin < 1.0
+        assert 0.05 < time.monotonic() - begin < 20.0
         cursor = await store.cursor()
-        changes = await store.changes(after=cursor, wait_s=5.0)
+        changes = await store.changes(after=cursor, wait_s=60.0)
         assert ["failed"] == [change.status for change in changes]
         assert ["lost", "lost"] == [attempt.status for attempt in await store.attempts("a")]
 
