@@ -105,8 +105,35 @@ def test_ids_of_every_size_come_back(ids: tuple[int, ...]) -> None:
     Kept([called(1, prompt=ids, response=ids[::-1]), called(2, prompt=ids[::-1]), called(3, response=ids)]).check()
 
 
-def test_ids_that_are_no_whole_numbers_come_back() -> None:
-    Kept([called(1, prompt=b"12345", response=b"123"), called(2, prompt=b"1234567", response=b"")]).check()
+@pytest.mark.parametrize(("prompt", "response"), [(b"12345", b"123"), (b"1234567", b""), (b"123", b"45"), (b"", b"1")])
+def test_ids_that_are_no_whole_numbers_come_back(prompt: bytes, response: bytes) -> None:
+    Kept([called(1, prompt=prompt, response=response), called(2, prompt=response, response=prompt)]).check()
+
+
+def drawn(count: int, *, seed: int = 0) -> list[int]:
+    """Ids that do not compress."""
+    draw = random.Random(seed)
+    return [draw.randrange(65_536) for _ in range(count)]
+
+
+def prose(length: int, *, seed: int = 0) -> str:
+    """Text that hardly compresses."""
+    draw = random.Random(seed)
+    return "".join(draw.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(length))
+
+
+def test_small_ids_take_two_bytes_each() -> None:
+    kept = Kept([called(1, prompt=drawn(2000), response=drawn(2000, seed=1), request={"messages": ["x" * 600]})])
+    kept.check()
+    assert kept.size(1) < 2 * 4000 + 500
+
+
+@pytest.mark.parametrize("where", ["request", "answer"])
+def test_long_text_is_deflated(where: str) -> None:
+    text: Json = {"messages": ["words and words " * 400]}
+    kept = Kept([called(1, request=text) if where == "request" else called(1, answer=text)])
+    kept.check()
+    assert kept.size(1) < 1000
 
 
 def test_conversation_comes_back_and_each_turn_adds_what_is_new() -> None:
@@ -119,14 +146,82 @@ def test_conversation_comes_back_and_each_turn_adds_what_is_new() -> None:
 
 def test_text_without_ids_is_shared_too() -> None:
     def turn(number: int) -> Span:
-        messages: Json = [
-            {"role": "user", "content": f"{n} " + str(random.Random(n).random()) * 20} for n in range(number)
-        ]
-        return called(number, request={"messages": messages, "seed": number})
+        messages: Json = [{"role": "user", "content": prose(400, seed=n)} for n in range(number)]
+        return called(number, response=[7], request={"messages": messages, "seed": number})
 
     kept = Kept([turn(n) for n in range(1, 20)])
     kept.check()
     assert max(kept.size(n) for n in kept.data) < 2 * kept.size(1)
+
+
+def test_ids_are_shared_where_the_text_is_another_one() -> None:
+    def turn(number: int) -> Span:
+        return called(number, prompt=drawn(1000 + number), request={"messages": [prose(300, seed=number)]})
+
+    kept = Kept([turn(n) for n in range(4)])
+    kept.check()
+    assert max(kept.size(n) for n in (2, 3, 4)) < 1000
+
+
+def test_answer_of_one_turn_is_shared_with_the_prompt_of_the_next() -> None:
+    first, answer = drawn(50), drawn(2000, seed=1)
+    kept = Kept([called(1, prompt=first, response=answer), called(2, prompt=[*first, *answer, 7], response=[8])])
+    kept.check()
+    assert kept.size(1) > 4000
+    assert kept.size(2) < 400
+
+
+@pytest.mark.parametrize(("count", "is_shared"), [(15, False), (16, True), (17, True)])
+def test_beginnings_of_64_bytes_are_shared_and_shorter_ones_are_not(count: int, is_shared: bool) -> None:
+    kept = Kept([called(1, prompt=drawn(count)), called(2, prompt=[*drawn(count), 7])])
+    kept.check()
+    kept.read(2)
+    assert [1] * is_shared == kept.fetched
+
+
+def test_text_of_64_bytes_is_shared_with_its_ids() -> None:
+    def size(length: int) -> int:
+        """Bytes of a second call when the first one's text has so many."""
+        frame = len('{"messages":[""]}')
+        text = prose(length - frame)
+        kept = Kept(
+            [
+                called(1, prompt=drawn(50), request={"messages": [text]}),
+                called(2, prompt=drawn(51), request={"messages": [text, "more"]}),
+            ]
+        )
+        kept.check()
+        return kept.size(2)
+
+    assert size(65) - size(66) > 40
+
+
+def test_newest_sixteen_calls_of_an_attempt_are_remembered() -> None:
+    starts = [drawn(500, seed=n) for n in range(17)]
+    again = [called(100 + n, prompt=[*starts[n], 7]) for n in range(17)]
+    first_16 = Kept([*(called(n, prompt=starts[n]) for n in range(16)), again[0]])
+    assert first_16.size(17) < 600
+    all_17 = [called(n, prompt=start) for n, start in enumerate(starts)]
+    assert Kept([*all_17, again[0]]).size(18) > 1000
+    assert Kept([*all_17, again[1]]).size(18) < 600
+    Kept([*all_17, *again]).check()
+
+
+def test_newest_1024_attempts_are_remembered() -> None:
+    def sizes(attempts: int) -> tuple[int, int]:
+        """Bytes of a second call of the first attempt, and of the last."""
+        packer = Packer()
+        first, second = called(1, prompt=drawn(200)), called(2, prompt=[*drawn(200), 7])
+        for number in range(attempts):
+            packer.pack(first, attempt=number, sequence=1)
+        oldest = packer.pack(second, attempt=0, sequence=2)
+        return len(oldest), len(packer.pack(second, attempt=attempts - 1, sequence=2))
+
+    small, large = 300, 450
+    assert sizes(1024) < (small, small)
+    oldest, newest = sizes(1025)
+    assert oldest > large
+    assert newest < small
 
 
 def test_calls_with_different_beginnings_share_nothing() -> None:
@@ -152,17 +247,22 @@ def test_equal_prompts_are_kept_once() -> None:
     assert max(kept.size(n) for n in range(2, 6)) < 400
 
 
-def test_one_span_is_read_over_few_others_however_long_its_conversation_is() -> None:
-    kept = Kept(conversation(400, tokens=3))
-    expected = msgspec.structs.replace(kept.spans[-1], sequence=400)
-    assert [expected] == kept.read(400)
-    assert 0 < len(kept.fetched) <= 64 + 400 // 64
-    assert len(kept.fetched) == len(set(kept.fetched))
+def test_span_is_read_over_the_turns_since_its_key_call_and_over_key_calls() -> None:
+    kept = Kept(conversation(200, tokens=20))
+    links = [len(kept.fetched) for n in kept.data if kept.read(n)]
+    assert [n // 64 + n % 64 for n in range(200)] == links
 
 
-def test_whole_attempt_fetches_nothing_that_was_read_before() -> None:
-    kept = Kept(conversation(130, tokens=3))
+def test_key_calls_share_the_beginning_with_the_key_call_before() -> None:
+    def turn(number: int) -> Span:
+        messages: Json = [prose(9000), *(prose(300, seed=n) for n in range(number))]
+        return called(number, prompt=drawn(20 + 3 * number), response=[1], request={"messages": messages})
+
+    kept = Kept([turn(n) for n in range(1, 140)])
     kept.check()
+    assert kept.size(1) > 5000
+    assert kept.size(65) < 16_000  # it keeps the texts since the first call again, but not the first call's
+    assert kept.size(129) < 16_000
 
 
 def test_attempts_share_nothing_with_each_other() -> None:

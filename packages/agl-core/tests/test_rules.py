@@ -114,8 +114,11 @@ def test_definition_is_a_rollout_without_its_progress() -> None:
 
 
 def test_conflict_names_what_is_repeated() -> None:
-    text = str(rules.conflict("span", "s1"))
-    assert text.startswith("span 's1' is already stored with other content; ids name one immutable value")
+    expected = (
+        "span 's1' is already stored with other content; ids name one immutable value: "
+        "repeat the same content, or choose a new id"
+    )
+    assert expected == str(rules.conflict("span", "s1"))
 
 
 def test_open_attempt_leases_the_next_attempt() -> None:
