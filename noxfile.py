@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import nox
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))
 
 from tools.environments import Environment, environment  # noqa: E402
-from tools.side_by_side import SideBySide, keep_times, summary  # noqa: E402
+from tools.side_by_side import SideBySide, keep_times, nox_session, summary  # noqa: E402
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "none"
@@ -163,7 +164,7 @@ def tests(session: nox.Session) -> None:
     arguments = [word for word in session.posargs if word != "--keep-times"]
     started = time.monotonic()
     lanes = max(1, min(4, os.cpu_count() or 1))
-    ended = SideBySide(EVERYTHING, lanes=lanes, arguments=arguments).run(session.log)
+    ended = SideBySide(EVERYTHING, lanes=lanes, command=partial(nox_session, arguments=arguments)).run(session.log)
     session.log(summary(ended, seconds=time.monotonic() - started))
     if "--keep-times" in session.posargs:
         keep_times(ended)
@@ -381,7 +382,7 @@ def mutants(session: nox.Session) -> None:
     Takes about ten minutes on two idle cores. Arguments go to ``tools/mutants``: ``-- forest rows`` for two modules,
     ``-- --again`` for what survived the last run.
     """
-    tools = environment(session, [*CORE_TESTS, *ours("agl-credit"), "mutmut>=3.8.1,<3.9"])
+    tools = environment(session, [*ours("agl-gateway", "agl-credit"), *CORE_TESTS, "mutmut>=3.8.1,<3.9"])
     tools.run(session, "python", "-m", "tools.mutants", *session.posargs)
 
 

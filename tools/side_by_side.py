@@ -34,19 +34,10 @@ class Ended:
     """A session that has ended; ``cpu_s`` are the processor's seconds of all its processes."""
 
     name: str
+    log: Path
     status: int
     seconds: float
     cpu_s: float
-
-    @property
-    def log(self) -> Path:
-        """Where its output is."""
-        return log_of(self.name)
-
-
-def log_of(name: str) -> Path:
-    """Where the output of a session goes."""
-    return LOGS / f"{name}.log"
 
 
 def read_times() -> dict[str, float]:
@@ -72,21 +63,34 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
-class SideBySide:
-    """Runs sessions in ``lanes`` at a time; ``arguments`` go to each of them."""
+def nox_session(name: str, arguments: Sequence[str] = ()) -> list[str]:
+    """The command that runs a session with arguments of its own."""
+    return [sys.executable, "-m", "nox", "--no-color", "-s", name, *(["--", *arguments] if arguments else [])]
 
-    def __init__(self, names: Sequence[str], *, lanes: int, arguments: Sequence[str] = ()) -> None:
+
+class SideBySide:
+    """Runs sessions, ``lanes`` of them at a time; ``command`` says how one is run, and ``logs`` where outputs go."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        lanes: int,
+        command: Callable[[str], Sequence[str]] = nox_session,
+        logs: Path = LOGS,
+    ) -> None:
         self._times = read_times()
         self._names = longest_first(names, self._times)
         self._lanes = lanes
-        self._arguments = [*(["--", *arguments] if arguments else [])]
+        self._command = command
+        self._logs = logs
         self._changed = threading.Condition()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._is_stopped = False
 
     def run(self, say: Say) -> list[Ended]:
         """Run all of them and return how they ended; stops those that run when it is interrupted."""
-        LOGS.mkdir(parents=True, exist_ok=True)
+        self._logs.mkdir(parents=True, exist_ok=True)
         expected = time_for([self._time(name) for name in self._names], lanes=self._lanes)
         count = f"{len(self._names)} sessions, {self._lanes} at a time"
         say(f"{count}: about {expected / 60:.0f} minutes on two idle cores, longer on a busy machine")
@@ -118,18 +122,19 @@ class SideBySide:
 
     def _run_one(self, name: str) -> Ended:
         started = time.monotonic()
-        command = [sys.executable, "-m", "nox", "--no-color", "-s", name, *self._arguments]
-        with log_of(name).open("wb") as log:
-            process = self._start(command, log.fileno())
+        path = self._logs / f"{name}.log"
+        with path.open("wb") as log:
+            process = self._start(self._command(name), log.fileno())
             if process is None:
-                return Ended(name=name, status=1, seconds=0.0, cpu_s=0.0)
+                return Ended(name=name, log=path, status=1, seconds=0.0, cpu_s=0.0)
             _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         with self._changed:
             self._running.discard(process)
             self._changed.notify_all()
         seconds = time.monotonic() - started
-        return Ended(name=name, status=process.returncode, seconds=seconds, cpu_s=usage.ru_utime + usage.ru_stime)
+        cpu_s = usage.ru_utime + usage.ru_stime
+        return Ended(name=name, log=path, status=process.returncode, seconds=seconds, cpu_s=cpu_s)
 
     def _start(self, command: Sequence[str], log: int) -> subprocess.Popen[bytes] | None:
         """Start a session in a process group of its own; ``None`` when everything was stopped meanwhile."""
@@ -171,7 +176,7 @@ def summary(ended: Sequence[Ended], *, seconds: float) -> str:
     total = f"{len(ended) - len(failed)} of {len(ended)} sessions passed in {clock(seconds)}"
     if not failed:
         return total
-    lines = [f'    python3 -m nox -s "{one.name}"      # output: {one.log.relative_to(ROOT)}' for one in failed]
+    lines = [f'    python3 -m nox -s "{one.name}"      # output: {one.log}' for one in failed]
     return "\n".join([f"{total}; {len(failed)} failed. Repeat with:", *lines])
 
 

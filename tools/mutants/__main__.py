@@ -13,7 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.mutants._report import GOAL, Report, read_equivalents, read_mutants
+from tools.mutants._report import GOAL
+from tools.mutants._results import read_report
 from tools.mutants._stage import STAGE, Heart, prepare, read_heart
 
 
@@ -46,7 +47,7 @@ def patterns_of(heart: Heart, modules: Sequence[str]) -> list[str]:
 
 def survivors_of(heart: Heart, modules: Sequence[str]) -> list[str]:
     """The mutants that survived the last run, by mutmut's names."""
-    found = Report(read_mutants(heart), read_equivalents()).survivors()
+    found = read_report(heart).survivors()
     return [mutant.name for mutant in found if not modules or mutant.module in modules]
 
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = survivors_of(heart, options.modules) if options.again else patterns_of(heart, options.modules)
         prepare(heart)
         run(names)
-    report = Report([m for m in read_mutants(heart) if m.status != "not checked"], read_equivalents())
+    report = read_report(heart)
     for mutant in report.survivors():
         print(f"\n{mutant.name}: {mutant.status}\n  - {mutant.was}\n  + {mutant.now}")
     print(f"\n{report.table()}\n\n{time.monotonic() - started:.0f} s; the goal is {GOAL:.0%} of what changes something")

@@ -2,21 +2,15 @@
 
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import chdir
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from mutmut.mutation.data import SourceFileMutationData
-from mutmut.mutation.diff_apply import get_diff_for_mutant
-from mutmut.stats import status_by_exit_code
-
-from tools.mutants._stage import STAGE, Heart
 
 GOAL = 0.95
 """The share of the mutants that change something which has to be noticed."""
 
-_NOTICED = frozenset({"killed", "timeout", "segfault", "suspicious"})
+NOTICED = frozenset({"killed", "timeout", "segfault", "suspicious"})
 
 
 class Equivalent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +34,7 @@ class Mutant(msgspec.Struct, frozen=True):
     @property
     def is_noticed(self) -> bool:
         """Tell if a test failed or hung because of it."""
-        return self.status in _NOTICED
+        return self.status in NOTICED
 
 
 def read_equivalents() -> dict[tuple[str, str], str]:
@@ -48,37 +42,6 @@ def read_equivalents() -> dict[tuple[str, str], str]:
     text = Path(__file__).with_name("equivalent.toml").read_text(encoding="utf-8")
     entries = msgspec.convert(tomllib.loads(text).get("equivalent", []), list[Equivalent])
     return {(entry.where, now): entry.reason for entry in entries for now in entry.now}
-
-
-def read_mutants(heart: Heart) -> list[Mutant]:
-    """All mutants, as the last run left them."""
-    with chdir(STAGE):
-        return [mutant for name in heart.modules for mutant in _mutants_of(name, Path(heart.in_stage(name)))]
-
-
-def _mutants_of(module: str, path: Path) -> Iterable[Mutant]:
-    data = SourceFileMutationData(path=path)
-    data.load()
-    for name, code in data.exit_code_by_key.items():
-        lines = get_diff_for_mutant(name, path=path).splitlines()[3:]
-        yield Mutant(
-            name=name,
-            module=module,
-            where=f"{module}.{_function_of(name)}",
-            was=_changed(lines, "-"),
-            now=_changed(lines, "+"),
-            status=status_by_exit_code[code],
-        )
-
-
-def _function_of(name: str) -> str:
-    """``Class.method`` or ``function``, from mutmut's name of a mutant."""
-    mangled = name.rpartition(".")[2].partition("__mutmut_")[0]
-    return mangled.removeprefix("xǁ").replace("ǁ", ".") if mangled.startswith("xǁ") else mangled.removeprefix("x_")
-
-
-def _changed(lines: Sequence[str], sign: str) -> str:
-    return "\n".join(line[1:].strip() for line in lines if line.startswith(sign))
 
 
 class Report:
