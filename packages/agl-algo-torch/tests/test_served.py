@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import openai
@@ -13,6 +14,7 @@ from agl.schemas import Reward, Span
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_run import Quiet, SQLiteStore
+from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,11 +42,14 @@ async def serve_people(policy: TorchPolicy, url: str) -> list[str]:
     base_url = f"{await service.start()}/v1"
     async with openai.AsyncOpenAI(base_url=base_url, api_key=CLIENT, max_retries=0) as client:
         ends = [await converse(client, store, f"c{number}", is_liked=number in LIKED) for number in range(COUNT)]
-    while await store.rollouts(RolloutQuery(status=("running",))):
-        await asyncio.sleep(0.05)
+    await eventually(partial(nothing_runs, store))
     await service.stop()
     await store.close()
     return sorted(rollout for number, rollout in enumerate(ends) if number in LIKED)
+
+
+async def nothing_runs(store: SQLiteStore) -> bool:
+    return not await store.rollouts(RolloutQuery(status=("running",)))
 
 
 async def converse(client: openai.AsyncOpenAI, store: SQLiteStore, name: str, *, is_liked: bool) -> str:

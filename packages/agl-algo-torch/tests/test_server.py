@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from agl_algo_torch.model import LoadedModel
 from agl_algo_torch.policy import TorchPolicy
+from agl_testing.waiting import wait_until
 
 Serve = Callable[..., TorchPolicy]
 Connect = Callable[[TorchPolicy], Any]
@@ -273,10 +273,7 @@ def test_a_client_that_leaves_frees_its_rows(serve: Serve, connect: Connect) -> 
         chat(impatient, **body)
     before = policy.health()["generated_tokens"]
     assert 2 == len(chat(client, max_tokens=2)["choices"][0]["token_ids"])
-    deadline = time.monotonic() + 10
-    while policy.health()["running"] and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert 0 == policy.health()["running"]
+    wait_until(lambda: 0 == policy.health()["running"])
     assert policy.health()["generated_tokens"] < before + 900
 
 
@@ -306,8 +303,7 @@ def test_weights_change_under_load_and_nothing_is_dropped(make_loaded: Make, ser
     with ThreadPoolExecutor(16) as pool:
         answers = [pool.submit(one, i) for i in range(96)]
         for version in ("1", "2", "3"):
-            while sum(answer.done() for answer in answers) < 20 * int(version):
-                time.sleep(0.002)
+            wait_until(lambda many=20 * int(version): sum(answer.done() for answer in answers) >= many, every_s=0.002)
             asyncio.run(policy.publish(versions[version].state_dict(), version))
         done = [answer.result() for answer in answers]
     served: set[str] = set()

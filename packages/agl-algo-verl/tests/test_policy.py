@@ -17,6 +17,7 @@ from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.relay import in_order, told
+from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -130,8 +131,7 @@ def test_calls_are_held_while_weights_change_and_those_under_way_end_before() ->
             await policy.attach([found[0].address], version="global_step_0")
             found[0].goes_on.clear()
             first = asyncio.create_task(call(llm, "one"))
-            while not found[0].seen:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: found[0].seen)
             holding = asyncio.create_task(policy.hold())
             await asyncio.sleep(0.05)
             assert not holding.done()
@@ -153,8 +153,7 @@ def test_a_call_whose_client_left_keeps_nobody_waiting() -> None:
             await policy.attach([found[0].address])
             found[0].goes_on.clear()
             left = asyncio.create_task(call(llm, "one"))
-            while not found[0].seen:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: found[0].seen)
             left.cancel()
             await asyncio.wait_for(policy.hold(), 10)
             found[0].goes_on.set()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from agl_run.experiment.collect import EpisodeSelection, read_episode
 from agl_run.experiment.state import trained_rollouts
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
+from agl_testing.waiting import wait_until
 
 from .world import World, config
 
@@ -91,18 +91,18 @@ def metrics(folder: Path, name: str) -> dict[int, float]:
 
 
 def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not what():
+    def holds() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < end
-        time.sleep(0.2)
+        return what()
+
+    wait_until(holds, within_s=PATIENCE_S, every_s=0.2)
 
 
 def wait_for_the_end(processes: list[psutil.Process], *, patience_s: float) -> None:
-    end = time.monotonic() + patience_s
-    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < end, left
-        time.sleep(0.2)
+    def is_left(one: psutil.Process) -> bool:
+        return one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+
+    wait_until(lambda: not any(map(is_left, processes)), within_s=patience_s, every_s=0.2)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")

@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.error import URLError
@@ -25,6 +24,7 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl_run import SQLiteStore
 from agl_run.experiment.state import trained_rollouts
+from agl_testing.waiting import wait_until
 
 pytest.importorskip("agl_algo_torch", reason="needs agl-algo-torch, which serves the policy")
 pytest.importorskip("agl_gateway", reason="needs agl-gateway, which is killed")
@@ -163,11 +163,11 @@ class Stage:
 
 
 def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not what():
+    def holds() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.1)
+        return what()
+
+    wait_until(holds, within_s=PATIENCE_S, every_s=0.1)
 
 
 def kill(process: subprocess.Popen[bytes], mark: str) -> None:

@@ -1,4 +1,5 @@
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 
@@ -6,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl.episodes._forest import ForestOptions, build_forest
+from agl.episodes import Forest, ForestOptions, build_episode, build_forest
 from agl.episodes._prefix import NONE, common_prefix, link
-from agl.episodes._transitions import build_episode
 from agl.errors import CaptureError
 from agl.schemas import ModelCall, Row, Span, pack_floats, pack_ids, unpack_ids
 from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
@@ -89,9 +89,38 @@ def test_forest_policies_do_not_share_branches() -> None:
     assert [0, 1, 0] == build_forest(spans).branch
 
 
+def test_forest_calls_of_one_policy_share_branches_whatever_their_models_are_called() -> None:
+    spans = [
+        call_span(1, prompt=(1,), response=(2,), policy="p", model="first"),
+        call_span(2, prompt=(1, 2, 3), response=(4,), policy="p", model="second"),
+    ]
+    assert [0, 0] == build_forest(spans).branch
+
+
+def test_forest_models_without_a_policy_do_not_share_branches() -> None:
+    spans = [
+        call_span(1, prompt=(1,), response=(2,), policy="", model="first"),
+        call_span(2, prompt=(1, 2, 3), response=(4,), policy="", model="second"),
+        call_span(3, prompt=(1, 2, 3), response=(4,), policy="", model="first"),
+    ]
+    assert [0, 1, 0] == build_forest(spans).branch
+
+
+def test_forest_lists_the_calls_of_each_branch_by_its_first_call() -> None:
+    spans = [
+        call_span(1, prompt=(1,), response=(2,), policy="p"),
+        call_span(2, prompt=(1,), response=(2,), policy="q"),
+        call_span(3, prompt=(9,), response=(8,), policy="p"),
+        call_span(4, prompt=(1, 2, 3), response=(4,), policy="q"),
+        call_span(5, prompt=(1, 2, 3), response=(4,), policy="p"),
+    ]
+    expected = Forest(branch=[0, 1, 2, 1, 0], parent=[-1, -1, -1, 1, 0], branches=[[0, 4], [1, 3], [2]])
+    assert expected == build_forest(spans)
+
+
 def test_forest_refuses_spans_without_a_call() -> None:
-    with pytest.raises(CaptureError, match="filter the others out first"):
-        build_forest([agent_span("a")])
+    with pytest.raises(CaptureError, match=r"got 2 spans and only 1 hold a model call; filter the others out first"):
+        build_forest([agent_span("a"), call_span(1)])
 
 
 def test_forest_empty_attempt_has_no_branches() -> None:
@@ -121,6 +150,67 @@ def test_forest_drift_before_the_answer_counts_within_the_slack() -> None:
     ]
     assert 1 == len(build_forest(spans).drift)
     assert 0 == len(build_forest(spans, options=ForestOptions(drift_slack=0)).drift)
+
+
+LONG = tuple(range(100, 120))
+
+
+def drift_of(*calls: tuple[Ids, Ids], slack: int = 4) -> list[str]:
+    """Where each call drifts, shortened to the position, the call that it continues, and both sides."""
+    spans = [call_span(i + 1, prompt=prompt, response=response) for i, (prompt, response) in enumerate(calls)]
+    forest = build_forest(spans, options=ForestOptions(drift_slack=slack))
+    pattern = (
+        r"drift: the prompt repeats (\d+) tokens of a conversation and differs from token \1 on, at the answer of "
+    )
+    return [re.sub(pattern, r"\1 ", text) for text in forest.drift.values()]
+
+
+def test_forest_drift_in_what_a_fork_shares_with_its_origin_is_the_origins() -> None:
+    first = (LONG, (10, 11, 12))
+    second = ((*LONG, 10, 11, 12, 3), (4,))
+    fork = ((*LONG, 10, 11, 12, 5), (6,))
+    drifted = ((*LONG, 10, 99, 7), (8,))
+    expected = ["21 call c1: recorded ids [11, 12, 5, 6], sent ids [99, 7]"]
+    assert expected == drift_of(first, second, fork, drifted, slack=0)
+
+
+def test_forest_drift_in_a_forks_own_answer_is_the_forks() -> None:
+    calls = [(LONG, (10, 11)), ((*LONG, 10, 11, 3), (4,)), ((*LONG, 10, 11, 5), (6, 7)), ((*LONG, 10, 11, 5, 6, 9), ())]
+    assert ["24 call c3: recorded ids [7], sent ids [9]"] == drift_of(*calls, slack=0)
+
+
+def test_forest_drift_before_what_a_new_conversation_shares_with_nobody_is_none() -> None:
+    other = [
+        call_span(1, prompt=LONG, response=(10, 11), policy="p"),
+        call_span(2, prompt=LONG, response=(5,), policy="q"),
+        call_span(3, prompt=(*LONG[:10], 7), response=(5,), policy="q"),
+        call_span(4, prompt=(*LONG, 10, 11, 1), response=(5,), policy="p"),
+    ]
+    assert {} == build_forest(other).drift
+
+
+def test_forest_drift_is_looked_for_in_the_nearest_conversation() -> None:
+    calls = [(LONG, (10, 11)), ((*LONG[:5], 200), (1,)), ((*LONG, 10, 99), (1,))]
+    assert ["21 call c1: recorded ids [11], sent ids [99]"] == drift_of(*calls)
+
+
+@pytest.mark.parametrize(("position", "is_found"), [(12, False), (13, False), (14, True), (15, True), (16, True)])
+def test_forest_drift_counts_an_eighth_of_the_prompt_before_an_answer(position: int, is_found: bool) -> None:
+    prompt = LONG[:16]
+    whole = (*prompt, 10, 11)
+    assert is_found == bool(drift_of((prompt, (10, 11)), ((*whole[:position], 99, 98, 97), (1,))))
+
+
+@pytest.mark.parametrize(("position", "is_found"), [(34, False), (35, False), (36, True), (37, True)])
+def test_forest_drift_counts_at_most_the_slack_before_an_answer(position: int, is_found: bool) -> None:
+    whole = (*range(100, 140), 10, 11)
+    assert is_found == bool(drift_of((whole[:40], (10, 11)), ((*whole[:position], 99, 98, 97), (1,))))
+
+
+def test_forest_drift_shows_eight_tokens_of_either_side() -> None:
+    recorded, sent = tuple(range(10)), tuple(range(50, 62))
+    (text,) = drift_of((LONG, (7, *recorded)), ((*LONG, 7, *sent), (1,)))
+    assert f"21 call c1: recorded ids {list(recorded[:8])}, sent ids {list(sent[:8])}" == text
 
 
 @pytest.mark.parametrize(
@@ -168,6 +258,15 @@ def test_common_prefix_matches_a_byte_by_byte_comparison(shared: bytes, a: bytes
         (i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right))
     )
     assert expected == common_prefix(left, right)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 8192, 9000])
+@pytest.mark.parametrize("changed", [0x01, 0x40, 0x80, 0xFF])
+def test_common_prefix_ends_where_the_first_bit_differs(length: int, changed: int) -> None:
+    left = bytes(length) + bytes([changed]) + bytes(20)
+    assert length == common_prefix(left, bytes(length + 21))
+    assert length == common_prefix(left, bytes(length))
+    assert len(left) == common_prefix(left, left + b"more")
 
 
 @settings(deadline=None)

@@ -1,12 +1,13 @@
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl.episodes._rows import attach, rollout_weights, split_row
-from agl.episodes._transitions import build_episode
+from agl.episodes import attach, build_episode, make_rows, rollout_weights, split_row
 from agl.errors import ConfigError
 from agl.schemas import CallCredit, Episode, Row, Segment, pack_floats, pack_ids, unpack_floats, unpack_ids
-from agl_testing.cases import ATTEMPT, ROLLOUT, call_span
+from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span
 
 
 def row_of(*parts: tuple[int, int], rollout_id: str = "r") -> Row:
@@ -64,9 +65,37 @@ def test_split_row_keeps_a_call_whole_where_it_fits() -> None:
     assert [["c0"], ["c1"], ["c2"]] == [[s.span_id for s in piece.segments] for piece in pieces]
 
 
+def trained_parts(pieces: Sequence[Row]) -> list[tuple[list[int], list[tuple[str, int, int]]]]:
+    """Per piece its first token and the one behind it, and its calls with what it trains of them; all of the row."""
+    found: list[tuple[list[int], list[tuple[str, int, int]]]] = []
+    for piece in pieces:
+        ids = unpack_ids(piece.ids)
+        parts = [(part.span_id, ids[0] + part.start, ids[0] + part.stop) for part in piece.segments]
+        found.append(([ids[0], ids[-1] + 1], parts))
+    return found
+
+
+def test_split_row_cuts_a_long_call_with_context_before_each_part() -> None:
+    expected = [([2, 10], [("c0", 4, 10)]), ([8, 16], [("c0", 10, 16)]), ([12, 20], [("c0", 16, 20)])]
+    assert expected == trained_parts(split_row(row_of((4, 16)), 8, context=2))
+    assert expected == trained_parts(split_row(row_of((4, 16)), 8))
+
+
+def test_split_row_by_default_repeats_a_quarter_and_at_least_one_token() -> None:
+    assert [[1, 4], [3, 6]] == [ids for ids, _ in trained_parts(split_row(row_of((2, 4)), 3))]
+    assert split_row(row_of((9, 30)), 12, context=3) == split_row(row_of((9, 30)), 12)
+
+
+def test_split_row_fills_a_piece_to_its_last_token() -> None:
+    pieces = split_row(row_of((2, 2), (2, 2), (2, 2), (2, 2)), 8, context=2)
+    expected = [([0, 8], [("c0", 2, 4), ("c1", 6, 8)]), ([8, 16], [("c2", 10, 12), ("c3", 14, 16)])]
+    assert expected == trained_parts(pieces)
+
+
 def test_split_row_returns_a_row_that_fits_as_it_is() -> None:
     row = row_of((2, 2))
-    assert (row,) == split_row(row, 4)
+    (piece,) = split_row(row, 4)
+    assert row is piece
 
 
 def test_split_row_without_advantages_has_none() -> None:
@@ -78,7 +107,9 @@ def test_split_row_without_advantages_has_none() -> None:
 
 @pytest.mark.parametrize(("size", "context"), [(1, None), (8, 0), (8, 8)])
 def test_split_row_refuses_sizes_without_room(size: int, context: int | None) -> None:
-    with pytest.raises(ConfigError, match="choose a context"):
+    kept = 1 if context is None else context
+    expected = rf"max_tokens={size} and context={kept}; choose a context of at least 1 token, .* below max_tokens$"
+    with pytest.raises(ConfigError, match=expected):
         split_row(row_of((2, 20)), size, context=context)
 
 
@@ -109,6 +140,12 @@ def test_weights_of_rollouts_are_equal_and_of_tokens_by_length() -> None:
     assert pytest.approx([1 / 16, 1 / 16, 1 / 48]) == rollout_weights(rows, rollouts=4)
 
 
+def test_weights_of_rows_without_a_sampled_token_are_zero() -> None:
+    rows = [row_of((1, 2), rollout_id="a"), row_of((3, 0), rollout_id="b"), row_of((3, 0), rollout_id="a")]
+    assert [1 / 4, 0.0, 0.0] == rollout_weights(rows)
+    assert [1 / 2, 0.0, 0.0] == rollout_weights(rows, aggregation="token")
+
+
 def episode_of_two_turns() -> Episode:
     spans = [call_span(1, prompt=(1, 2), response=(3,)), call_span(2, prompt=(1, 2, 3, 4), response=(5, 6))]
     return build_episode(ROLLOUT, ATTEMPT, spans)
@@ -120,6 +157,39 @@ def test_attach_puts_each_calls_value_on_its_tokens() -> None:
     assert [0.0, 0.0, 0.5, 0.0, -1.0, -1.0] == unpack_floats(row.advantages)
 
 
+def test_attach_leaves_every_other_token_at_zero() -> None:
+    spans = [call_span(1, prompt=(1,), response=tuple(range(5))), call_span(2, prompt=(1, *range(5), 7, 8))]
+    credits = [CallCredit(span_id=f"c{n}", value=float(n), baseline="g") for n in (1, 2)]
+    (row,) = attach(build_episode(ROLLOUT, ATTEMPT, spans), credits)
+    assert [0.0, *[1.0] * 5, 0.0, 0.0, 2.0] == unpack_floats(row.advantages)
+
+
+def test_rows_are_described_by_their_last_call_and_their_segments() -> None:
+    spans = [
+        agent_span("a"),
+        call_span(1, prompt=(1, 2), response=(3,), parent="a", model_version="v1"),
+        call_span(2, prompt=(9,), response=(8,)),
+        call_span(3, prompt=(1, 2, 3, 4), response=(5, 6), model_version="v2"),
+    ]
+    first, second = make_rows(build_episode(ROLLOUT, ATTEMPT, spans).transitions, group_id="group")
+    assert ("r", "r.1", "group", 0) == (first.rollout_id, first.attempt_id, first.group_id, first.branch)
+    assert (1, 2, 3, 4, 5, 6) == tuple(unpack_ids(first.ids))
+    assert b"\x00\x00\x01\x00\x01\x01" == first.mask
+    assert [0.0, 0.0, -1.0, 0.0, -3.0, -3.25] == unpack_floats(first.logprobs)
+    assert (
+        Segment(start=2, stop=3, span_id="c1", agent="a", model_version="v1"),
+        Segment(start=4, stop=6, span_id="c3", agent="", model_version="v2"),
+    ) == first.segments
+    assert (1, (Segment(start=1, stop=2, span_id="c2"),)) == (second.branch, second.segments)
+
+
+def test_rejected_calls_are_in_no_row() -> None:
+    transitions = build_episode(ROLLOUT, ATTEMPT, [call_span(1, is_complete=False), call_span(2)]).transitions
+    (row,) = make_rows(transitions, group_id="g")
+    assert ["c2"] == [segment.span_id for segment in row.segments]
+
+
 def test_attach_refuses_a_call_without_credit() -> None:
-    with pytest.raises(ConfigError, match="no value for call c2 of rollout r"):
+    expected = "no value for call c2 of rollout r; it must return one CallCredit for every call that is not rejected$"
+    with pytest.raises(ConfigError, match=expected):
         attach(episode_of_two_turns(), [CallCredit(span_id="c1", value=0.5, baseline="g")])

@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from agl.errors import ConfigError, TokenError
 from agl.tracing._secret import state_dir
-from agl.tracing._token import AttemptToken, AttemptTokens, load_secret, redact
+from agl.tracing._token import AdminKey, AttemptToken, AttemptTokens, load_secret, redact
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)
@@ -78,8 +79,52 @@ def test_token_carries_any_ids(rollout_id: str, attempt_id: str, expires_at: flo
 
 
 def test_tokens_refuse_a_short_secret():
-    with pytest.raises(ConfigError, match="at least 16"):
+    with pytest.raises(ConfigError, match=r"^the secret given to AttemptTokens has 5 bytes, at least 16 are needed"):
         AttemptTokens(b"short")
+
+
+def test_token_may_have_1024_characters_and_no_more():
+    by_length = {len(token): token for token in (TOKENS.issue("r" * n, "", expires_at=2.0) for n in range(650, 800))}
+    assert "r" in TOKENS.verify(by_length[1024], now=1.0).rollout_id
+    longer = min(length for length in by_length if length > 1024)
+    with pytest.raises(TokenError, match=f"no agl token .*{longer} characters"):
+        TOKENS.verify(by_length[longer], now=1.0)
+
+
+class Clock:
+    """Says what it is set to."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_admin_key_is_taken_by_everybody_with_the_secret_for_an_hour():
+    key = AdminKey(SECRET, clock=Clock(1000.0))()
+    expected = AttemptToken(rollout_id="", attempt_id="", expires_at=4600.0, scope="admin")
+    assert expected == TOKENS.verify(key, now=4599.0)
+
+
+def test_admin_key_is_made_anew_when_half_of_its_time_is_over():
+    clock = Clock(1000.0)
+    key = AdminKey(SECRET, clock=clock)
+    first = key()
+    clock.now = 2799.9
+    assert first == key()
+    clock.now = 2800.0
+    second = key()
+    assert 6400.0 == TOKENS.verify(second, now=clock.now).expires_at
+    clock.now = 4599.9
+    assert second == key()
+    clock.now = 4600.0
+    assert 8200.0 == TOKENS.verify(key(), now=clock.now).expires_at
+
+
+def test_admin_key_goes_by_the_time_of_day_unless_told_otherwise():
+    claim = TOKENS.verify(AdminKey(SECRET)(), now=time.time())
+    assert 3000.0 < claim.expires_at - time.time() <= 3600.0
 
 
 def test_load_secret_prefers_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -105,6 +105,24 @@ def test_turn_credit_can_compare_equal_turns() -> None:
     assert ["g/a/0", "g/b/0"] == [one.baseline for one in given]
 
 
+def test_turn_credit_compares_the_rollouts_of_a_task_unless_told_otherwise() -> None:
+    given = credits_of(TurnCredit(), episode(call(0), call(1, "b")))
+    assert [CallCredit(span_id=f"c{n}", value=1.0, baseline="g") for n in (0, 1)] == given
+
+
+def test_turn_credit_keeps_a_retry_that_lost_apart_from_the_call_that_won() -> None:
+    calls = (call(0), call(1, turn=1, reward=2.0, reject="superseded"), call(2, turn=1), call(3, turn=2))
+    assert [{"c0": 0.5 * 2.5, "c2": 0.5, "c3": 1.0}] == values(TurnCredit(gamma=0.5), episode(*calls))
+    cut = (call(0), call(1, turn=1), call(2, turn=1, reward=2.0, reject="incomplete"))
+    assert [{"c0": 1.5, "c1": 3.0}] == values(TurnCredit(gamma=0.5), episode(*cut))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0])
+def test_discount_may_be_nothing_or_whole(gamma: float) -> None:
+    assert [{"c0": gamma, "c1": 1.0}] == values(TurnCredit(gamma=gamma), episode(call(0), call(1)))
+    assert [{"c0": gamma, "c1": 1.0}] == values(RoleCredit(gamma=gamma), episode(call(0), call(1)))
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.floats(-10, 10))
 def test_turn_credit_without_discount_gives_the_first_turn_everything(rewards: list[float], final: float) -> None:
@@ -139,21 +157,46 @@ def test_role_credit_compares_each_role_as_it_says() -> None:
     assert ["g/a/0", "g", "g", "g/a/1", "g/d"] == baselines
 
 
+def test_role_credit_sums_the_rewards_that_its_expression_matches_as_a_whole() -> None:
+    rewards = tuple(Reward(value=value, name=name) for value, name in ((1.0, "a1"), (2.0, "a2"), (4.0, "a22")))
+    credit = RoleCredit(roles={"a": {"reward": "a."}})
+    assert [{"c0": 3.0}] == values(credit, episode(call(0), reward=None, rewards=rewards))
+
+
+def test_role_credit_takes_agents_own_rewards_where_they_are_trusted() -> None:
+    one = episode(call(0), reward=None, rewards=(Reward(value=2.0, name="own", source="agent"),))
+    roles = {"a": {"reward": "own"}}
+    assert [{"c0": 2.0}] == values(RoleCredit(roles=roles, trust_agent=True), one)
+    with pytest.raises(ConfigError, match=r"recorded: \['own'\]"):
+        RoleCredit(roles=roles).assign([one])
+
+
+def test_role_without_its_reward_may_have_turn_rewards() -> None:
+    one = episode(call(0, reward=0.5), call(1, "b"), reward=1.0)
+    assert [{"c0": 0.5, "c1": 1.0}] == values(RoleCredit(roles={"a": {"reward": "sql"}}), one)
+    alone = episode(call(0, reward=0.5), reward=None)
+    assert [{"c0": 0.5}] == values(RoleCredit(), alone)
+
+
 def test_role_credit_names_the_reward_that_is_missing() -> None:
     credit = RoleCredit(roles={"a": {"reward": "sql"}})
-    with pytest.raises(ConfigError, match=r"earns rewards named 'sql' .* recorded: \['other'\]"):
+    expected = (
+        r"^role 'a' earns rewards named 'sql' and rollout r has none with a value; recorded: \['other'\]\. Emit that "
+        r"reward, or correct the name in the credit's roles$"
+    )
+    with pytest.raises(ConfigError, match=expected):
         credit.assign([episode(call(0), rewards=(Reward(value=1.0, name="other"),))])
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"roles": {"a": {"rewards": "x"}}}, "use reward, gamma and baseline"),
-        ({"roles": {"(": {}}}, "not a regular expression"),
-        ({"roles": {"a": {"reward": "("}}}, "not a regular expression"),
-        ({"roles": {"a": {"gamma": 1.5}}}, "between 0 and 1"),
+        ({"roles": {"a": {"rewards": "x"}}}, "the settings of role 'a' are wrong: .*; use reward, gamma and baseline"),
+        ({"roles": {"(": {}}}, r"^the role '\(' is not a regular expression: .*; correct it"),
+        ({"roles": {"a": {"reward": "("}}}, r"^the reward of role 'a' '\(' is not a regular expression"),
+        ({"roles": {"a": {"gamma": 1.5}}}, r"^gamma of role 'a' is 1\.5; a discount is between 0 and 1"),
         ({"roles": {"a": {"baseline": "task"}}}, "Invalid enum value 'task'"),
-        ({"gamma": -0.1}, "between 0 and 1"),
+        ({"gamma": -0.1}, r"^gamma is -0\.1; a discount is between 0 and 1"),
     ],
 )
 def test_role_credit_refuses_wrong_settings(settings: dict[str, object], words: str) -> None:
@@ -162,7 +205,7 @@ def test_role_credit_refuses_wrong_settings(settings: dict[str, object], words: 
 
 
 def test_turn_credit_refuses_wrong_settings() -> None:
-    with pytest.raises(ConfigError, match="between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"^gamma is 2; a discount is between 0 and 1"):
         TurnCredit(gamma=2)
-    with pytest.raises(ConfigError, match="use 'group' or 'turn'"):
+    with pytest.raises(ConfigError, match="baseline='role'; use 'group' or 'turn'"):
         TurnCredit(baseline="role")  # pyright: ignore[reportArgumentType]  # what a TOML file may hold

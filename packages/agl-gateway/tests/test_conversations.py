@@ -31,6 +31,7 @@ from agl_run.cli.lineage import arms
 from agl_run.cli.main import cli
 from agl_run.experiment import labels
 from agl_testing.model_server import Reply, ScriptedModelServer
+from agl_testing.waiting import eventually
 
 ADMIN = "an-admin-token-of-the-tests"
 CLIENT = "a-client-token-of-the-tests"
@@ -84,9 +85,12 @@ class Talk:
     async def until_ended(self, headers: dict[str, str]) -> float:
         """Seconds until the conversation is over."""
         started = time.monotonic()
-        while (await self.rollout(headers)).status == "running":
-            await asyncio.sleep(0.02)
-        assert "succeeded" == (await self.rollout(headers)).status
+
+        async def status() -> str:
+            found = (await self.rollout(headers)).status
+            return "" if found == "running" else found
+
+        assert "succeeded" == await eventually(status)
         return time.monotonic() - started
 
 

@@ -10,6 +10,7 @@ import pytest
 from agl.contracts import Upstream
 from agl.schemas import unpack_ids
 from agl_testing.model_server import Cut, Garbage, Reply, Stall, Status
+from agl_testing.waiting import eventually
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -90,7 +91,7 @@ async def test_client_that_leaves_cancels_the_backend_and_is_recorded(stage):
             stream = await ask(client, stream=True)
             await anext(aiter(stream))
             await stream.close()
-        await _until(lambda: it.server.calls[0].is_abandoned)
+        await eventually(lambda: it.server.calls[0].is_abandoned)
         (call,) = await it.calls(attempt_id)
         assert not call.is_complete
         assert "client closed" in call.error
@@ -103,12 +104,8 @@ async def test_plain_call_that_the_client_gives_up_is_recorded(stage):
         async with it.openai(token, timeout=0.3) as client:
             with pytest.raises(openai.APITimeoutError):
                 await ask(client)
-        await _until(lambda: it.server.calls[0].is_abandoned)
-        for _ in range(50):
-            calls = await it.calls(attempt_id)
-            if calls:
-                break
-            await asyncio.sleep(0.05)
+        await eventually(lambda: it.server.calls[0].is_abandoned)
+        calls = await eventually(lambda: it.calls(attempt_id))
         assert "client closed" in calls[0].error
 
 
@@ -246,20 +243,12 @@ async def test_pause_holds_calls_and_resume_lets_them_through_with_the_new_versi
 async def test_drain_gives_up_after_its_limit(stage):
     async with stage() as it:
         _, token = await it.open_attempt()
-        it.server.enqueue(Reply(text="slow", delay=1.0))
+        it.server.enqueue(Reply(text="slow", delay=8.0))
         async with it.openai(token) as client:
             running = asyncio.create_task(ask(client))
             await asyncio.to_thread(it.server.wait_for_calls, 1)
             started = time.monotonic()
             await it.gateway.pause("main_llm", drain_s=0.2)
-            assert time.monotonic() - started < 0.9
+            assert 0.2 <= time.monotonic() - started < 8.0
             assert not running.done()
-            await it.gateway.resume("main_llm")
-            await running
-
-
-async def _until(condition, limit_s: float = 5.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.02)
+            running.cancel()

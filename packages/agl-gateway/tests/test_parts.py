@@ -19,6 +19,7 @@ from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.gate import Gate
 from agl_gateway.metrics import SpanRate, render
 from agl_gateway.openapi import openapi_document
+from agl_testing.waiting import eventually
 
 
 def test_plugin_registers_gateway_stores_and_command():
@@ -85,11 +86,7 @@ async def test_queue_length_follows_the_feed():
     (claim,) = await store.claim(worker="w")
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=9) for _ in range(2)])
     await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
-    for _ in range(100):
-        if len(queue) == 4:
-            break
-        await asyncio.sleep(0.02)
-    assert 4 == len(queue)
+    await eventually(lambda: 4 == len(queue))
     await feed.stop()
     await store.close()
 
@@ -101,7 +98,8 @@ async def test_gate_holds_again_when_it_is_paused_before_the_held_wake():
     await asyncio.sleep(0)
     gate.resume(model_version="2")
     await gate.pause(drain_s=0)
-    await asyncio.sleep(0.01)
+    for _ in range(5):
+        await asyncio.sleep(0)  # what wakes, wakes now
     assert not held.done()
     assert 1 == gate.held
     gate.resume(model_version="3")

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from agl.schemas import Rollout, Span, new_rollout_id, new_span_id
 from agl.tracing import AttemptTokens
 from agl_gateway.cli import admin_key_of, parse_upstream
 from agl_gateway.client import HttpStore
+from agl_testing.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-0123456789"
 SECRET = "a secret of the gateway's own tests"
@@ -68,6 +70,12 @@ async def _write_until_killed(store: HttpStore, rollout_id: str, attempt_id: str
         acknowledged.update(span.span_id for span in spans)
 
 
+def _has_grown(acknowledged: set[str], before: int, writers: list[asyncio.Task[None]]) -> bool:
+    for writer in writers:
+        assert not writer.done(), writer.exception()
+    return len(acknowledged) > before
+
+
 async def test_killed_server_loses_no_acknowledged_span(tmp_path):
     serve = Serve(tmp_path)
     draw = random.Random(5)
@@ -84,10 +92,7 @@ async def test_killed_server_loses_no_acknowledged_span(tmp_path):
         process.communicate()
         process = await asyncio.to_thread(serve.start)
         before = len(acknowledged)
-        while len(acknowledged) == before:
-            await asyncio.sleep(0.01)
-            for writer in writers:
-                assert not writer.done(), writer.exception()
+        await eventually(partial(_has_grown, acknowledged, before, writers))
         for writer in writers:
             writer.cancel()
         await asyncio.gather(*writers, return_exceptions=True)

@@ -40,6 +40,7 @@ from agl_run.cli.main import cli
 from agl_run.comparison import student_quantile
 from agl_run.experiment import labels
 from agl_testing.model_server import Reply, ScriptedModelServer
+from agl_testing.waiting import eventually
 
 ADMIN = "an-admin-token-of-the-tests"
 CLIENT = "a-client-token-of-the-tests"
@@ -458,8 +459,7 @@ class Traffic:
     async def more(self) -> None:
         """Return once either kind has had ten more answers."""
         placed, answered = len(self.placed), self.answered.total()
-        while len(self.placed) < placed + 10 or self.answered.total() < answered + 10:
-            await asyncio.sleep(0.02)
+        await eventually(lambda: len(self.placed) >= placed + 10 and self.answered.total() >= answered + 10)
 
 
 async def test_killed_gateway_loses_no_placement_and_no_call(tmp_path, servers):

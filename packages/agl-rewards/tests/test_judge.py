@@ -189,16 +189,16 @@ def test_policy_of_the_experiment_judges(server: ScriptedModelServer) -> None:
 
 
 def test_many_are_judged_at_once_and_no_more_than_declared() -> None:
-    with ScriptedModelServer(default=Reply(text="Score: 1", delay=1.0)) as server:
-        emitter = judge(server, concurrency=2)
+    with ScriptedModelServer(default=Reply(text="Score: 1", delay=0.5)) as server:
+        emitter = judge(server, concurrency=4)
 
         async def all_of_them() -> list[Reward]:
-            return await asyncio.gather(*(emitter(rollout(TASK), [chat(1, "x")]) for _ in range(4)))
+            return await asyncio.gather(*(emitter(rollout(TASK), [chat(1, "x")]) for _ in range(8)))
 
         started = time.monotonic()
         rewards = asyncio.run(all_of_them())
-        assert [0.1] * 4 == [reward.value for reward in rewards]
-        assert 2.0 <= time.monotonic() - started < 4.0  # one after the other would take 4
+        assert [0.1] * 8 == [reward.value for reward in rewards]
+        assert 1.0 <= time.monotonic() - started < 4.0  # one after the other would take 4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from agl_run.cli.opening import resolve_url
 from agl_run.cli.query import seconds_of
 from agl_run.cli.show import tree
 from agl_run.experiment.state import ExperimentState, save
+from agl_testing.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is 2+3?"}]
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": {}}]}
@@ -174,8 +174,7 @@ def test_gc_keeps_the_newest_and_every_unfinished_rollout(store_of):
 def test_gc_looks_at_the_age(store_of):
     store_of(fill, 2)
     assert "removed 0 rollouts\n" == invoke("runs", "gc", "--older-than", "1h").output
-    time.sleep(0.05)
-    assert "removed 2 rollouts\n" == invoke("runs", "gc", "--older-than", "0.01").output
+    wait_until(lambda: "removed 2 rollouts\n" == invoke("runs", "gc", "--older-than", "0.01").output)
 
 
 def test_gc_never_takes_an_unfinished_experiments_rollouts(store_of):

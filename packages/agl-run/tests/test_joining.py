@@ -36,6 +36,7 @@ from agl_run.experiment.serving import Announcement, Serving, load_serving, make
 from agl_run.experiment.waiting import WorkerWatch
 from agl_run.runners.liveness import place, worker_is_dead, worker_name
 from agl_run.runners.remote_gateway import RemoteGateway
+from agl_testing.waiting import eventually
 
 AGENT = "def solve(task, prompt):\n    return 1.0\n"
 SECRET = b"a secret that everybody shares"
@@ -161,10 +162,12 @@ def test_end_waits_for_workers_to_take_leave(tmp_path: Path) -> None:
             async with Announcement(store, "experiment", a_serving(a_plan(tmp_path))):
                 await store.save_state({key: b"{}"})
 
+                async def is_over() -> bool:
+                    return await load_serving(store, "experiment") is None
+
                 async def leave() -> None:
-                    while await load_serving(store, "experiment") is not None:
-                        await asyncio.sleep(0.01)
-                    await asyncio.sleep(0.3)
+                    await eventually(is_over)
+                    await asyncio.sleep(0.1)
                     await store.save_state({key: b""})
 
                 leaving = group.create_task(leave())
@@ -289,14 +292,13 @@ def test_person_is_told_that_nobody_claims() -> None:
         store = MemoryStore()
         said: list[str] = []
         async with WorkerWatch(store, "small", say=said.append, first_s=0.05):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.2)
             assert [] == said
             await store.enqueue([Rollout(rollout_id="r", task={}, experiment="small")])
-            while not said:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: said)
             await store.claim(worker="somebody")
             count = len(said)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(0.2)
             assert count >= len(said) - 1
         await store.close()
         return said

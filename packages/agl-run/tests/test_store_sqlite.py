@@ -48,7 +48,7 @@ from agl_run import SQLiteStore
 async def main():
     store = SQLiteStore(sys.argv[1])
     print("ready", flush=True)
-    claims = await store.claim(worker="other", wait_s=20)
+    claims = await store.claim(worker="other", wait_s=120)
     print(claims[0].rollout.rollout_id, flush=True)
     await store.close()
 
@@ -106,8 +106,8 @@ def test_claim_wakes_for_another_process(tmp_path: Path) -> None:
 
     begin = time.monotonic()
     asyncio.run(enqueue())
-    assert "a" == other.communicate(timeout=10)[0].strip()
-    assert time.monotonic() - begin < 2.0
+    assert "a" == other.communicate(timeout=120)[0].strip()
+    assert time.monotonic() - begin < 30.0  # and not when its 120 s are over
 
 
 def test_older_layout_is_migrated(tmp_path: Path) -> None:

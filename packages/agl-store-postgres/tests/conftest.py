@@ -8,12 +8,13 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
+
+from agl_testing.waiting import wait_until
 
 PASSWORD = "correct-horse-battery"
 SERVER_USER = "nobody" if os.name == "posix" and os.getuid() == 0 else None
@@ -58,16 +59,19 @@ class Server:
 
     def start(self) -> None:
         """Start, and again while processes of a killed server still hold its memory; returns when it answers."""
-        end = time.monotonic() + 60
-        while True:
-            if self._process is None or self._process.poll() is not None:
-                self._spawn()
-            try:
-                self.connect().close()
-                return
-            except psycopg.OperationalError:
-                assert time.monotonic() < end, (self.folder / "log").read_text()
-                time.sleep(0.1)
+        try:
+            wait_until(self._answers, every_s=0.05)
+        except AssertionError as error:
+            raise AssertionError((self.folder / "log").read_text()) from error
+
+    def _answers(self) -> bool:
+        if self._process is None or self._process.poll() is not None:
+            self._spawn()
+        try:
+            self.connect().close()
+        except psycopg.OperationalError:
+            return False
+        return True
 
     def _spawn(self) -> None:
         command = [self.binaries / "postgres", "-D", self.data, "-p", str(self.port), "-h", "127.0.0.1", "-k", ""]

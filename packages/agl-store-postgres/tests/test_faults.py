@@ -6,6 +6,7 @@ import socket
 import time
 import traceback
 import warnings
+from functools import partial
 
 import psycopg
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from agl.errors import StoreError
 from agl.schemas import Rollout
 from agl_store_postgres.store import PostgresStore
+from agl_testing.waiting import eventually
 
 SECRET = "hunter2-hunter2"
 
@@ -99,6 +101,15 @@ def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
     asyncio.run(body())
 
 
+def cancel_what_waits(person: psycopg.Connection) -> int:
+    """Cancel the store's statements that wait for a lock; returns how many there are."""
+    found = person.execute(
+        "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE application_name = 'agl' "
+        "AND wait_event_type = 'Lock'"
+    )
+    return len(found.fetchall())
+
+
 def test_locked_tables_are_waited_for_then_named(url: str) -> None:
     async def body() -> None:
         store = PostgresStore(url)
@@ -107,12 +118,8 @@ def test_locked_tables_are_waited_for_then_named(url: str) -> None:
         with psycopg.connect(url.partition("?")[0]) as other:
             other.execute(f"LOCK TABLE {schema}.rollouts".encode())
             waiting = asyncio.create_task(store.enqueue([Rollout(rollout_id="b", task=None)]))
-            await asyncio.sleep(0.3)
-            assert not waiting.done()
-            other.execute(
-                "SELECT pg_cancel_backend(pid) FROM pg_stat_activity WHERE application_name = 'agl' "
-                "AND wait_event_type = 'Lock'"
-            )
+            with psycopg.connect(url.partition("?")[0], autocommit=True) as person:
+                await eventually(partial(cancel_what_waits, person))
             with pytest.raises(StoreError, match="canceling statement"):
                 await waiting
         await store.enqueue([Rollout(rollout_id="b", task=None)])

@@ -14,6 +14,7 @@ from agl.schemas import RetryPolicy, Rollout
 from agl_store_postgres import links
 from agl_store_postgres.store import PostgresStore
 from agl_testing.stores.samples import make_span, outcome_of
+from agl_testing.waiting import eventually
 
 ONE_ATTEMPT = RetryPolicy(max_attempts=1)
 
@@ -43,13 +44,11 @@ def test_work_goes_on_after_the_server_was_killed(server, url: str) -> None:
         waiting = asyncio.create_task(stores[0].claim(worker="late", experiment="late", wait_s=60))
         for _ in range(3):
             before = len(done)
-            while len(done) < before + 8:
-                await asyncio.sleep(0.01)
+            await eventually(lambda count=before + 8: len(done) >= count)
             await asyncio.to_thread(server.kill)
             await asyncio.to_thread(server.start)
         before = len(done)
-        while len(done) < before + 8:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: len(done) >= before + 8)
         until.set()
         await asyncio.gather(*workers)
         await stores[1].enqueue([Rollout(rollout_id="late", task=None, experiment="late")])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from agl_testing.waiting import wait_until
 from agl_vllm import guard
 
 CHILD = """\
@@ -30,11 +31,8 @@ def is_alive(pid):
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_gone(pids, limit_s=20.0):
-    deadline = time.monotonic() + limit_s
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, [pid for pid in pids if is_alive(pid)]
-        time.sleep(0.05)
+def wait_gone(pids):
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

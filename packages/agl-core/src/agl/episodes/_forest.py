@@ -112,7 +112,7 @@ class _Grower:
             older[k], newest[same] = newest[same], k
 
     def forest(self) -> Forest:
-        branches = sorted((branch.calls for branch in self._branches), key=lambda calls: calls[0])
+        branches = sorted(branch.calls for branch in self._branches)
         number = [NONE] * len(self._calls)
         for index, calls in enumerate(branches):
             for call in calls:

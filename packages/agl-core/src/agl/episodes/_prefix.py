@@ -42,10 +42,9 @@ def link(queries: Sequence[bytes], entries: Sequence[bytes]) -> Links:
     n = len(queries)
     anchor, before, after = [NONE] * n, [NONE] * n, [NONE] * n
     for i in range(n - 1, -1, -1):
-        inside, left, right = sweep.inside[i], sweep.left[i], sweep.right[i]
-        anchor[i] = inside if inside < i else _earlier(sweep.enclosing, inside, i)
-        before[i] = left if left < i else _earlier(sweep.left, left, i)
-        after[i] = right if right < i else _earlier(sweep.right, right, i)
+        anchor[i] = _earlier(sweep.enclosing, sweep.inside[i], i)
+        before[i] = _earlier(sweep.left, sweep.left[i], i)
+        after[i] = _earlier(sweep.right, sweep.right[i], i)
     return Links(anchor=anchor, before=before, after=after, same=sweep.same)
 
 

@@ -339,9 +339,16 @@ def run_anywhere(work: Callable[[], Coroutine[Any, Any, T]]) -> T | Awaitable[T]
     except RuntimeError:
         return asyncio.run(work())
     runner = _ThreadRun(work)
-    if "ipykernel" in sys.modules:
+    if is_in_notebook():
         return runner.wait()
     return asyncio.ensure_future(runner.wait_async(), loop=loop)
+
+
+def is_in_notebook() -> bool:
+    """Tell if a notebook's kernel runs this code; a program that only drives notebooks imports ipykernel too."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return getattr(shell, "kernel", None) is not None
 
 
 class _ThreadRun:

@@ -1,0 +1,321 @@
+"""Spans as the bytes that a store keeps: whole when they are read, and small when calls share their prompts."""
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl.errors import StoreError
+from agl.schemas import Json, ModelCall, Span, pack_ids
+from agl.stores import Packer, Unpacker
+
+
+def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:
+    given = {"rollout_id": "r", "attempt_id": "r.1", "span_id": f"s{number}", "name": "n", **fields}
+    return Span(call=call, **given)  # pyright: ignore[reportArgumentType]  # a test's shorthand
+
+
+def called(
+    number: int,
+    *,
+    prompt: Sequence[int] | bytes = (),
+    response: Sequence[int] | bytes = (),
+    request: Json = None,
+    answer: Json = None,
+) -> Span:
+    ids = [each if isinstance(each, bytes) else pack_ids(each) for each in (prompt, response)]
+    call = ModelCall(
+        request_id=f"q{number}",
+        dialect="chat",
+        model="m",
+        prompt_ids=ids[0],
+        response_ids=ids[1],
+        request=request,
+        response=answer,
+    )
+    return span(number, call)
+
+
+class Kept:
+    """What a store keeps of one attempt, by sequence from 1."""
+
+    def __init__(self, spans: Sequence[Span], *, attempt: object = "r.1") -> None:
+        self.spans = list(spans)
+        packer = Packer()
+        self.data = {n: packer.pack(each, attempt=attempt, sequence=n) for n, each in enumerate(spans, start=1)}
+        self.fetched: list[int] = []
+
+    def fetch(self, sequence: int) -> bytes:
+        self.fetched.append(sequence)
+        return self.data[sequence]
+
+    def read(self, *sequences: int) -> list[Span]:
+        """Those spans, by one reader."""
+        self.fetched.clear()
+        reader = Unpacker(self.fetch)
+        return [reader.unpack(self.data[n], sequence=n) for n in sequences]
+
+    def size(self, sequence: int) -> int:
+        return len(self.data[sequence])
+
+    def check(self) -> None:
+        """All spans come back as they were, read in order, backwards, and each by a reader of its own."""
+        expected = [msgspec.structs.replace(each, sequence=n) for n, each in enumerate(self.spans, start=1)]
+        assert expected == self.read(*self.data)
+        assert [] == self.fetched
+        assert expected[::-1] == self.read(*reversed(self.data))
+        assert expected == [self.read(n)[0] for n in self.data]
+
+
+def conversation(turns: int, *, tokens: int = 100) -> list[Span]:
+    """Turns of one agent: every prompt is the one before with its answer and a new question."""
+    draw = random.Random(turns)
+    ids: list[int] = []
+    messages: list[Json] = []
+    spans: list[Span] = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"question {turn} {draw.random()}"})
+        ids += [draw.randrange(150_000) for _ in range(tokens)]
+        answer = [draw.randrange(150_000) for _ in range(20)]
+        request: Json = {"model": "m", "seed": turn, "messages": list(messages)}
+        spans.append(called(turn, prompt=ids, response=answer, request=request, answer={"content": f"answer {turn}"}))
+        ids += answer
+        messages.append({"role": "assistant", "content": f"answer {turn}"})
+    return spans
+
+
+def test_plain_span_comes_back_as_it_was() -> None:
+    Kept([span(1, attributes={"a": [1, None, "x"]}), span(2)]).check()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [None, "text", 7, [1, 2], {}, {"messages": []}, {"seed": 1}, {"messages": [{"content": "hi"}], "seed": 1}],
+)
+@pytest.mark.parametrize("answer", [None, {"choices": []}, "text", {"content": "x" * 600}])
+def test_call_comes_back_as_it_was(request_: Json, answer: Json) -> None:
+    Kept([called(n, prompt=range(n), response=range(3), request=request_, answer=answer) for n in range(3)]).check()
+
+
+@pytest.mark.parametrize("ids", [(0,), (1, 255, 256, 65_535, 65_536, 2**24, 2**31 - 1), tuple(range(70_000, 70_300))])
+def test_ids_of_every_size_come_back(ids: tuple[int, ...]) -> None:
+    Kept([called(1, prompt=ids, response=ids[::-1]), called(2, prompt=ids[::-1]), called(3, response=ids)]).check()
+
+
+@pytest.mark.parametrize(("prompt", "response"), [(b"12345", b"123"), (b"1234567", b""), (b"123", b"45"), (b"", b"1")])
+def test_ids_that_are_no_whole_numbers_come_back(prompt: bytes, response: bytes) -> None:
+    Kept([called(1, prompt=prompt, response=response), called(2, prompt=response, response=prompt)]).check()
+
+
+def drawn(count: int, *, seed: int = 0) -> list[int]:
+    """Ids that do not compress."""
+    draw = random.Random(seed)
+    return [draw.randrange(65_536) for _ in range(count)]
+
+
+def prose(length: int, *, seed: int = 0) -> str:
+    """Text that hardly compresses."""
+    draw = random.Random(seed)
+    return "".join(draw.choice("0123456789abcdefghijklmnopqrstuvwxyz") for _ in range(length))
+
+
+def test_small_ids_take_two_bytes_each() -> None:
+    kept = Kept([called(1, prompt=drawn(2000), response=drawn(2000, seed=1), request={"messages": ["x" * 600]})])
+    kept.check()
+    assert kept.size(1) < 2 * 4000 + 500
+
+
+@pytest.mark.parametrize("where", ["request", "answer"])
+def test_long_text_is_deflated(where: str) -> None:
+    text: Json = {"messages": ["words and words " * 400]}
+    kept = Kept([called(1, request=text) if where == "request" else called(1, answer=text)])
+    kept.check()
+    assert kept.size(1) < 1000
+
+
+def test_conversation_comes_back_and_each_turn_adds_what_is_new() -> None:
+    kept = Kept(conversation(30))
+    kept.check()
+    sizes = [kept.size(n) for n in kept.data]
+    assert max(sizes) < 1.5 * min(sizes)
+    assert sum(sizes) < sum(len(each.call.prompt_ids) for each in kept.spans if each.call) / 5
+
+
+def test_text_without_ids_is_shared_too() -> None:
+    def turn(number: int) -> Span:
+        messages: Json = [{"role": "user", "content": prose(400, seed=n)} for n in range(number)]
+        return called(number, response=[7], request={"messages": messages, "seed": number})
+
+    kept = Kept([turn(n) for n in range(1, 20)])
+    kept.check()
+    assert max(kept.size(n) for n in kept.data) < 2 * kept.size(1)
+
+
+def test_ids_are_shared_where_the_text_is_another_one() -> None:
+    def turn(number: int) -> Span:
+        return called(number, prompt=drawn(1000 + number), request={"messages": [prose(300, seed=number)]})
+
+    kept = Kept([turn(n) for n in range(4)])
+    kept.check()
+    assert max(kept.size(n) for n in (2, 3, 4)) < 1000
+
+
+def test_answer_of_one_turn_is_shared_with_the_prompt_of_the_next() -> None:
+    first, answer = drawn(50), drawn(2000, seed=1)
+    kept = Kept([called(1, prompt=first, response=answer), called(2, prompt=[*first, *answer, 7], response=[8])])
+    kept.check()
+    assert kept.size(1) > 4000
+    assert kept.size(2) < 400
+
+
+@pytest.mark.parametrize(("count", "is_shared"), [(15, False), (16, True), (17, True)])
+def test_beginnings_of_64_bytes_are_shared_and_shorter_ones_are_not(count: int, is_shared: bool) -> None:
+    kept = Kept([called(1, prompt=drawn(count)), called(2, prompt=[*drawn(count), 7])])
+    kept.check()
+    kept.read(2)
+    assert [1] * is_shared == kept.fetched
+
+
+def test_text_of_64_bytes_is_shared_with_its_ids() -> None:
+    def size(length: int) -> int:
+        """Bytes of a second call when the first one's text has so many."""
+        frame = len('{"messages":[""]}')
+        text = prose(length - frame)
+        kept = Kept(
+            [
+                called(1, prompt=drawn(50), request={"messages": [text]}),
+                called(2, prompt=drawn(51), request={"messages": [text, "more"]}),
+            ]
+        )
+        kept.check()
+        return kept.size(2)
+
+    assert size(65) - size(66) > 40
+
+
+def test_newest_sixteen_calls_of_an_attempt_are_remembered() -> None:
+    starts = [drawn(500, seed=n) for n in range(17)]
+    again = [called(100 + n, prompt=[*starts[n], 7]) for n in range(17)]
+    first_16 = Kept([*(called(n, prompt=starts[n]) for n in range(16)), again[0]])
+    assert first_16.size(17) < 600
+    all_17 = [called(n, prompt=start) for n, start in enumerate(starts)]
+    assert Kept([*all_17, again[0]]).size(18) > 1000
+    assert Kept([*all_17, again[1]]).size(18) < 600
+    Kept([*all_17, *again]).check()
+
+
+def test_newest_1024_attempts_are_remembered() -> None:
+    def sizes(attempts: int) -> tuple[int, int]:
+        """Bytes of a second call of the first attempt, and of the last."""
+        packer = Packer()
+        first, second = called(1, prompt=drawn(200)), called(2, prompt=[*drawn(200), 7])
+        for number in range(attempts):
+            packer.pack(first, attempt=number, sequence=1)
+        oldest = packer.pack(second, attempt=0, sequence=2)
+        return len(oldest), len(packer.pack(second, attempt=attempts - 1, sequence=2))
+
+    small, large = 300, 450
+    assert sizes(1024) < (small, small)
+    oldest, newest = sizes(1025)
+    assert oldest > large
+    assert newest < small
+
+
+def test_calls_with_different_beginnings_share_nothing() -> None:
+    draw = random.Random(0)
+    spans = [called(n, prompt=[draw.randrange(150_000) for _ in range(200)]) for n in range(3)]
+    kept = Kept(spans)
+    kept.check()
+    kept.read(3)
+    assert [] == kept.fetched
+
+
+def test_prompt_that_forks_within_another_shares_only_its_beginning() -> None:
+    base = list(range(1000, 1100))
+    prompts = [base, [*base, 7, 8], [*base, 7, 9], base[:50], [*base[:99], 5]]
+    Kept([called(n, prompt=prompt, response=[7, 8]) for n, prompt in enumerate(prompts)]).check()
+
+
+def test_equal_prompts_are_kept_once() -> None:
+    prompt = [random.Random(1).randrange(150_000) for _ in range(2000)]
+    kept = Kept([called(n, prompt=prompt, response=[n]) for n in range(5)])
+    kept.check()
+    assert kept.size(1) > 4000
+    assert max(kept.size(n) for n in range(2, 6)) < 400
+
+
+def test_span_is_read_over_the_turns_since_its_key_call_and_over_key_calls() -> None:
+    kept = Kept(conversation(200, tokens=20))
+    links = [len(kept.fetched) for n in kept.data if kept.read(n)]
+    assert [n // 64 + n % 64 for n in range(200)] == links
+
+
+def test_key_calls_share_the_beginning_with_the_key_call_before() -> None:
+    def turn(number: int) -> Span:
+        messages: Json = [prose(9000), *(prose(300, seed=n) for n in range(number))]
+        return called(number, prompt=drawn(20 + 3 * number), response=[1], request={"messages": messages})
+
+    kept = Kept([turn(n) for n in range(1, 140)])
+    kept.check()
+    assert kept.size(1) > 5000
+    assert kept.size(65) < 16_000  # it keeps the texts since the first call again, but not the first call's
+    assert kept.size(129) < 16_000
+
+
+def test_attempts_share_nothing_with_each_other() -> None:
+    packer = Packer()
+    spans = conversation(2)
+    packer.pack(spans[0], attempt="r.1", sequence=1)
+    other = packer.pack(spans[1], attempt="r.2", sequence=2)
+    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} is of another attempt"))
+    assert msgspec.structs.replace(spans[1], sequence=2) == alone.unpack(other, sequence=2)
+
+
+@pytest.mark.parametrize("how", ["forget", "clear"])
+def test_what_is_forgotten_is_shared_no_more(how: str) -> None:
+    packer = Packer()
+    spans = conversation(3)
+    packer.pack(spans[0], attempt="r.1", sequence=1)
+    (packer.clear if how == "clear" else lambda: packer.forget("r.1"))()
+    packer.forget("never seen")
+    data = packer.pack(spans[1], attempt="r.1", sequence=2)
+    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} was forgotten"))
+    assert msgspec.structs.replace(spans[1], sequence=2) == alone.unpack(data, sequence=2)
+
+
+def test_span_that_cannot_be_stored_is_named_and_nothing_is_built_on_it() -> None:
+    packer = Packer()
+    first, second = conversation(2)
+    packer.pack(first, attempt="r.1", sequence=1)
+    expected = r"^span 's3' \('n'\) of attempt 'r\.1' cannot be stored: .*; attributes, request and response must be"
+    with pytest.raises(StoreError, match=expected):
+        packer.pack(called(3, request={"messages": object()}), attempt="r.1", sequence=2)  # pyright: ignore[reportArgumentType]
+    data = packer.pack(second, attempt="r.1", sequence=3)
+    alone = Unpacker(lambda sequence: pytest.fail(f"{sequence} may not have been kept"))
+    assert msgspec.structs.replace(second, sequence=3) == alone.unpack(data, sequence=3)
+
+
+def test_call_that_refers_to_a_later_one_is_damage() -> None:
+    kept = Kept(conversation(2))
+    with pytest.raises(StoreError, match=r"damaged: the call at sequence 1 of span 's1' refers to one at 1; delete"):
+        Unpacker(kept.fetch).unpack(kept.data[2], sequence=1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=4), st.booleans()), min_size=1, max_size=40
+    )
+)
+def test_random_conversations_come_back(steps: list[tuple[int, list[int], bool]]) -> None:
+    contexts: list[list[int]] = [[*range(20)]]
+    spans: list[Span] = []
+    for number, (which, added, has_text) in enumerate(steps):
+        prompt = [*contexts[which % len(contexts)], *added]
+        text: Json = {"messages": [{"content": "x" * 100}, *map(str, prompt)]} if has_text else None
+        spans.append(called(number, prompt=prompt, response=[number, 1], request=text))
+        contexts.append([*prompt, number, 1])
+    Kept(spans).check()

@@ -1,0 +1,279 @@
+"""The state machine that every store follows, as functions of values and a clock reading."""
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from agl.contracts import RolloutQuery
+from agl.errors import ConflictError, FencedError, StoreError
+from agl.schemas import (
+    LLM,
+    Attempt,
+    AttemptStatus,
+    Claim,
+    ErrorInfo,
+    Outcome,
+    PromptTemplate,
+    ResourceVersion,
+    RetryPolicy,
+    Rollout,
+    RolloutStatus,
+    Span,
+)
+from agl.stores import rules
+
+FAILED = ErrorInfo(type="ValueError", message="boom")
+
+
+def queued(rollout_id: str = "a", **fields: object) -> Rollout:
+    return Rollout(rollout_id=rollout_id, task={"q": 1}, **fields)  # pyright: ignore[reportArgumentType]  # shorthand
+
+
+def claim(*, now: float = 100.0, lease_s: float = 60.0, **rollout: object) -> Claim:
+    """An attempt that was opened at ``now``."""
+    created = rules.new_rollout(queued(**rollout), now=50.0)  # pyright: ignore[reportArgumentType]  # shorthand
+    return rules.open_attempt(created, worker="w", claim_id="c", lease_s=lease_s, now=now)
+
+
+def test_new_rollout_is_detached_and_knows_when_it_came() -> None:
+    given = queued()
+    made = rules.new_rollout(given, now=5.0)
+    assert replace(given, created_at=5.0) == made
+    assert made.task is not given.task
+    assert 3.0 == rules.new_rollout(queued(created_at=3.0), now=5.0).created_at
+
+
+@pytest.mark.parametrize("fields", [{"status": "running"}, {"attempts": 1}, {"attempt_id": "a.1"}])
+def test_new_rollout_must_be_in_its_first_state(fields: dict[str, object]) -> None:
+    with pytest.raises(ConflictError, match=r"'a' is unknown here and comes as '\w+' with [01] attempts; only new"):
+        rules.new_rollout(queued(**fields), now=5.0)
+
+
+def test_new_rollout_allows_from_1_to_255_attempts() -> None:
+    for attempts in (1, 255):
+        assert rules.new_rollout(queued(retry=RetryPolicy(max_attempts=attempts)), now=0.0)
+    for attempts in (0, 256):
+        with pytest.raises(StoreError, match=rf"max_attempts = {attempts}; choose between 1 and 255"):
+            rules.new_rollout(queued(retry=RetryPolicy(max_attempts=attempts)), now=0.0)
+
+
+@pytest.mark.parametrize("task", [object(), "\ud800", 2**70])
+def test_value_that_cannot_be_stored_is_named(task: object) -> None:
+    with pytest.raises(StoreError, match=r"^Rollout cannot be stored: .+; values must be JSON: .*; it was Rollout\("):
+        rules.copied(Rollout(rollout_id="a", task=task))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(StoreError) as caught:
+        rules.copied(Rollout(rollout_id="a" * 500, task=task))  # pyright: ignore[reportArgumentType]
+    assert str(caught.value).endswith("(rollout_id='" + "a" * 180)
+
+
+ALL = [
+    queued("a", experiment="x", mode="train", group_id="g"),
+    queued("b", experiment="x", mode="val", status="running"),
+    queued("c", experiment="y", mode="train", status="failed"),
+    queued("d", experiment="x", mode="train", group_id="g", status="succeeded"),
+]
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (RolloutQuery(), "abcd"),
+        (RolloutQuery(is_newest_first=True), "dcba"),
+        (RolloutQuery(limit=2), "ab"),
+        (RolloutQuery(limit=2, is_newest_first=True), "dc"),
+        (RolloutQuery(after="b"), "cd"),
+        (RolloutQuery(after="b", is_newest_first=True), "a"),
+        (RolloutQuery(after="bb"), "cd"),
+        (RolloutQuery(after="bb", is_newest_first=True), "ba"),
+        (RolloutQuery(experiment="x"), "abd"),
+        (RolloutQuery(experiment=""), ""),
+        (RolloutQuery(mode="val"), "b"),
+        (RolloutQuery(group_id="g"), "ad"),
+        (RolloutQuery(status=("running", "failed")), "bc"),
+        (RolloutQuery(experiment="x", mode="train", after="a"), "d"),
+    ],
+)
+def test_query_selects_in_its_order(query: RolloutQuery, expected: str) -> None:
+    assert list(expected) == [rollout.rollout_id for rollout in rules.select(ALL[::-1], query)]
+
+
+def test_definition_is_a_rollout_without_its_progress() -> None:
+    done = replace(
+        queued(metadata={"step": 1}),
+        status="succeeded",
+        attempts=2,
+        attempt_id="a.2",
+        created_at=1.0,
+        started_at=2.0,
+        finished_at=3.0,
+    )
+    assert queued(metadata={"step": 1}) == rules.definition(done)
+    assert rules.is_same_definition(done, queued(metadata={"step": 1}))
+    assert not rules.is_same_definition(done, queued())
+
+
+def test_conflict_names_what_is_repeated() -> None:
+    expected = (
+        "span 's1' is already stored with other content; ids name one immutable value: "
+        "repeat the same content, or choose a new id"
+    )
+    assert expected == str(rules.conflict("span", "s1"))
+
+
+def test_open_attempt_leases_the_next_attempt() -> None:
+    expected = Attempt(
+        attempt_id="a.1",
+        rollout_id="a",
+        number=1,
+        worker="w",
+        claim_id="c",
+        lease_until=160.0,
+        started_at=100.0,
+    )
+    opened = claim()
+    assert expected == opened.attempt
+    assert queued(status="running", attempts=1, attempt_id="a.1", created_at=50.0, started_at=100.0) == opened.rollout
+
+
+def test_open_attempt_keeps_when_the_first_one_started() -> None:
+    first = rules.decide(claim(retry=RetryPolicy(max_attempts=2)), status="failed", error=FAILED, now=120.0)
+    second = rules.open_attempt(first.rollout, worker="v", claim_id="", lease_s=1.0, now=130.0)
+    assert ("a.2", 2, 130.0, 131.0) == (
+        second.attempt.attempt_id,
+        second.attempt.number,
+        second.attempt.started_at,
+        second.attempt.lease_until,
+    )
+    assert (2, "a.2", 100.0) == (second.rollout.attempts, second.rollout.attempt_id, second.rollout.started_at)
+
+
+def test_release_takes_an_attempt_back_that_nobody_saw() -> None:
+    assert queued(created_at=50.0) == rules.release(claim())
+    first = rules.decide(claim(retry=RetryPolicy(max_attempts=2)), status="failed", error=FAILED, now=120.0)
+    second = rules.open_attempt(first.rollout, worker="v", claim_id="", lease_s=1.0, now=130.0)
+    assert first.rollout == rules.release(second)
+
+
+def test_deadline_is_the_lease_or_the_time_limit_with_its_grace() -> None:
+    assert (math.inf, 160.0) == (rules.timeout_at(claim()), rules.deadline(claim()))
+    limited = claim(retry=RetryPolicy(timeout_s=20.0, grace_s=5.0))
+    assert (125.0, 125.0) == (rules.timeout_at(limited), rules.deadline(limited))
+    assert 110.0 == rules.deadline(claim(lease_s=10.0, retry=RetryPolicy(timeout_s=20.0)))
+
+
+def test_attempt_in_time_does_not_lapse() -> None:
+    assert rules.lapse(claim(), now=159.9) is None
+    ended = rules.decide(claim(), status="succeeded", error=None, now=110.0)
+    assert rules.lapse(ended, now=999.0) is None
+
+
+def test_attempt_whose_lease_ran_out_is_lost() -> None:
+    lapsed = rules.lapse(claim(), now=160.0)
+    message = "worker 'w' did not renew its lease on attempt a.1 in time"
+    expected = rules.decide(claim(), status="lost", error=ErrorInfo(type="agl.LeaseLapsed", message=message), now=160.0)
+    assert expected == lapsed
+    assert ("failed", 160.0) == (expected.rollout.status, expected.rollout.finished_at)
+
+
+@pytest.mark.parametrize("timeout_s", [20.0, 60.0])
+def test_attempt_that_ran_too_long_is_a_timeout(timeout_s: float) -> None:
+    running = claim(retry=RetryPolicy(timeout_s=timeout_s))
+    message = f"attempt a.1 ran longer than retry.timeout_s = {timeout_s:g}"
+    expected = rules.decide(running, status="timeout", error=ErrorInfo(type="agl.Timeout", message=message), now=170.0)
+    assert expected == rules.lapse(running, now=170.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "final"),
+    [
+        ("succeeded", "succeeded"),
+        ("cancelled", "cancelled"),
+        ("failed", "failed"),
+        ("timeout", "failed"),
+        ("lost", "failed"),
+    ],
+)
+def test_last_attempt_decides_its_rollout(status: AttemptStatus, final: RolloutStatus) -> None:
+    running = claim()
+    decided = rules.decide(running, status=status, error=FAILED, now=120.0)
+    assert replace(running.attempt, status=status, error=FAILED, finished_at=120.0) == decided.attempt
+    assert replace(running.rollout, status=final, finished_at=120.0) == decided.rollout
+
+
+def test_failed_attempt_is_repeated_while_the_policy_has_more() -> None:
+    running = claim(retry=RetryPolicy(max_attempts=2))
+    decided = rules.decide(running, status="failed", error=FAILED, now=120.0)
+    assert replace(running.rollout, status="queued", attempt_id=None) == decided.rollout
+    last = rules.open_attempt(decided.rollout, worker="w", claim_id="", lease_s=1.0, now=130.0)
+    assert "failed" == rules.decide(last, status="failed", error=FAILED, now=140.0).rollout.status
+
+
+def test_policy_says_which_outcomes_are_repeated() -> None:
+    strict = claim(retry=RetryPolicy(max_attempts=9, retry_on=("lost",)))
+    assert "failed" == rules.decide(strict, status="failed", error=FAILED, now=1.0).rollout.status
+    assert "queued" == rules.decide(strict, status="lost", error=FAILED, now=1.0).rollout.status
+    odd = claim(retry=RetryPolicy(max_attempts=9, retry_on=("succeeded", "cancelled")))
+    assert "succeeded" == rules.decide(odd, status="succeeded", error=None, now=1.0).rollout.status
+
+
+def test_attempt_that_was_given_back_is_always_repeated() -> None:
+    assert "queued" == rules.decide(claim(), status="lost", error=None, now=1.0).rollout.status
+    assert "failed" == rules.decide(claim(), status="failed", error=None, now=1.0).rollout.status
+
+
+def test_outcome_settles_a_running_attempt_once() -> None:
+    running, outcome = claim(), Outcome(attempt_id="a.1", status="failed", error=FAILED)
+    settled = rules.settle(running, outcome, now=120.0)
+    assert rules.decide(running, status="failed", error=FAILED, now=120.0) == settled
+    assert settled is not None
+    assert rules.settle(settled, outcome, now=130.0) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Outcome(attempt_id="a.1", status="succeeded", error=FAILED),
+        Outcome(attempt_id="a.1", status="failed", error=replace(FAILED, message="other")),
+    ],
+)
+def test_other_outcome_of_a_decided_attempt_is_fenced_off(other: Outcome) -> None:
+    decided = rules.decide(claim(), status="failed", error=FAILED, now=120.0)
+    expected = rf"^attempt 'a.1' was already decided as 'failed' \(boom\) and cannot finish as '{other.status}'; drop"
+    with pytest.raises(FencedError, match=expected):
+        rules.settle(decided, other, now=130.0)
+    quiet = rules.decide(claim(), status="lost", error=None, now=120.0)
+    with pytest.raises(FencedError, match="already decided as 'lost' and cannot"):
+        rules.settle(quiet, other, now=130.0)
+
+
+def test_outcome_must_be_a_decision() -> None:
+    with pytest.raises(ConflictError, match=r"'a.1' cannot finish as 'running'; an outcome is one of \['cancelled'"):
+        rules.settle(claim(), Outcome(attempt_id="a.1", status="running"), now=120.0)
+
+
+def test_cancelled_rollout_is_finished() -> None:
+    assert queued(status="cancelled", finished_at=7.0) == rules.cancel_rollout(queued(), now=7.0)
+
+
+def span(rollout_id: str = "a", attempt_id: str = "a.1") -> Span:
+    return Span(rollout_id=rollout_id, attempt_id=attempt_id, span_id="s", name="n")
+
+
+def test_spans_must_belong_together() -> None:
+    rules.check_spans([span(), span(attempt_id="")])
+    rules.check_spans([span()], attempt_id="a.1")
+    with pytest.raises(ConflictError, match=r"'s' belongs to attempt 'a\.2' and came with the outcome of 'a\.1'"):
+        rules.check_spans([span(), span(attempt_id="a.2")], attempt_id="a.1")
+    with pytest.raises(ConflictError, match=r"'s' names rollout 'b' and attempt 'a\.1' of another"):
+        rules.check_spans([span(), span(rollout_id="b")])
+
+
+def test_resources_hold_no_secret() -> None:
+    def version(resource: LLM | PromptTemplate) -> ResourceVersion:
+        return ResourceVersion(name="main", version="1", resource=resource)
+
+    rules.check_secrets(version(LLM(endpoint="http://x", model="m")))
+    rules.check_secrets(version(PromptTemplate(template="t")))
+    with pytest.raises(ConflictError, match=r"'main' version '1' holds an api_key.*set api_key_env"):
+        rules.check_secrets(version(LLM(endpoint="http://x", model="m", api_key="sk-1")))
