@@ -15,8 +15,8 @@ import agl
 from agl.errors import ConfigError
 from agl_algo_verl.inproc import VERL
 from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
-from agl_algo_verl.names import ESTIMATORS, LOSSES
-from agl_algo_verl.settings import Estimator, Loss, Settings, read_settings
+from agl_algo_verl.refused_values import ESTIMATORS, LOSSES
+from agl_algo_verl.settings import Estimator, Loss, VerlSettings, read_settings
 from agl_algo_verl.worker import check_device
 
 from .world import config
@@ -125,7 +125,7 @@ def test_the_settings_are_keys_that_verl_has() -> None:
         return found
 
     # The engines take `mixed_precision`, which is not in VERL's file.
-    absent = [name for name in paths(Settings) if name not in verl_keys() and ".mixed_precision." not in name]
+    absent = [name for name in paths(VerlSettings) if name not in verl_keys() and ".mixed_precision." not in name]
     assert [] == absent
 
 

@@ -29,17 +29,17 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from agl_algo_apo.budget import Limits, Prices
-from agl_algo_apo.candidates import Candidate, resource_of
-from agl_algo_apo.evaluate import Job, Measured
+from agl_algo_apo.budget import BudgetLimits, Prices
+from agl_algo_apo.candidates import PromptCandidate, resource_of
+from agl_algo_apo.evaluation import Measured, MeasureJob
 from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.parents import select_parent
 from agl_algo_apo.proposals import merge_texts
 from agl_algo_apo.race import race
 from agl_algo_apo.search import PromptSearch
-from agl_algo_apo.select_parent import select_parent
 from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
-from agl_algo_apo.shared import read_failures
+from agl_algo_apo.shared_failures import read_failures
 from agl_algo_apo.templates import task_text
 
 SHOWN = 4
@@ -52,7 +52,7 @@ MAX_IDLE = 4
 """Steps in a row without a proposal that could be tried, which end the search."""
 
 
-class _Share(NamedTuple):
+class _Assignment(NamedTuple):
     """What one child is made from: the text that it changes, and the training tasks whose failures it sees."""
 
     name: str
@@ -95,7 +95,7 @@ class APO(PromptSearch):
         *,
         optimizer: str | OptimizerSettings,
         critic: str | OptimizerSettings | None = None,
-        budget: int | Preset | Limits = "light",
+        budget: int | Preset | BudgetLimits = "light",
         prices: Prices | None = None,
         beam_width: int = 4,
         branch_factor: int = 3,
@@ -144,7 +144,7 @@ class APO(PromptSearch):
 
     async def improve(self, step: int) -> None:
         """One step, as the module describes it."""
-        await self._doubt(step)
+        await self._remeasure_best(step)
         if self.settings.delete_every and step % self.settings.delete_every == 0 and len(self.best.parents) > 0:
             await self._try_shorter(step)
             return
@@ -152,22 +152,22 @@ class APO(PromptSearch):
         parent = self._parent(step)
         failures = await self._failures(parent, step)
         if not failures:
-            await self._look_for_the_end(parent, step)
+            await self._check_if_done(parent, step)
             return
-        pairs = await self._children(parent, self._shares(failures, parent, step), step)
+        pairs = await self._children(parent, self._assign_failures(failures, parent, step), step)
         self._count_idle(bool(pairs))
         if pairs:
             passed = await self._gate(parent, pairs, step)
             await self._race(parent, passed, step)
 
-    async def _look_for_the_end(self, parent: Candidate, step: int) -> None:
+    async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
         """A minibatch without a failure: perhaps the best candidate is perfect, or nothing is left to learn from."""
         if parent.id == self.best.id:
             await self.measure_whole(parent, step)
         if not self.is_perfect and len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
             self.progress.stop("nothing_to_learn")
 
-    async def _doubt(self, step: int) -> None:
+    async def _remeasure_best(self, step: int) -> None:
         """Measure the best candidate once more where nothing has beaten it for a while.
 
         Whoever won many races on one set of tasks was lucky on it, and luck that stays in the rewards would keep
@@ -181,7 +181,7 @@ class APO(PromptSearch):
         progress.doubted = progress.stale
         await self.measure_whole(best, step)
         before = scores.rewards(best.id, "val")
-        again = Job(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
+        again = MeasureJob(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
         await self.evaluator.measure([again], step=step, purpose="doubt")
         progress.is_steady = scores.rewards(best.id, "val") == before
         known = {c.id: c for c in self.lineage.all() if scores.rewards(c.id, "val").keys() >= before.keys()}
@@ -193,7 +193,7 @@ class APO(PromptSearch):
                 self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
                 progress.best = other.id
 
-    def _parent(self, step: int) -> Candidate:
+    def _parent(self, step: int) -> PromptCandidate:
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
         scores = self.evaluator.scores
         return select_parent(
@@ -205,7 +205,7 @@ class APO(PromptSearch):
             children=children,
         )
 
-    async def _failures(self, parent: Candidate, step: int) -> list[int]:
+    async def _failures(self, parent: PromptCandidate, step: int) -> list[int]:
         """Training tasks on which the parent falls short, worst first, those first that no critic has seen yet."""
         scores, size = self.evaluator.scores, self.settings.gradient_batch_size
         known = scores.rewards(parent.id, "train")
@@ -215,29 +215,31 @@ class APO(PromptSearch):
         self.random(step, "minibatch").shuffle(rest)
         rest.sort(key=lambda task: task not in self._shared(parent))
         fresh = rest[: max(0, size - len(unseen))]
-        await self.evaluator.measure([Job(parent, "train", tuple(fresh))], step=step, purpose="batch")
+        await self.evaluator.measure([MeasureJob(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
         failing = [task for task, reward in known.items() if reward < self.settings.perfect_score]
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 
-    def _shared(self, parent: Candidate) -> Mapping[int, Measured]:
+    def _shared(self, parent: PromptCandidate) -> Mapping[int, Measured]:
         """Rollouts of other algorithms that fell short with this parent's texts; those are only known for the best."""
         return self.progress.shared if parent.id == self.progress.best else {}
 
-    def _shares(self, failures: Sequence[int], parent: Candidate, step: int) -> list[_Share]:
+    def _assign_failures(self, failures: Sequence[int], parent: PromptCandidate, step: int) -> list[_Assignment]:
         """Failures dealt out to the children, the texts to change in turn."""
         names, count = list(parent.texts), self.settings.branch_factor
-        shares: list[_Share] = []
+        shares: list[_Assignment] = []
         for k in range(count):
             name = names[(step + k) % len(names)]
             dealt = [failures[i] for i in range(k % len(failures), len(failures), count)]
-            shares.append(_Share(name, tuple(dealt[:SHOWN])))
+            shares.append(_Assignment(name, tuple(dealt[:SHOWN])))
         shown = {task for share in shares for task in share.tasks}
         self.progress.used.setdefault(parent.id, []).extend(sorted(shown))
         return shares
 
-    async def _children(self, parent: Candidate, shares: Sequence[_Share], step: int) -> list[tuple[Candidate, _Share]]:
+    async def _children(
+        self, parent: PromptCandidate, shares: Sequence[_Assignment], step: int
+    ) -> list[tuple[PromptCandidate, _Assignment]]:
         """Proposals that passed the static gate, with what they were made from: all critiques, then all edits."""
         evidence = [await self._evidence(parent, share) for share in shares]
         texts = [parent.texts[share.name] for share in shares]
@@ -266,7 +268,7 @@ class APO(PromptSearch):
                 for k in asked
             ]
         )
-        admitted: dict[str, tuple[Candidate, _Share]] = {}
+        admitted: dict[str, tuple[PromptCandidate, _Assignment]] = {}
         for k, text in zip(asked, edits, strict=True):
             if text is not None:
                 child = await self._admit_edit(parent, shares[k], text, critiques[k] or "", step)
@@ -275,14 +277,14 @@ class APO(PromptSearch):
         return list(admitted.values())
 
     async def _admit_edit(
-        self, parent: Candidate, share: _Share, text: str, critique: str, step: int
-    ) -> Candidate | None:
+        self, parent: PromptCandidate, share: _Assignment, text: str, critique: str, step: int
+    ) -> PromptCandidate | None:
         child = self.proposal(
             [parent], {**parent.texts, share.name: text}, step=step, operator="edit", critique=critique
         )
         return await self.admit(child, parent, shown=[task_text(self.context.train[task]) for task in share.tasks])
 
-    async def _evidence(self, parent: Candidate, share: _Share) -> str:
+    async def _evidence(self, parent: PromptCandidate, share: _Assignment) -> str:
         name, scores = share.name, self.evaluator.scores
         like = next(rules.seed for rules in self.rules if rules.name == name)
         resource = resource_of(parent.texts[name], like)
@@ -293,17 +295,19 @@ class APO(PromptSearch):
         runs = [await read_run(self.context, m, name=name, resource=resource, agents=agents) for m in measured]
         return evidence_text(runs)
 
-    async def _gate(self, parent: Candidate, pairs: Sequence[tuple[Candidate, _Share]], step: int) -> list[Candidate]:
+    async def _gate(
+        self, parent: PromptCandidate, pairs: Sequence[tuple[PromptCandidate, _Assignment]], step: int
+    ) -> list[PromptCandidate]:
         """Children that do better than the parent on the tasks that they saw fail.
 
         Where both got the worst reward on all of these, nothing could show, and the child passes; so do all that did
         no harm where none did better.
         """
-        jobs = [Job(child, "train", share.tasks) for child, share in pairs]
+        jobs = [MeasureJob(child, "train", share.tasks) for child, share in pairs]
         await self.evaluator.measure(jobs, step=step, purpose="gate")
         gains = {child.id: self._gain(parent, child, share.tasks) for child, share in pairs}
         least = 0.0 if all(gain <= 0 for gain in gains.values()) else 1e-9
-        passed: list[Candidate] = []
+        passed: list[PromptCandidate] = []
         for child, share in pairs:
             gain = gains[child.id]
             gated = self.lineage.put(child.replace(gate=gain))
@@ -313,23 +317,23 @@ class APO(PromptSearch):
                 self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on the tasks it was shown"))
         return passed
 
-    def _is_floor(self, parent: Candidate, tasks: Sequence[int]) -> bool:
+    def _is_floor(self, parent: PromptCandidate, tasks: Sequence[int]) -> bool:
         rewards = self.evaluator.scores.rewards(parent.id, "train", tasks)
         return max(rewards.values(), default=0.0) <= self.evaluator.scores.floor()
 
-    def _gain(self, parent: Candidate, child: Candidate, tasks: Sequence[int]) -> float:
+    def _gain(self, parent: PromptCandidate, child: PromptCandidate, tasks: Sequence[int]) -> float:
         ours = self.evaluator.scores.rewards(child.id, "train", tasks)
         theirs = self.evaluator.scores.rewards(parent.id, "train", tasks)
         common = [task for task in tasks if task in ours and task in theirs]
         return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
 
-    async def _race(self, parent: Candidate, passed: Sequence[Candidate], step: int) -> None:
+    async def _race(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
         """Race the merged changes of all who passed, or all who passed where their changes are in each other's way."""
         if not passed:
             return
         merged = await self._merged(parent, passed, step) if len(passed) > 1 else None
-        child: Candidate | None = None
-        parts: Sequence[Candidate] = ()
+        child: PromptCandidate | None = None
+        parts: Sequence[PromptCandidate] = ()
         if merged is not None:
             texts, parts = merged
             child = await self.admit(self.proposal(parts, texts, step=step, operator="merge"), parent)
@@ -341,15 +345,15 @@ class APO(PromptSearch):
         if not await self.contest([child], parent, step=step, purpose="race"):
             await self._race_best_part(parent, parts, step)
 
-    async def _race_best_part(self, parent: Candidate, parts: Sequence[Candidate], step: int) -> None:
+    async def _race_best_part(self, parent: PromptCandidate, parts: Sequence[PromptCandidate], step: int) -> None:
         """Race the part of a beaten merge that did best on its tasks: another part may have spoilt the merge."""
         best = max(parts, key=lambda part: part.gate or 0.0)
         if (best.gate or 0.0) > 0:
             await self.contest([best], parent, step=step, purpose="part")
 
     async def _merged(
-        self, parent: Candidate, passed: Sequence[Candidate], step: int
-    ) -> tuple[dict[str, str], Sequence[Candidate]] | None:
+        self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
+    ) -> tuple[dict[str, str], Sequence[PromptCandidate]] | None:
         """All changes together, line by line; where two are in each other's way, the editor merges the best two texts.
 
         Only one resource's texts are given to the editor, so the two children must have changed the same one.

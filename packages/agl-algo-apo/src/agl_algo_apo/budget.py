@@ -28,7 +28,7 @@ class Prices(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout: float = 0.0
 
 
-class Limits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BudgetLimits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most that may be spent; ``None`` for no limit.
 
     Attributes:
@@ -45,7 +45,7 @@ class Limits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """What was spent; the fields are those of :class:`Limits`."""
+    """What was spent; the fields are those of :class:`BudgetLimits`."""
 
     rollouts: int = 0
     calls: int = 0
@@ -76,7 +76,7 @@ class Budget:
     """
 
     def __init__(
-        self, limits: Limits, *, prices: Prices | None = None, spent: Spent | None = None, kept: int = 0
+        self, limits: BudgetLimits, *, prices: Prices | None = None, spent: Spent | None = None, kept: int = 0
     ) -> None:
         self.limits = limits
         self.prices = prices or Prices()

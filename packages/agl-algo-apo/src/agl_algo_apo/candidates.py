@@ -17,7 +17,7 @@ Status = Literal["pool", "proposed", "rejected", "beaten"]
 """In the pool; not tried to the end; refused by the static gate; tried and not better than its parent."""
 
 
-class Candidate(Record, frozen=True, kw_only=True):
+class PromptCandidate(Record, frozen=True, kw_only=True):
     """One proposal.
 
     Attributes:
@@ -46,7 +46,7 @@ class Candidate(Record, frozen=True, kw_only=True):
     tries: int = 1
     gate: float | None = None
 
-    def replace(self, **changes: object) -> "Candidate":
+    def replace(self, **changes: object) -> "PromptCandidate":
         """The same candidate with some attributes changed."""
         return msgspec.structs.replace(self, **changes)
 
@@ -93,29 +93,29 @@ class Lineage:
         candidates: From a saved state.
     """
 
-    def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
+    def __init__(self, candidates: Iterable[PromptCandidate] = ()) -> None:
         self._all = {candidate.id: candidate for candidate in candidates}
 
     def __contains__(self, candidate_id: str) -> bool:
         return candidate_id in self._all
 
-    def __getitem__(self, candidate_id: str) -> Candidate:
+    def __getitem__(self, candidate_id: str) -> PromptCandidate:
         return self._all[candidate_id]
 
-    def get(self, candidate_id: str) -> Candidate | None:
+    def get(self, candidate_id: str) -> PromptCandidate | None:
         """The candidate of that id, ``None`` if there is none."""
         return self._all.get(candidate_id)
 
-    def put(self, candidate: Candidate) -> Candidate:
+    def put(self, candidate: PromptCandidate) -> PromptCandidate:
         """Add a candidate, or replace the one of that id in its place."""
         self._all[candidate.id] = candidate
         return candidate
 
-    def all(self) -> list[Candidate]:
+    def all(self) -> list[PromptCandidate]:
         """Every candidate."""
         return list(self._all.values())
 
-    def pool(self) -> list[Candidate]:
+    def pool(self) -> list[PromptCandidate]:
         """The candidates that may be parents, oldest first."""
         return [candidate for candidate in self._all.values() if candidate.status == "pool"]
 
@@ -126,4 +126,4 @@ class Lineage:
     @classmethod
     def load(cls, data: Json) -> "Lineage":
         """The lineage from :meth:`dump`."""
-        return cls(msgspec.convert(data, list[Candidate]))
+        return cls(msgspec.convert(data, list[PromptCandidate]))

@@ -17,7 +17,7 @@ from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
-from agl_algo_apo.evaluate import Measured
+from agl_algo_apo.evaluation import Measured
 
 MESSAGE_CHARS = 600
 """Characters of one message that are shown: its start and its end."""
@@ -26,7 +26,7 @@ RUN_CHARS = 4000
 """Characters of one run's messages that are shown."""
 
 
-class Run(Record, frozen=True, kw_only=True):
+class EvidenceRun(Record, frozen=True, kw_only=True):
     """One run as a critic may see it.
 
     Attributes:
@@ -51,14 +51,14 @@ class Run(Record, frozen=True, kw_only=True):
         return "\n".join(parts)
 
 
-def evidence_text(runs: Sequence[Run]) -> str:
+def evidence_text(runs: Sequence[EvidenceRun]) -> str:
     """All runs as one text."""
     return "\n\n".join(["# Runs that fell short", *(run.text(i) for i, run in enumerate(runs, start=1))])
 
 
 async def read_run(
     context: AlgorithmContext, measured: Measured, *, name: str, resource: Resource, agents: str = ""
-) -> Run:
+) -> EvidenceRun:
     """A rollout as evidence about one resource.
 
     Args:
@@ -73,8 +73,8 @@ async def read_run(
         rollout = (await context.store.rollouts(RolloutQuery(ids=(measured.rollout,))))[0]
         spans = await all_spans(context.store, measured.rollout)
     except NotFoundError:
-        return Run(task="", measured=measured)
-    return Run(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))
+        return EvidenceRun(task="", measured=measured)
+    return EvidenceRun(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))
 
 
 def _task(rollout: Rollout) -> str:

@@ -22,11 +22,11 @@ from importlib import import_module
 from typing import Any
 
 from agl_algo_apo import artifacts
-from agl_algo_apo.budget import BudgetExhaustedError, Limits, Prices
-from agl_algo_apo.candidates import Candidate, candidate_id, resource_of
-from agl_algo_apo.evaluate import Job, Measured, Split
-from agl_algo_apo.evidence import Run, read_run
-from agl_algo_apo.gepa_adapter import Adapter, Place, Stopped, Texts
+from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices
+from agl_algo_apo.candidates import PromptCandidate, candidate_id, resource_of
+from agl_algo_apo.evaluation import Measured, MeasureJob, Split
+from agl_algo_apo.evidence import EvidenceRun, read_run
+from agl_algo_apo.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import MAX_BARREN, PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
@@ -62,7 +62,7 @@ class GEPA(PromptSearch):
         self,
         *,
         optimizer: str | OptimizerSettings,
-        budget: int | Preset | Limits = "light",
+        budget: int | Preset | BudgetLimits = "light",
         prices: Prices | None = None,
         reflection_minibatch_size: int = 3,
         phases: int = 1,
@@ -101,7 +101,7 @@ class GEPA(PromptSearch):
     async def improve(self, step: int) -> None:
         """One phase: run the library in a thread until its share of the budget is spent or it has to stop."""
         phase = _Phase(self, step)
-        adapter = Adapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
+        adapter = GepaAdapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
         try:
             await asyncio.to_thread(self._optimise, adapter, step)
         except asyncio.CancelledError:
@@ -114,7 +114,7 @@ class GEPA(PromptSearch):
         if adapter.stopped and adapter.stopped != "share":
             self.progress.stop(adapter.stopped, phase.detail if adapter.stopped == "no_proposals" else "")
 
-    def _optimise(self, adapter: Adapter, step: int) -> None:
+    def _optimise(self, adapter: GepaAdapter, step: int) -> None:
         size = min(self.settings.gradient_batch_size, len(self.context.train))
         _gepa.optimize(
             seed_candidate=dict(self.best.texts),
@@ -126,14 +126,14 @@ class GEPA(PromptSearch):
             perfect_score=self.settings.perfect_score,
             use_merge=self._use_merge,
             stop_callbacks=[adapter.should_stop],
-            logger=_Silent(),
+            logger=_NoLog(),
             track_best_outputs=False,
             cache_evaluation=False,
             seed=self.random(step, "gepa").randrange(2**31),
         )
 
 
-class _Silent:
+class _NoLog:
     """The library's log; what matters of it is in the lineage."""
 
     def log(self, message: str, *_: Any, **__: Any) -> None:
@@ -178,21 +178,21 @@ class _Phase:
         self.detail = candidate.reason
         return candidate.reason
 
-    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
+    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
         """Pay for what is not known; texts that were measured on all validation tasks join the pool."""
         search = self._search
         candidate = search.lineage[candidate_id(texts)]
         self._requests += 1
-        jobs = [Job(candidate, split, positions) for split, positions in _by_split(places).items()]
+        jobs = [MeasureJob(candidate, split, positions) for split, positions in _by_split(places).items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
         if len(places) == len(search.order) and places[0][0] == "val":
             self._enter(candidate)
 
-    def known(self, texts: Texts, place: Place) -> Measured | None:
+    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
         """What is known of these texts on a task."""
         return self._search.evaluator.scores.get(candidate_id(texts), *place)
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
         """What happened in rollouts, about one component."""
         search = self._search
         self._parent = candidate_id(texts)
@@ -223,7 +223,7 @@ class _Phase:
             return "share"
         return ""
 
-    def _enter(self, candidate: Candidate) -> None:
+    def _enter(self, candidate: PromptCandidate) -> None:
         """Put a candidate into the pool, and on disk where it is the best."""
         search = self._search
         if candidate.status == "pool":
@@ -240,7 +240,7 @@ class _Phase:
         return None if left is None or phases_left <= 1 else left // phases_left
 
 
-def _by_split(places: Sequence[Place]) -> Mapping[Split, tuple[int, ...]]:
+def _by_split(places: Sequence[TaskPlace]) -> Mapping[Split, tuple[int, ...]]:
     found: dict[Split, tuple[int, ...]] = {}
     for split, position in places:
         found[split] = (*found.get(split, ()), position)

@@ -17,8 +17,8 @@ from gepa.core.adapter import EvaluationBatch
 
 from agl.errors import RunError
 from agl_algo_apo.budget import BudgetExhaustedError
-from agl_algo_apo.evaluate import Measured, Split
-from agl_algo_apo.evidence import Run
+from agl_algo_apo.evaluation import Measured, Split
+from agl_algo_apo.evidence import EvidenceRun
 from agl_algo_apo.optimizer import OptimizerDownError
 from agl_algo_apo.progress import StopReason
 
@@ -30,29 +30,29 @@ Stopped = StopReason | Literal["", "share"]
 """Why a phase ended early: as a search does, or because its share of the budget is spent; ``""`` while it has not."""
 
 Texts = Mapping[str, str]
-Place = tuple[Split, int]
+TaskPlace = tuple[Split, int]
 """gepa's data instance: a task by its split and position."""
 
-IDLE = 20
+MAX_IDLE = 20
 """Iterations in a row without a rollout after which nothing is left to learn."""
 
 
-class Host(Protocol):
+class GepaHost(Protocol):
     """What the algorithm does for the adapter, on the event loop."""
 
     async def refusal(self, texts: Texts) -> str:
         """Why these texts may not be tried, ``""`` if they may."""
         ...
 
-    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
+    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
         """Pay for the rewards that are not known yet; raises :class:`BudgetExhaustedError`."""
         ...
 
-    def known(self, texts: Texts, place: Place) -> Measured | None:
+    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
         """What is known of these texts on a task."""
         ...
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
         """What happened in rollouts, about one component."""
         ...
 
@@ -73,7 +73,7 @@ class PhaseCancelledError(BaseException):
     """Ends the library's thread after the step was cancelled; not an ``Exception``, which the library would catch."""
 
 
-class Adapter:
+class GepaAdapter:
     """What ``gepa.optimize`` gets as its adapter, its reflection model and its stopper.
 
     Attributes:
@@ -89,7 +89,7 @@ class Adapter:
 
     propose_new_texts = None
 
-    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
+    def __init__(self, host: GepaHost, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
         self.stopped: Stopped = ""
         self.refused = 0
         self._host = host
@@ -109,7 +109,7 @@ class Adapter:
             self._waiting.cancel()
 
     def evaluate(
-        self, batch: list[Place], candidate: dict[str, str], capture_traces: bool = False, **_: Any
+        self, batch: list[TaskPlace], candidate: dict[str, str], capture_traces: bool = False, **_: Any
     ) -> "EvaluationBatch[Measured | None, str]":
         """Rewards of a candidate; a refused one gets the lowest there is and costs nothing."""
         del capture_traces  # what was measured is at hand anyway
@@ -164,7 +164,7 @@ class Adapter:
         paid = self._host.spent_rollouts()
         self._idle = self._idle + 1 if paid == self._paid else 0
         self._paid = paid
-        if not self.stopped and self._idle >= IDLE:
+        if not self.stopped and self._idle >= MAX_IDLE:
             self.stopped = "nothing_to_learn"
         self.stopped = self.stopped or self._host.stop_reason()
         return bool(self.stopped)

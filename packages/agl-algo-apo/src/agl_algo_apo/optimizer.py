@@ -53,7 +53,7 @@ class OptimizerDownError(Exception):
     """The optimiser's model does not answer; caught within this package, it ends the search."""
 
 
-class Answer(Record, frozen=True, kw_only=True):
+class OptimizerAnswer(Record, frozen=True, kw_only=True):
     """What the model said and how many tokens that took; ``tokens`` are ``(-1, -1)`` where it did not say."""
 
     text: str
@@ -177,7 +177,7 @@ class Optimizer:
             body["temperature"] = settings.temperature
         return {**body, **settings.extra}
 
-    async def _post(self, body: Mapping[str, Json]) -> Answer:
+    async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
         wait, why = self._settings.retry_s, ""
         for attempt in range(TRIES):
             if attempt:
@@ -217,7 +217,7 @@ class Optimizer:
             fitted["max_completion_tokens"] = self._settings.max_tokens
         return fitted
 
-    def _remember(self, key: str, answer: Answer) -> None:
+    def _remember(self, key: str, answer: OptimizerAnswer) -> None:
         self._answers[key] = answer
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         with self._memory.open("ab") as file:
@@ -248,7 +248,7 @@ def _is_refused(name: str, message: str) -> bool:
     return ("max_completion_tokens" if name == "max_tokens" else name) in message
 
 
-def _read_answer(response: httpx.Response) -> Answer | None:
+def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
     try:
         body = response.json()
         text = body["choices"][0]["message"]["content"]
@@ -258,17 +258,17 @@ def _read_answer(response: httpx.Response) -> Answer | None:
     usage = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
     tokens = (read, written) if isinstance(read, int) and isinstance(written, int) else (-1, -1)
-    return Answer(text=text if isinstance(text, str) else "", tokens=tokens)
+    return OptimizerAnswer(text=text if isinstance(text, str) else "", tokens=tokens)
 
 
-def _read_answers(memory: Path) -> dict[str, Answer]:
+def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:
     """The remembered answers; a last line that a crash cut is left out."""
     if not memory.exists():
         return {}
-    answers: dict[str, Answer] = {}
+    answers: dict[str, OptimizerAnswer] = {}
     for line in memory.read_bytes().splitlines():
         try:
-            key, answer = msgspec.json.decode(line, type=tuple[str, Answer])
+            key, answer = msgspec.json.decode(line, type=tuple[str, OptimizerAnswer])
         except msgspec.DecodeError:
             continue
         answers[key] = answer

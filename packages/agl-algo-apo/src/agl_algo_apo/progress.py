@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from agl_algo_apo.evaluate import Measured
+from agl_algo_apo.evaluation import Measured
 
 StopReason = Literal[
     "budget",
@@ -33,7 +33,7 @@ STOP_WORDS: Mapping[str, str] = {
 """Each reason in words."""
 
 
-class Progress(msgspec.Struct, kw_only=True):
+class SearchProgress(msgspec.Struct, kw_only=True):
     """The counters of a search; JSON.
 
     Attributes:

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from agl.schemas import Record
-from agl_algo_apo.candidates import Candidate
-from agl_algo_apo.evaluate import Evaluator, Job
+from agl_algo_apo.candidates import PromptCandidate
+from agl_algo_apo.evaluation import Evaluator, MeasureJob
 
-CLEAR = 2.0
+CLEAR_WIN = 2.0
 """Standard errors of the mean difference above zero that end a race early."""
 
-AHEAD = 0.5
+FINAL_WIN = 0.5
 """Standard errors above zero that win on the last slice; less is chance, and lets a text grow without end."""
 
-BEHIND = 1.0
+CLEAR_LOSS = 1.0
 """Standard errors below zero that end one with a defeat; few, for a defeat costs only the entrant."""
 
 
@@ -59,8 +59,8 @@ def difference(evaluator: Evaluator, candidate: str, rival: str, tasks: Sequence
 
 async def race(
     evaluator: Evaluator,
-    entrants: Sequence[Candidate],
-    rival: Candidate,
+    entrants: Sequence[PromptCandidate],
+    rival: PromptCandidate,
     *,
     rungs: Sequence[tuple[int, ...]],
     step: int,
@@ -86,19 +86,19 @@ async def race(
     for number, tasks in enumerate(rungs):
         if not running:
             break
-        jobs = [Job(candidate, "val", tasks) for candidate in (rival, *running)]
+        jobs = [MeasureJob(candidate, "val", tasks) for candidate in (rival, *running)]
         await evaluator.measure(jobs, step=step, purpose=f"{purpose}{number}")
         is_last = number == len(rungs) - 1
         for candidate in list(running):
             values = difference(evaluator, candidate.id, rival.id, tasks)
-            verdict = _judge(values, is_last=is_last, may_tie=may_tie)
+            verdict = _verdict_on(values, is_last=is_last, may_tie=may_tie)
             if verdict is not None:
                 verdicts[candidate.id] = verdict
                 running.remove(candidate)
     return verdicts
 
 
-def _judge(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict | None:
+def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict | None:
     """The verdict on paired differences, ``None`` while it is open."""
     n = len(values)
     if not n:
@@ -107,10 +107,10 @@ def _judge(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Verdict 
     error = stdev(values) / math.sqrt(n) if n > 1 else math.inf
     is_equal = error == 0 and mean == 0
     if is_last or (is_equal and not may_tie):
-        has_won = mean >= 0 if may_tie else mean > 0 and mean >= AHEAD * error
+        has_won = mean >= 0 if may_tie else mean > 0 and mean >= FINAL_WIN * error
         return Verdict(has_won=has_won, difference=mean, n=n)
-    if mean < -BEHIND * error * (1 + 1e-9):
+    if mean < -CLEAR_LOSS * error * (1 + 1e-9):
         return Verdict(has_won=False, difference=mean, n=n)
-    if mean > 0 and mean >= CLEAR * error:
+    if mean > 0 and mean >= CLEAR_WIN * error:
         return Verdict(has_won=True, difference=mean, n=n)
     return None

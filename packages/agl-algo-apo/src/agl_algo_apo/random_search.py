@@ -6,13 +6,13 @@ same static gate and the same race as those of `apo.py`. It pays nothing for tra
 
 from typing import TYPE_CHECKING
 
-from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.budget import BudgetLimits, Prices
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
 
 if TYPE_CHECKING:
-    from agl_algo_apo.candidates import Candidate
+    from agl_algo_apo.candidates import PromptCandidate
 
 MAX_IDLE = 8
 """Rewrites in a row that could not be tried, which end the search."""
@@ -42,7 +42,7 @@ class RandomSearch(PromptSearch):
         self,
         *,
         optimizer: str | OptimizerSettings,
-        budget: int | Preset | Limits = "light",
+        budget: int | Preset | BudgetLimits = "light",
         prices: Prices | None = None,
         beam_rounds: int = 0,
         val_batch_size: int = 8,
@@ -81,7 +81,7 @@ class RandomSearch(PromptSearch):
         name = names[step % len(names)]
         request = self.request("rewrite", name=name, text=best.texts[name])
         text = (await self.ask_for_texts([(request, self.question_seed(step, "rewrite"))]))[0]
-        child: Candidate | None = None
+        child: PromptCandidate | None = None
         if text is not None:
             texts = {**best.texts, name: text}
             child = await self.admit(self.proposal([best], texts, step=step, operator="rewrite"), best)

@@ -16,24 +16,24 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo import artifacts
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
-from agl_algo_apo.candidates import Candidate, Lineage, candidate_id, resource_of, text_of
-from agl_algo_apo.evaluate import (
+from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
+from agl_algo_apo.evaluation import (
     Evaluator,
-    Job,
+    MeasureJob,
     check_splits,
     dataset_digest,
     environment_of,
     estimate,
     nothing_scored,
 )
-from agl_algo_apo.finish import Result, measure_again
-from agl_algo_apo.known import version_scores
+from agl_algo_apo.final_measurement import Result, measure_again
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
-from agl_algo_apo.progress import STOP_WORDS, Progress, StopReason
+from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
 from agl_algo_apo.proposals import Requests, extract
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
-from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
+from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
+from agl_algo_apo.version_scores import version_scores
 from agl_run.experiment.measured import VersionScore, save_scores
 
 MAX_TRIES = 4
@@ -59,9 +59,9 @@ class PromptSearch:
         self._calls = calls
         self._optimizers: list[Optimizer] = []
         self.lineage = Lineage()
-        self.progress = Progress()
+        self.progress = SearchProgress()
         self.result: Result | None = None
-        self._told: dict[tuple[str, str], VersionScore] = {}
+        self._saved_scores: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
         """One step of the search; overridden."""
@@ -83,8 +83,8 @@ class PromptSearch:
         )
         self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final)
         self.requests = Requests(self.settings.requests, folder=context.folder)
-        self.editor = self._open(self.settings.optimizer)
-        self.critic = self.editor if self.settings.critic is None else self._open(self.settings.critic)
+        self.editor = self._open_optimizer(self.settings.optimizer)
+        self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
         self._check_question()
         for optimizer in self._optimizers:
             await optimizer.check()
@@ -123,10 +123,10 @@ class PromptSearch:
         is_paid = self.budget.spent.rollouts > paid
         if is_paid and len(self.evaluator.scores) == scored:
             self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
-        self._judge(is_improved=self.progress.best != before, is_paid=is_paid)
+        self._decide_stop(is_improved=self.progress.best != before, is_paid=is_paid)
         published = await self._publish(step, is_final=is_final)
         self._write(is_improved=self.progress.best != before)
-        await self._tell_scores()
+        await self._save_new_scores()
         return StepReport(
             step=step,
             is_finished=is_final,
@@ -155,7 +155,7 @@ class PromptSearch:
                 f"{self._algorithm} cannot continue: the training or validation tasks are not those that it started "
                 "with, so its scores say nothing about them; put them back, or start again with --fresh"
             )
-        self.progress = msgspec.convert(state["progress"], Progress)
+        self.progress = msgspec.convert(state["progress"], SearchProgress)
         self.lineage = Lineage.load(state["lineage"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
@@ -174,7 +174,7 @@ class PromptSearch:
     # --- what improving steps use -------------------------------------------------------------------------------
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PromptCandidate:
         """The best candidate so far."""
         return self.lineage[self.progress.best]
 
@@ -188,7 +188,9 @@ class PromptSearch:
         """A generator that follows from seed, step and purpose."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
 
-    async def admit(self, child: Candidate, parent: Candidate, *, shown: Sequence[str] = ()) -> Candidate | None:
+    async def admit(
+        self, child: PromptCandidate, parent: PromptCandidate, *, shown: Sequence[str] = ()
+    ) -> PromptCandidate | None:
         """The candidate to go on with, with versions that rollouts can pin; ``None`` if it may not be tried.
 
         A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
@@ -207,10 +209,16 @@ class PromptSearch:
         return self.lineage.put(await self.evaluator.register(child, parent=parent))
 
     def proposal(
-        self, parents: Sequence[Candidate], texts: Mapping[str, str], *, step: int, operator: str, critique: str = ""
-    ) -> Candidate:
+        self,
+        parents: Sequence[PromptCandidate],
+        texts: Mapping[str, str],
+        *,
+        step: int,
+        operator: str,
+        critique: str = "",
+    ) -> PromptCandidate:
         """A candidate with these texts."""
-        return Candidate(
+        return PromptCandidate(
             id=candidate_id(texts),
             texts=dict(texts),
             parents=tuple(parent.id for parent in parents),
@@ -237,20 +245,26 @@ class PromptSearch:
         """What makes the same request in another step another question."""
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
-    async def measure_whole(self, candidate: Candidate, step: int) -> None:
+    async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
         """All validation tasks that are not known yet; raises :class:`RunError` when not one can be scored."""
-        await self.evaluator.measure([Job(candidate, "val", self.order)], step=step, purpose="whole")
+        await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)
 
     async def contest(
-        self, entrants: Sequence[Candidate], rival: Candidate, *, step: int, purpose: str, may_tie: bool = False
-    ) -> list[Candidate]:
+        self,
+        entrants: Sequence[PromptCandidate],
+        rival: PromptCandidate,
+        *,
+        step: int,
+        purpose: str,
+        may_tie: bool = False,
+    ) -> list[PromptCandidate]:
         """Race proposals against their parent; winners join the pool and are returned, the best one first."""
         verdicts: dict[str, Verdict] = await race(
             self.evaluator, entrants, rival, rungs=self._rungs(entrants), step=step, purpose=purpose, may_tie=may_tie
         )
-        winners: list[Candidate] = []
+        winners: list[PromptCandidate] = []
         for entrant in entrants:
             verdict = verdicts[entrant.id]
             status = "pool" if verdict.has_won else "beaten"
@@ -259,10 +273,10 @@ class PromptSearch:
                 winners.append(decided)
         winners.sort(key=lambda winner: verdicts[winner.id].difference, reverse=True)
         if winners:
-            await self._crown(winners[0], rival, step=step, may_tie=may_tie)
+            await self._promote(winners[0], rival, step=step, may_tie=may_tie)
         return winners
 
-    def _rungs(self, entrants: Sequence[Candidate]) -> Sequence[tuple[int, ...]]:
+    def _rungs(self, entrants: Sequence[PromptCandidate]) -> Sequence[tuple[int, ...]]:
         """The slices of a race: where an entrant runs again, those that are longer than what decided it before."""
         again = [entrant for entrant in entrants if entrant.tries > 1]
         known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
@@ -273,7 +287,9 @@ class PromptSearch:
     async def _start(self, step: int) -> None:
         self.evaluator.environment = environment_of(self.context)  # others may have had their turn since the setup
         texts = {rules.name: text_of(rules.seed, name=rules.name) for rules in self.rules}
-        seed = await self.evaluator.register(Candidate(id=candidate_id(texts), texts=texts, status="pool", step=step))
+        seed = await self.evaluator.register(
+            PromptCandidate(id=candidate_id(texts), texts=texts, status="pool", step=step)
+        )
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
         await self.measure_whole(seed, step)
@@ -293,7 +309,7 @@ class PromptSearch:
         self.progress.used.clear()
         await self.measure_whole(self.best, step)
 
-    async def _crown(self, winner: Candidate, rival: Candidate, *, step: int, may_tie: bool) -> None:
+    async def _promote(self, winner: PromptCandidate, rival: PromptCandidate, *, step: int, may_tie: bool) -> None:
         """Make a winner the best one, after a race against the best one where its rival was another."""
         if rival.id != self.progress.best:
             verdicts = await race(
@@ -303,7 +319,7 @@ class PromptSearch:
                 return
         self.progress.best = winner.id
 
-    def _judge(self, *, is_improved: bool, is_paid: bool) -> None:
+    def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
         """Stop where there is a reason to; a step that ran nothing says nothing about patience."""
         progress = self.progress
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
@@ -348,7 +364,7 @@ class PromptSearch:
         self.progress.published = self.progress.best
         return tuple(published)
 
-    async def _tell_scores(self) -> None:
+    async def _save_new_scores(self) -> None:
         """Let the store know what is known of each version, where that is new."""
         scores = version_scores(
             self.lineage,
@@ -358,9 +374,9 @@ class PromptSearch:
             live={name: self.context.current(name).version for name in self.context.tunes},
             result=self.result,
         )
-        new = {owner: score for owner, score in scores.items() if self._told.get(owner) != score}
+        new = {owner: score for owner, score in scores.items() if self._saved_scores.get(owner) != score}
         await save_scores(self.context.store, new)
-        self._told |= new
+        self._saved_scores |= new
 
     def _metadata(self) -> dict[str, Json]:
         best = self.best
@@ -380,7 +396,7 @@ class PromptSearch:
             spent = {"spent": msgspec.structs.asdict(self.budget.spent), "texts": self.best.texts}
             artifacts.write_result(workdir, {**msgspec.structs.asdict(self.result), **reason, **spent})
 
-    def _row(self, candidate: Candidate) -> Json:
+    def _row(self, candidate: PromptCandidate) -> Json:
         rewards = list(self.evaluator.scores.rewards(candidate.id, "val").values())
         return {**msgspec.structs.asdict(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
 
@@ -404,7 +420,7 @@ class PromptSearch:
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
-    def _rules(self, context: AlgorithmContext) -> list[Rules]:
+    def _rules(self, context: AlgorithmContext) -> list[TextRules]:
         if not context.tunes:
             raise ConfigError(
                 f"{self._algorithm} has no prompt to tune; set tunes to a [resource.NAME] with a template or a value"
@@ -413,13 +429,13 @@ class PromptSearch:
         unknown = sorted({*settings.invariants, *settings.roles} - set(context.tunes))
         if unknown:
             raise ConfigError(f"invariants or roles name {unknown}; this algorithm tunes {list(context.tunes)}")
-        rules: list[Rules] = []
+        rules: list[TextRules] = []
         for name in context.tunes:
             resource = context.current(name).resource
             text = text_of(resource, name=name)
             longest = settings.max_chars or max(4000, 4 * len(text))
             rules.append(
-                Rules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
+                TextRules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
             )
             check_seed(rules[-1])
             check_fields(name, resource, [*context.train, *context.val], filled=settings.filled)
@@ -435,7 +451,7 @@ class PromptSearch:
             algorithm=self._algorithm,
         )
 
-    def _open(self, optimizer: Any) -> Optimizer:
+    def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
         opened = Optimizer(settings_of(optimizer, self.context), budget=self.budget, memory=memory)
         self._optimizers.append(opened)

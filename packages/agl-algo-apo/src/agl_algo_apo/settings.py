@@ -5,7 +5,7 @@ from typing import Literal
 
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.budget import BudgetLimits, Prices
 from agl_algo_apo.optimizer import OptimizerSettings
 
 Selector = Literal["mixed", "best", "pareto", "beam", "ucb"]
@@ -26,7 +26,7 @@ class SearchSettings(Record, frozen=True, kw_only=True):
 
     optimizer: str | OptimizerSettings
     critic: str | OptimizerSettings | None = None
-    budget: int | Preset | Limits = "light"
+    budget: int | Preset | BudgetLimits = "light"
     prices: Prices = Prices()
     beam_width: int = 4
     branch_factor: int = 3
@@ -72,7 +72,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
         calls: Questions that one proposal takes.
     """
 
-    limits: Limits
+    limits: BudgetLimits
     seed: int
     proposal: float
     final: int
@@ -111,9 +111,9 @@ def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int,
     budget = settings.budget
     if isinstance(budget, str):
         rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val
-        budget = Limits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
-    limits = Limits(rollouts=budget) if isinstance(budget, int) else budget
-    if limits == Limits():
+        budget = BudgetLimits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
+    limits = BudgetLimits(rollouts=budget) if isinstance(budget, int) else budget
+    if limits == BudgetLimits():
         raise ConfigError(
             f'{algorithm} has no budget; set budget = 400 (rollouts), a preset such as "light", or limits'
         )

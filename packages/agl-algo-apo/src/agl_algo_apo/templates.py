@@ -20,7 +20,7 @@ EDITABLE_KEYS = frozenset({"description", "help", "instructions", "prompt", "sum
 """Keys of a JSON resource whose strings may change; all else is code to the agent."""
 
 
-class Rules(Record, frozen=True, kw_only=True):
+class TextRules(Record, frozen=True, kw_only=True):
     """What a text of one resource must keep.
 
     Attributes:
@@ -51,7 +51,7 @@ class Rules(Record, frozen=True, kw_only=True):
         return lines
 
 
-def check_seed(rules: Rules) -> None:
+def check_seed(rules: TextRules) -> None:
     """Refuse rules that the seed itself breaks; raises :class:`ConfigError`."""
     try:
         placeholders(rules.seed, name=rules.name)
@@ -62,7 +62,7 @@ def check_seed(rules: Rules) -> None:
         raise ConfigError(f"the prompt {rules.name!r} breaks a rule itself: {broken}; change the prompt or the rule")
 
 
-def violation(text: str, rules: Rules, *, shown: Sequence[str] = ()) -> str:
+def violation(text: str, rules: TextRules, *, shown: Sequence[str] = ()) -> str:
     """Why a text may not be tried, ``""`` if it may.
 
     Args:
@@ -84,7 +84,7 @@ def violation(text: str, rules: Rules, *, shown: Sequence[str] = ()) -> str:
     except ValueError as error:
         return f"the text is no valid template: {error}"
     if kept != had:
-        return _difference(kept, had)
+        return _placeholder_difference(kept, had)
     return _changed_json(resource, rules.seed) or _copied(text, rules, shown)
 
 
@@ -154,7 +154,7 @@ def _jinja_placeholders(template: str, *, name: str) -> frozenset[str]:
     return frozenset({"{{ " + v + " }}" for v in variables} | {f"{{% {kind} %}}" for kind in reaching} | {*private})
 
 
-def _difference(kept: frozenset[str], had: frozenset[str]) -> str:
+def _placeholder_difference(kept: frozenset[str], had: frozenset[str]) -> str:
     lost, new = sorted(had - kept), sorted(kept - had)
     parts = [f"lost the placeholders {lost}"] if lost else []
     if new:
@@ -193,7 +193,7 @@ def _is_same(new: object, old: object) -> bool:
     return type(new) is type(old) and new == old
 
 
-def _copied(text: str, rules: Rules, shown: Sequence[str]) -> str:
+def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
     """A run of words that came from a shown task and not from the first version."""
     known = _runs(text_of(rules.seed, name=rules.name))
     ours = _runs(text) - known

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agl.schemas import CallCredit
-    from agl_algo_verl.settings import Algorithm
+    from agl_algo_verl.settings import AlgorithmKeys
 
 ROUNDING = 1e-6
 """Scores closer than this, relative to the largest (at least 1), are equal."""
 
 
 def advantages(
-    credits: Sequence[Sequence[CallCredit]], *, groups: Sequence[int], settings: Algorithm
+    credits: Sequence[Sequence[CallCredit]], *, groups: Sequence[int], settings: AlgorithmKeys
 ) -> list[dict[str, float]]:
     """Return advantages by span id for each rollout; `groups` is the task of each rollout.
 
@@ -64,13 +64,13 @@ def advantages(
 
 
 def estimate(
-    scores_S: torch.Tensor, *, group_S: torch.Tensor, settings: Algorithm
+    scores_S: torch.Tensor, *, group_S: torch.Tensor, settings: AlgorithmKeys
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return VERL's advantage of every score and the unit of distances from it, both [S], float64."""
     name = settings.adv_estimator
     compared_S = torch.bincount(group_S)[group_S] > 1
-    differs_S = _differs(scores_S, group_S, is_batch=name == "reinforce_plus_plus")
-    found_S, unit_S = torch.zeros_like(scores_S), _plain_unit(compared_S, settings)
+    differs_S = _has_contrast(scores_S, group_S, is_batch=name == "reinforce_plus_plus")
+    found_S, unit_S = torch.zeros_like(scores_S), _subtracting_unit(compared_S, settings)
     if not bool(differs_S.any()):
         return found_S, unit_S
     counted_S = compared_S if name == "reinforce_plus_plus_baseline" else differs_S
@@ -85,23 +85,23 @@ def estimate(
         **options,
     )
     found_S[counted_S] = values_S1[:, 0]
-    if not _is_plain(settings):
+    if not _only_subtracts(settings):
         unit_S[counted_S] = _unit(kept_S, kept_group_S, settings)
     return found_S * differs_S, unit_S
 
 
-def _is_plain(settings: Algorithm) -> bool:
+def _only_subtracts(settings: AlgorithmKeys) -> bool:
     """Whether the estimator only subtracts."""
     name = settings.adv_estimator
     return name == "rloo" or (name == "grpo" and not settings.norm_adv_by_std_in_grpo)
 
 
-def _plain_unit(compared_S: torch.Tensor, settings: Algorithm) -> torch.Tensor:
+def _subtracting_unit(compared_S: torch.Tensor, settings: AlgorithmKeys) -> torch.Tensor:
     """1 for scores that are compared with others and not divided by anything, else 0; [S], float64."""
-    return compared_S.double() * float(_is_plain(settings))
+    return compared_S.double() * float(_only_subtracts(settings))
 
 
-def _differs(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -> torch.Tensor:
+def _has_contrast(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -> torch.Tensor:
     """Where a score differs from what it is compared with; [S] bool."""
     groups_S = torch.zeros_like(group_S) if is_batch else group_S
     limit = ROUNDING * max(1.0, float(scores_S.abs().max()))
@@ -113,7 +113,7 @@ def _differs(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -
     return differs_S
 
 
-def _unit(scores_S: torch.Tensor, group_S: torch.Tensor, settings: Algorithm) -> torch.Tensor:
+def _unit(scores_S: torch.Tensor, group_S: torch.Tensor, settings: AlgorithmKeys) -> torch.Tensor:
     name = settings.adv_estimator
     if name == "reinforce_plus_plus":
         return _whitening_unit(scores_S)

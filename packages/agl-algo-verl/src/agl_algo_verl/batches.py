@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.rows import Sample
+    from agl_algo_verl.rows import RowSample
 
 
 def updates(
-    samples: Sequence[Sample], rollouts: Sequence[tuple[str, int]], *, tasks: int
-) -> list[tuple[list[Sample], int]]:
+    samples: Sequence[RowSample], rollouts: Sequence[tuple[str, int]], *, tasks: int
+) -> list[tuple[list[RowSample], int]]:
     """Cut a step into updates of `tasks` tasks: the rows of each and the number of its rollouts.
 
     Rollouts whose rows were all left out count; an update without rows is left out.
     """
-    parts: dict[int, tuple[list[Sample], int]] = {}
+    parts: dict[int, tuple[list[RowSample], int]] = {}
     for _, group in rollouts:
         rows, count = parts.get(group // tasks, ([], 0))
         parts[group // tasks] = (rows, count + 1)
@@ -38,7 +38,7 @@ def updates(
     return [part for _, part in sorted(parts.items()) if part[0]]
 
 
-def per_rollout(samples: Sequence[Sample]) -> list[Sample]:
+def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
     """Scale advantages so that a mean over the tokens of each row becomes one over the tokens of its rollout.
 
     VERL's losses are proportional to a positive factor of the advantages, so this is exact.
@@ -49,14 +49,14 @@ def per_rollout(samples: Sequence[Sample]) -> list[Sample]:
     return [replace(s, advantages=s.advantages * (s.trained_tokens / tokens[s.rollout])) for s in samples]
 
 
-def fill_up(samples: Sequence[Sample], *, multiple: int) -> list[Sample]:
+def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
     """Append copies without a trained token until the number of rows is a multiple; they change no sum."""
     missing = -len(samples) % multiple
     return [*samples, *(replace(samples[-1], mask=torch.zeros_like(samples[-1].mask)) for _ in range(missing))]
 
 
 def micro_batched(
-    samples: Sequence[Sample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
+    samples: Sequence[RowSample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
 ) -> TensorDict:
     """Return a batch on a device that VERL cuts into micro-batches of `rows` rows, or of at most `tokens` tokens.
 
@@ -72,7 +72,7 @@ def micro_batched(
     return cast("Any", batch(samples, **sizes, **options)).to(device)
 
 
-def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
+def batch(samples: Sequence[RowSample], **options: Any) -> TensorDict:
     """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
     tensors: dict[str, Tensor] = {
         "input_ids": ragged([s.ids for s in samples]),
@@ -98,13 +98,13 @@ def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
     return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
 
 
-def responses(found: Any, samples: Sequence[Sample]) -> list[Tensor]:
+def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
     """Return what a model said before each token of the responses, [R] per sample on the CPU, of jagged [T] rows."""
     values, offsets = found.values().float().cpu(), integers(found.offsets())
     return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]
 
 
-def importance(sample: Sample, threshold: float) -> Tensor:
+def importance(sample: RowSample, threshold: float) -> Tensor:
     """Truncated importance weights of the engine's over the recorded probabilities, [R]."""
     old_R = sample.behaviour if sample.old is None else sample.old
     return torch.exp(old_R - sample.behaviour).clamp(max=threshold)

@@ -18,7 +18,7 @@ NAME = "agl_bridge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class StepRequest:
     """VERL is ready for a step.
 
     Attributes:
@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class StepRows:
     """The rows of a step.
 
     Attributes:
@@ -40,13 +40,13 @@ class Answer:
         rollouts: What a loss that is a mean over sequences divides by; 0 for a loss that is a mean over tokens.
     """
 
-    rows: tuple[AnswerRow, ...]
+    rows: tuple[BridgeRow, ...]
     temperature: float
     rollouts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRow:
+class BridgeRow:
     """One row; `ids` int64 [T]; `mask` int64, `scores` and `logprobs` float32 [R], the last R of its tokens.
 
     `scores` are advantages, or rewards where VERL's critic makes advantages of them. `group` is the row's place among
@@ -66,15 +66,15 @@ class Bridge:
     """One question at a time; run it as a Ray actor."""
 
     def __init__(self) -> None:
-        self._questions: asyncio.Queue[Question] = asyncio.Queue()
+        self._questions: asyncio.Queue[StepRequest] = asyncio.Queue()
         self._answers: asyncio.Queue[list[Any]] = asyncio.Queue()
 
-    async def ask(self, question: Question) -> list[Any]:
+    async def ask(self, question: StepRequest) -> list[Any]:
         """VERL's side: wait for the answer, a list of one reference to it."""
         await self._questions.put(question)
         return await self._answers.get()
 
-    async def question(self) -> Question:
+    async def question(self) -> StepRequest:
         """agl's side: wait for a question."""
         return await self._questions.get()
 

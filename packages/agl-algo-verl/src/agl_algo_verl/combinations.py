@@ -12,10 +12,10 @@ from agl.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 
-def check_settings(settings: Settings, given: Mapping[str, Any]) -> None:
+def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings that cannot train together; `given` are the keys that a person wrote, nested."""
     _check_numbers(settings)
     _check_batches(settings)
@@ -37,7 +37,7 @@ def is_given(given: Mapping[str, Any], name: str) -> bool:
     return True
 
 
-def _check_numbers(settings: Settings) -> None:
+def _check_numbers(settings: VerlSettings) -> None:
     actor, trainer = settings.actor, settings.trainer
     counts = {
         "data.train_batch_size": settings.data.train_batch_size,
@@ -60,7 +60,7 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError(f"The VERL configuration has {low}; each must be at least 1.")
 
 
-def _check_batches(settings: Settings) -> None:
+def _check_batches(settings: VerlSettings) -> None:
     actor, batch = settings.actor, settings.data.train_batch_size
     for name, mini in (
         ("actor_rollout_ref.actor", actor.ppo_mini_batch_size),
@@ -83,7 +83,7 @@ def _check_batches(settings: Settings) -> None:
         )
 
 
-def _check_loss(settings: Settings) -> None:
+def _check_loss(settings: VerlSettings) -> None:
     actor = settings.actor
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         raise ConfigError(
@@ -102,7 +102,7 @@ def _check_loss(settings: Settings) -> None:
         )
 
 
-def _check_estimator(settings: Settings) -> None:
+def _check_estimator(settings: VerlSettings) -> None:
     algorithm, rollouts = settings.algorithm, settings.actor_rollout_ref.rollout.n
     if rollouts == 1 and algorithm.adv_estimator not in ("gae", "reinforce_plus_plus"):
         raise ConfigError(
@@ -117,7 +117,7 @@ def _check_estimator(settings: Settings) -> None:
         )
 
 
-def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     algorithm = settings.algorithm
     if not settings.has_critic:
         unused = ["critic"] if is_given(given, "critic") else []
@@ -138,7 +138,7 @@ def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_kl(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_kl(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     actor, algorithm = settings.actor, settings.algorithm
     own = "actor_rollout_ref.actor"
     if actor.use_kl_loss and actor.loss_agg_mode == "seq-mean-token-mean":
@@ -167,7 +167,7 @@ def _check_kl(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_adapters(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_adapters(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     model = settings.actor_rollout_ref.model
     if model.lora_rank < 0:
         raise ConfigError(f"actor_rollout_ref.model.lora_rank is {model.lora_rank}; give 0 for none, or a rank.")
@@ -180,7 +180,7 @@ def _check_adapters(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_staleness(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_staleness(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     v1 = settings.trainer.v1
     if not v1.is_async:
         names = [f"trainer.v1.{name}" for name in ("colocate_async", "sampler")]

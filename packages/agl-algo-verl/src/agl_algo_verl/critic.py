@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl_algo_verl.batches import micro_batched, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.numbers import reported
 from agl_algo_verl.opening import engine_config, model_config, start, use_rate_of_schedule
 from agl_algo_verl.typed import verl_part
+from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from agl_algo_verl.rows import Sample
-    from agl_algo_verl.settings import Critic as CriticSettings
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.rows import RowSample
+    from agl_algo_verl.settings import CriticKeys, VerlSettings
 
 
-class Critic:
+class VerlCritic:
     """A value model in training.
 
     Args:
@@ -43,20 +42,20 @@ class Critic:
         ConfigError: The model's family has no token classifier.
     """
 
-    def __init__(self, path: str, *, settings: Settings, steps: int, device: torch.device) -> None:
+    def __init__(self, path: str, *, settings: VerlSettings, steps: int, device: torch.device) -> None:
         self._settings, self._device = settings.critic, device
         self._worker = _open(path, settings, steps=steps, device=device)
 
-    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the value before each token of the responses, [R] per sample on the CPU."""
         if not samples:
             return []
         return responses(self._worker.infer_batch(self._batch(samples, compute_loss=False))["values"], samples)
 
-    def update(self, samples: Sequence[Sample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+    def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
         """Do one optimizer update towards the samples' `returns`; `is_last` of its step moves the schedule."""
         batch = self._batch(samples, global_batch_size=rollouts, update_lr_scheduler=is_last)
-        found = reported(self._worker.train_batch(batch)["metrics"])
+        found = plain_metrics(self._worker.train_batch(batch)["metrics"])
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
@@ -79,13 +78,13 @@ class Critic:
         self._worker.load_checkpoint(str(source), del_local_after_load=False)
         use_rate_of_schedule(self._worker.engine)
 
-    def _batch(self, samples: Sequence[Sample], **options: Any) -> Any:
+    def _batch(self, samples: Sequence[RowSample], **options: Any) -> Any:
         critic = self._settings
         rows, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
         return micro_batched(samples, rows=rows, tokens=tokens, device=self._device, **options)
 
 
-def critic_config(critic: CriticSettings) -> Any:
+def critic_config(critic: CriticKeys) -> Any:
     """Return VERL's own configuration of the value loss."""
     return verl_part("verl.workers.config:FSDPCriticConfig")(
         strategy="fsdp2",
@@ -120,7 +119,7 @@ def check_family(config: Any, *, path: str) -> None:
         )
 
 
-def _open(path: str, settings: Settings, *, steps: int, device: torch.device) -> Any:
+def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device) -> Any:
     critic, remove_padding = settings.critic, settings.actor_rollout_ref.model.use_remove_padding
     loaded = model_config(
         path,

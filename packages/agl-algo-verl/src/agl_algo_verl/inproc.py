@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_verl.learning import Learner
+from agl_algo_verl.learning import VerlLearner
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
-from agl_algo_verl.supply import Supply
-from agl_algo_verl.tuned import own_weights, tuned_policy
+from agl_algo_verl.supply import VerlSupply
+from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.rows import Prepared
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.rows import PreparedStep
+    from agl_algo_verl.settings import VerlSettings
 
 
 class VERL:
@@ -87,10 +87,10 @@ class VERL:
         self._context = context
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
-        self._learner = Learner(
+        self._learner = VerlLearner(
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
         )
-        self._supply = Supply(context, self.settings, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
@@ -142,7 +142,7 @@ class VERL:
             await self._supply.close()
             self._learner.close()
 
-    def _prepare(self, groups: Any) -> Prepared:
+    def _prepare(self, groups: Any) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
         return prepare(groups, credit=self._context.credit, settings=self.settings)
@@ -155,7 +155,7 @@ class VERL:
             await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
 
 
-def advice(settings: Settings) -> list[str]:
+def advice(settings: VerlSettings) -> list[str]:
     """What to tell the person about settings that work, and worse than others."""
     if settings.trainer.v1.is_async and settings.algorithm.rollout_correction.rollout_is is None:
         return [
@@ -165,7 +165,7 @@ def advice(settings: Settings) -> list[str]:
     return []
 
 
-def check_machine(settings: Settings) -> None:
+def check_machine(settings: VerlSettings) -> None:
     """Raise ConfigError for settings that this machine cannot run, before anything is paid for."""
     from agl_algo_verl.worker import check_device
 

@@ -149,10 +149,10 @@ def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
         return f"{name}: this is Agent Lightning's own; calls become rows by their tokens here, without a setting"
     if is_verl_key(name):
         return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
-    return misspelt(name, shape)
+    return misspelling(name, shape)
 
 
-def misspelt(name: str, shape: type[msgspec.Struct]) -> str:
+def misspelling(name: str, shape: type[msgspec.Struct]) -> str:
     """What to say of a key that does not exist."""
     known = verl_keys()
     near = get_close_matches(name, sorted(known | set(_paths(shape))), n=1, cutoff=0.75)

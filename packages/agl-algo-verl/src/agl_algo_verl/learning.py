@@ -12,21 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agl_algo_verl.control import KlController
+from agl_algo_verl.kl_control import KlController
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from agl.schemas import Json, Weights
-    from agl_algo_verl.critic import Critic
-    from agl_algo_verl.rows import Prepared, Sample
-    from agl_algo_verl.settings import Settings
-    from agl_algo_verl.worker import Worker
+    from agl_algo_verl.critic import VerlCritic
+    from agl_algo_verl.rows import PreparedStep, RowSample
+    from agl_algo_verl.settings import VerlSettings
+    from agl_algo_verl.worker import VerlWorker
 
-    Part = tuple[list[Sample], int]
+    Part = tuple[list[RowSample], int]
 
 
-class Learner:
+class VerlLearner:
     """The policy in training, with its reference and critic where the settings ask for them.
 
     Args:
@@ -37,11 +37,11 @@ class Learner:
         keep: Saved states and exported weights that stay on disk.
     """
 
-    def __init__(self, settings: Settings, *, workdir: Path, steps: int, threads: int, keep: int) -> None:
+    def __init__(self, settings: VerlSettings, *, workdir: Path, steps: int, threads: int, keep: int) -> None:
         self._settings, self._workdir, self._steps = settings, workdir.absolute(), steps
         self._threads, self._keep = threads, keep
-        self._worker: Worker | None = None
-        self._critic: Critic | None = None
+        self._worker: VerlWorker | None = None
+        self._critic: VerlCritic | None = None
         self._kl = KlController(settings.algorithm)
         self._opened = ""  # the version that the policy was opened from
 
@@ -57,7 +57,7 @@ class Learner:
         self._opened = version
 
     async def train(
-        self, prepared: Prepared, *, step: int, progress: Callable[[int, int, str], None]
+        self, prepared: PreparedStep, *, step: int, progress: Callable[[int, int, str], None]
     ) -> dict[str, float]:
         """All updates of a step; a number that several updates report is averaged."""
         samples, metrics = await asyncio.to_thread(self._evaluate, prepared)
@@ -103,34 +103,34 @@ class Learner:
         self._worker = self._critic = None
 
     @property
-    def _policy(self) -> Worker:
+    def _policy(self) -> VerlWorker:
         if self._worker is None:
             raise AssertionError("the policy is opened before it is trained")
         return self._worker
 
-    def _load(self, origin: Weights) -> Worker:
-        from agl_algo_verl.worker import Worker
+    def _load(self, origin: Weights) -> VerlWorker:
+        from agl_algo_verl.worker import VerlWorker
 
-        worker = Worker(origin=origin, settings=self._settings, steps=self._steps, threads=self._threads)
+        worker = VerlWorker(origin=origin, settings=self._settings, steps=self._steps, threads=self._threads)
         if self._settings.has_critic and self._critic is None:
             self._critic = self._make_critic(worker)
         return worker
 
     def _resume(self, checkpoint: Path, step: int) -> None:
-        from agl_algo_verl.worker import Worker
+        from agl_algo_verl.worker import VerlWorker
 
-        self._worker = Worker.resume(checkpoint, settings=self._settings, steps=self._steps, threads=self._threads)
+        self._worker = VerlWorker.resume(checkpoint, settings=self._settings, steps=self._steps, threads=self._threads)
         if self._settings.has_critic:
             self._critic = self._make_critic(self._worker)
             self._critic.load(self._workdir, step=step)
 
-    def _make_critic(self, worker: Worker) -> Critic:
-        from agl_algo_verl.critic import Critic
+    def _make_critic(self, worker: VerlWorker) -> VerlCritic:
+        from agl_algo_verl.critic import VerlCritic
 
-        return Critic(worker.origin.uri, settings=self._settings, steps=self._steps, device=worker.device)
+        return VerlCritic(worker.origin.uri, settings=self._settings, steps=self._steps, device=worker.device)
 
     def _jobs(
-        self, update: Any, samples: Sequence[Sample], prepared: Prepared, *, tasks: int | None, epochs: int
+        self, update: Any, samples: Sequence[RowSample], prepared: PreparedStep, *, tasks: int | None, epochs: int
     ) -> list[tuple[Any, Part, bool]]:
         """The updates of one model: every part `epochs` times over, the last of which moves the schedule."""
         from agl_algo_verl.batches import updates
@@ -139,14 +139,14 @@ class Learner:
         total = epochs * len(parts)
         return [(update, parts[index % len(parts)], index + 1 == total) for index in range(total)]
 
-    def _evaluate(self, prepared: Prepared) -> tuple[list[Sample], dict[str, float]]:
+    def _evaluate(self, prepared: PreparedStep) -> tuple[list[RowSample], dict[str, float]]:
         """The rows with what the models say of them, and advantages that follow from it."""
         from agl_algo_verl import shaping
 
         worker, algorithm = self._policy, self._settings.algorithm
         old = worker.logprobs(prepared.samples)
         samples = [replace(sample, old=values) for sample, values in zip(prepared.samples, old, strict=True)]
-        metrics = shaping.gaps(samples)
+        metrics = shaping.logprob_gaps(samples)
         if self._settings.has_reference:
             found = worker.reference_logprobs(samples)
             samples = [replace(sample, reference=values) for sample, values in zip(samples, found, strict=True)]
@@ -159,7 +159,7 @@ class Learner:
             found = self._critic.values(samples)
             samples = [replace(sample, values=values) for sample, values in zip(samples, found, strict=True)]
             samples = shaping.with_values(prepared, samples, penalty=penalty, settings=algorithm)
-            metrics |= shaping.explained(samples)
+            metrics |= shaping.value_fit(samples)
         elif penalty is not None:
             samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=algorithm)
         return samples, metrics

@@ -18,13 +18,13 @@ from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
-    from agl_algo_verl.settings import FsdpConfig, Optim, Settings
+    from agl_algo_verl.settings import FsdpKeys, OptimKeys, VerlSettings
 
 Role = Literal["actor", "reference"]
 Kind = Literal["language_model", "value_model"]
 
 
-def open_policy(path: str, settings: Settings, *, role: Role, steps: int, device: torch.device) -> Any:
+def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, device: torch.device) -> Any:
     """Return a worker on the language model at `path`, with VERL's `ppo_loss`; `steps` stretch the schedule.
 
     Raises ConfigError for a model that cannot be loaded.
@@ -75,7 +75,7 @@ def model_config(path: str, *, use_remove_padding: bool, **options: Any) -> Any:
         ) from error
 
 
-def actor_config(settings: Settings) -> Any:
+def actor_config(settings: VerlSettings) -> Any:
     """Return VERL's own configuration of the policy loss."""
     actor = settings.actor
     return verl_part("verl.workers.config:FSDPActorConfig")(
@@ -97,7 +97,7 @@ def actor_config(settings: Settings) -> Any:
 
 
 def engine_config(
-    fsdp: FsdpConfig, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
+    fsdp: FsdpKeys, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
 ) -> Any:
     """Return VERL's configuration of its FSDP2 engine: micro-batches of `rows` rows, or cut by `tokens`."""
     precision = fsdp.mixed_precision
@@ -121,7 +121,7 @@ def engine_config(
     )
 
 
-def start(kind: Kind, model: Any, *, engine: Any, optim: Optim, steps: int) -> Any:
+def start(kind: Kind, model: Any, *, engine: Any, optim: OptimKeys, steps: int) -> Any:
     """Return a training worker with its model loaded; adapters and value heads start from the same numbers always."""
     cast("Any", torch).manual_seed(0)
     worker = verl_part("verl.workers.engine_workers:TrainingWorker")(
@@ -139,7 +139,7 @@ def start(kind: Kind, model: Any, *, engine: Any, optim: Optim, steps: int) -> A
     return worker
 
 
-def _optimizer(optim: Optim, *, steps: int) -> Any:
+def _optimizer(optim: OptimKeys, *, steps: int) -> Any:
     return verl_part("verl.workers.config:FSDPOptimizerConfig")(
         lr=optim.lr,
         betas=optim.betas,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agl import PluginManager
 from agl.errors import AglError, ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
-from agl_algo_verl.relay import Backend, Relay
+from agl_algo_verl.relay import Backend, ReplicaRelay
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -52,7 +52,7 @@ class VerlPolicy:
         self._host, self._port = host, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agl-verl-policy", daemon=True)
-        self._relay = Relay(self._backend)
+        self._relay = ReplicaRelay(self._backend)
         self._lock = asyncio.Lock()
         self._replicas: Backend | None = None
         self._home: Policy | None = None
@@ -80,7 +80,7 @@ class VerlPolicy:
             raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
         self._thread.start()
         try:
-            port = await self._there(self._relay.start(self._host, self._port))
+            port = await self._on_loop(self._relay.start(self._host, self._port))
         except OSError as error:
             raise PolicyError(
                 f"the policy {self.name!r} cannot listen on {self._host}:{self._port} ({error}); "
@@ -92,8 +92,8 @@ class VerlPolicy:
         """Stop serving; idempotent."""
         if not self._thread.is_alive():
             return
-        await self._there(self._relay.stop())
-        await self._there(self._leave_home())
+        await self._on_loop(self._relay.stop())
+        await self._on_loop(self._leave_home())
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
@@ -105,7 +105,7 @@ class VerlPolicy:
                 f"the policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
                 f"{type(version.resource).__name__}; let an algorithm that trains weights tune it"
             )
-        await self._there(self._load(version))
+        await self._on_loop(self._load(version))
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
         """Send calls to VERL's replicas from now on, `host:port` each; calls that were held go there.
@@ -119,27 +119,27 @@ class VerlPolicy:
         urls = tuple(f"http://{address}/v1" for address in addresses)
         known = self._replicas
         same = known if known is not None and known.urls == urls else None
-        model = same.model if same else await self._there(self._relay.model_of(urls[0]))
-        await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
+        model = same.model if same else await self._on_loop(self._relay.model_of(urls[0]))
+        await self._on_loop(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
 
     async def hold(self) -> None:
         """Let calls that are under way end, and new ones wait until `attach`, `detach` or `stop`."""
-        await self._there(self._relay.gate.hold())
+        await self._on_loop(self._relay.gate.hold())
 
     async def detach(self) -> None:
         """Send calls home from now on; idempotent. Calls whose replicas are gone wait on, for `attach` or `stop`."""
-        await self._there(self._attach(None))
+        await self._on_loop(self._attach(None))
 
     async def lost(self) -> None:
         """Return when none of the replicas can be reached any more, which the first call finds out."""
-        await self._there(self._relay.lost.wait())
+        await self._on_loop(self._relay.lost.wait())
 
     def counts(self) -> dict[str, int]:
         """Calls that replicas answered, and calls that went to another because one could not be reached."""
         relay = self._relay
         return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
 
-    async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _load(self, version: ResourceVersion) -> None:

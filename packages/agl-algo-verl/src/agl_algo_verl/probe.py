@@ -42,11 +42,11 @@ def probe_files(weights: Weights) -> None:
     folder = Path(weights.uri)
     model: Any = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
     tokenizer = cast("Any", AutoTokenizer).from_pretrained(folder)
-    put_probe(folder, tokenizer, lambda token_ids: _score(model.eval(), token_ids))
+    put_probe(folder, tokenizer, lambda token_ids: _score_tokens(model.eval(), token_ids))
 
 
 @torch.no_grad()
-def _score(model: Any, token_ids: Sequence[int]) -> list[float]:
+def _score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
     ids_T = torch.tensor(token_ids)
     logp_TV = model(input_ids=ids_T[None]).logits[0, :-1].float().log_softmax(-1)
     return logp_TV.gather(-1, ids_T[1:, None])[:, 0].tolist()

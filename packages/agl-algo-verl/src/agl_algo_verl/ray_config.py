@@ -134,7 +134,7 @@ def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Pat
         "data.train_batch_size": tasks,
         "data.dataloader_num_workers": 0,
         "data.custom_cls.path": "pkg://agl_algo_verl.ray_loops",
-        "data.custom_cls.name": "Places",
+        "data.custom_cls.name": "EmptyTasks",
         "reward.num_workers": 0,
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.actor.strategy": "fsdp2",

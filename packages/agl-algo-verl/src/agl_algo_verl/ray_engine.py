@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_verl.bridge import Question
+from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
 from agl_algo_verl.policy import VerlPolicy
@@ -38,17 +38,17 @@ from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
 from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.runtime import check_version
-from agl_algo_verl.supply import Supply
-from agl_algo_verl.tuned import own_weights, tuned_policy
+from agl_algo_verl.supply import VerlSupply
+from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.bridge import Answer
+    from agl_algo_verl.bridge import StepRows
     from agl_algo_verl.ray_cluster import Cluster
-    from agl_algo_verl.rows import Prepared
+    from agl_algo_verl.rows import PreparedStep
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class RayVERL:
         self.settings, self.notes = self.read.settings, self.read.notes
         self._threads, self._keep, self._probes = threads, keep, probe
         self._cluster: Cluster | None = None
-        self._question: Question | None = None
+        self._question: StepRequest | None = None
         self._step = self._base = 0  # `_base` steps were done before VERL's count began
         self._opened: str = ""
         self._origin: str = ""
@@ -122,7 +122,7 @@ class RayVERL:
         self._policy = policy
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._supply = Supply(context, self.settings, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
@@ -229,13 +229,13 @@ class RayVERL:
         await self._attach(self._question)
         return cluster
 
-    async def _train(self, cluster: Cluster, answer: Answer, *, after: Question) -> Question | None:
+    async def _train(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
         """Give a step's rows and wait until VERL has trained them; returns its next question, None after the last."""
         if not self.read.is_cpu:
             await self._policy.hold()
         await cluster.answer(answer)
         question = await cluster.question()
-        await self._attach(question or Question(step=after.step + 1, addresses=after.addresses))
+        await self._attach(question or StepRequest(step=after.step + 1, addresses=after.addresses))
         return question
 
     async def _while_served(self, cluster: Cluster, work: Coroutine[Any, Any, T]) -> T:
@@ -255,7 +255,7 @@ class RayVERL:
             "are repeated: continue with agl run --resume"
         )
 
-    async def _attach(self, question: Question) -> None:
+    async def _attach(self, question: StepRequest) -> None:
         await self._policy.attach(question.addresses, version=f"global_step_{question.step - 1}")
 
     def _config(self) -> Any:
@@ -270,12 +270,12 @@ class RayVERL:
             threads=self._threads,
         )
 
-    def _prepare(self, groups: Any) -> Prepared:
+    def _prepare(self, groups: Any) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
         return prepare(groups, credit=self._context.credit, settings=self.settings)
 
-    def _answer(self, prepared: Prepared, *, step: int) -> Answer:
+    def _answer(self, prepared: PreparedStep, *, step: int) -> StepRows:
         from agl_algo_verl.ray_rows import rows_for_verl
 
         settings = self.settings

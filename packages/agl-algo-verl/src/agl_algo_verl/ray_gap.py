@@ -11,7 +11,7 @@ import importlib
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from agl_algo_verl.sources import expect
+from agl_algo_verl.patched_lines import expect_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ def report_gap() -> None:
     """Make VERL's trainer in this process report the gap; may be called again."""
     trainer: Any = importlib.import_module("verl.trainer.ppo.v1.trainer_base")
     if not hasattr(trainer.calculate_debug_metrics, "__wrapped__"):
-        expect(trainer.PPOTrainer._compute_old_log_prob, REPORT)
+        expect_line(trainer.PPOTrainer._compute_old_log_prob, REPORT)
         trainer.calculate_debug_metrics = with_gap(trainer.calculate_debug_metrics)
 
 

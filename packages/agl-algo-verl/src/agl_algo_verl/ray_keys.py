@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
-from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelt, put
+from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelling, put
 from agl_algo_verl.runtime import check_attention
-from agl_algo_verl.settings import Settings, read_settings
+from agl_algo_verl.settings import VerlSettings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -112,7 +112,7 @@ class RaySettings:
         notes: What to tell the person about keys that others decide.
     """
 
-    settings: Settings
+    settings: VerlSettings
     given: dict[str, Any]
     ray_init: dict[str, Any]
     notes: list[str]
@@ -146,7 +146,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     written = {".".join(path): value for path, value in leaves(config) if path[0] != "ray_kwargs"}
     for name, value in written.items():
         holds = name == MINI_BATCH and value == written.get("data.train_batch_size")
-        problem, note = ("", f"{name} holds anyway") if holds else _judge(name, value)
+        problem, note = ("", f"{name} holds anyway") if holds else _classify(name, value)
         if problem:
             wrong.append(problem)
         elif note:
@@ -157,16 +157,16 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
         raise ConfigError('The VERL configuration cannot be used with engine = "ray":\n- ' + "\n- ".join(wrong))
     own: dict[str, Any] = {}
     for name, value in given.items():
-        if has(Settings, tuple(name.split("."))):
+        if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
     settings = read_settings(own)[0]
-    _check(settings, given)
+    _check_together(settings, given)
     return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
 
 
-def _judge(name: str, value: Any) -> tuple[str, str]:
+def _classify(name: str, value: Any) -> tuple[str, str]:
     """What is wrong with a key, and what to say of it otherwise; both `""` for a key that goes to VERL."""
-    if name.startswith("trainer.v1.") and has(Settings, tuple(name.split("."))):
+    if name.startswith("trainer.v1.") and has(VerlSettings, tuple(name.split("."))):
         return "", ""
     if refused := _covering(REFUSED, name):
         return ("" if value in ALLOWED.get(name, ()) else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
@@ -175,16 +175,16 @@ def _judge(name: str, value: Any) -> tuple[str, str]:
     if name in FIXED and name not in HERE:
         allowed, why = FIXED[name]
         return ("" if value in allowed else f"{name} = {value!r}: {why}"), f"{name} holds anyway"
-    if is_verl_key(name) or has(Settings, tuple(name.split("."))):
+    if is_verl_key(name) or has(VerlSettings, tuple(name.split("."))):
         return "", ""
-    return misspelt(name, Settings), ""
+    return misspelling(name, VerlSettings), ""
 
 
 def _covering(table: Mapping[str, str], name: str) -> str:
     return next((key for key in table if name == key or name.startswith(f"{key}.")), "")
 
 
-def _check(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     rollout = given.get("actor_rollout_ref.rollout.name")
     if rollout not in ROLLOUTS:
         raise ConfigError(
@@ -205,7 +205,7 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for keys of a critic that there is not, and for losses of one that would count rows."""
     if not settings.has_critic:
         unused = [name for name in given if name.startswith("critic.")]

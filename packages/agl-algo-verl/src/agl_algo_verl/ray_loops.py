@@ -25,7 +25,7 @@ import transfer_queue as tq
 from torch.utils.data import Dataset
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from agl_algo_verl.bridge import NAME, AnswerRow, Question
+from agl_algo_verl.bridge import NAME, BridgeRow, StepRequest
 from agl_algo_verl.ray_gap import report_gap
 from agl_algo_verl.typed import verl_part
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.bridge import Answer
+    from agl_algo_verl.bridge import StepRows
 
 ESTIMATOR = "agl"
 """What `algorithm.adv_estimator` says for advantages that come with the rows."""
@@ -46,7 +46,7 @@ def as_given(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tu
     return advantages_BR, advantages_BR
 
 
-class Places(Dataset[dict[str, Any]]):
+class EmptyTasks(Dataset[dict[str, Any]]):
     """`data.train_batch_size` tasks without content."""
 
     def __init__(self, *, config: Any, **_: Any) -> None:
@@ -82,22 +82,22 @@ class AgentLoops:
         get: Any = cast("Any", ray).get
         step = int(cast("Any", prompts["global_steps"]))
         addresses = get(self._balancer.get_all_servers.remote())
-        (reference,) = get(self._bridge.ask.remote(Question(step=step, addresses=tuple(addresses))))
-        answer: Answer = get(reference)
+        (reference,) = get(self._bridge.ask.remote(StepRequest(step=step, addresses=tuple(addresses))))
+        answer: StepRows = get(reference)
         uids = [str(uid) for uid in cast("Any", prompts["uid"])]
-        counted = self._hold_all(answer)
+        counted = self._widen_mini_batch(answer)
         scale = counted / answer.rollouts if answer.rollouts else 1.0  # VERL divides by rows, see the module
-        rows = [_field(row, uids[row.group], step=step, scale=scale) for row in answer.rows]
+        rows = [_row_fields(row, uids[row.group], step=step, scale=scale) for row in answer.rows]
         put: Any = cast("Any", tq).kv_batch_put
         put(
             keys=[f"{uids[row.group]}_{row.rollout}_{row.part}" for row in answer.rows],
             partition_id="train",
             fields=verl_part("verl.utils.tensordict_utils:list_of_dict_to_tensordict")(rows),
-            tags=[_tag(row, step=step) for row in answer.rows],
+            tags=[_row_tags(row, step=step) for row in answer.rows],
         )
         put(keys=uids, partition_id="train", tags=[{"status": "finished"} for _ in uids])
 
-    def _hold_all(self, answer: Answer) -> int:
+    def _widen_mini_batch(self, answer: StepRows) -> int:
         """Set the step's mini-batch and temperature; returns how many rows the mini-batch has, padding included."""
         policy, trainer = self._config.actor_rollout_ref, self._config.trainer
         ranks = trainer.nnodes * trainer.n_gpus_per_node
@@ -107,7 +107,7 @@ class AgentLoops:
         return int(policy.actor.ppo_mini_batch_size * policy.rollout.n)
 
 
-def _field(row: AnswerRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
+def _row_fields(row: BridgeRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
     prompt = len(row.ids) - len(row.mask)
     return {
         "uid": uid,
@@ -125,7 +125,7 @@ def _field(row: AnswerRow, uid: str, *, step: int, scale: float) -> dict[str, An
     }
 
 
-def _tag(row: AnswerRow, *, step: int) -> dict[str, Any]:
+def _row_tags(row: BridgeRow, *, step: int) -> dict[str, Any]:
     return {
         "status": "success",
         "prompt_len": len(row.ids) - len(row.mask),

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from agl_algo_verl.sources import expect
+from agl_algo_verl.patched_lines import expect_line
 
 ROLLOUTS: dict[tuple[str, str], str] = {("agl_hf", "async"): "agl_algo_verl.replica.HFRollout"}
 """The training worker's end of a replica; VERL has a public registry only for the trainer's end."""
@@ -37,7 +37,7 @@ def patch_pinned_memory() -> None:
     """Offload to ordinary memory."""
     module: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     if not isinstance(module.CPUOffloadPolicy, partial):
-        expect(module.FSDPEngine, PINNED)
+        expect_line(module.FSDPEngine, PINNED)
         module.CPUOffloadPolicy = partial(_unpinned, module.CPUOffloadPolicy)
 
 

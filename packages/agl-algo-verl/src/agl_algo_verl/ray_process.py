@@ -15,7 +15,7 @@ import importlib
 from typing import Any
 
 from agl_algo_verl import cpu
-from agl_algo_verl.sources import expect
+from agl_algo_verl.patched_lines import expect_line
 
 ATTENTION = 'attn_implementation="flash_attention_2"'
 GROUP = 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'
@@ -24,14 +24,14 @@ GROUP = 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"'
 def patch_process_group() -> None:
     """Give the second half of the process group another name."""
     module: Any = importlib.import_module("verl.utils.distributed")
-    expect(module.initialize_global_process_group_ray, GROUP)
+    expect_line(module.initialize_global_process_group_ray, GROUP)
     module.get_device_name = lambda: "cuda"
 
 
 def patch_critic() -> None:
     """Open critics without flash-attention."""
     module: Any = importlib.import_module("verl.utils.model")
-    expect(module.load_valuehead_model, ATTENTION)
+    expect_line(module.load_valuehead_model, ATTENTION)
     module.load_valuehead_model = load_critic
 
 

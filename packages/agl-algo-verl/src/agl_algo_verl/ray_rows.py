@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 
 from agl.errors import AglError
 from agl_algo_verl.batches import per_rollout
-from agl_algo_verl.bridge import Answer, AnswerRow
+from agl_algo_verl.bridge import BridgeRow, StepRows
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agl_algo_verl.rows import Prepared, Sample
+    from agl_algo_verl.rows import PreparedStep, RowSample
 
 
-def rows_for_verl(prepared: Prepared, *, mode: str, step: int, has_critic: bool = False) -> Answer:
+def rows_for_verl(prepared: PreparedStep, *, mode: str, step: int, has_critic: bool = False) -> StepRows:
     """Return the rows of a step; `mode` is the loss's `loss_agg_mode`.
 
     Raises AglError where VERL could not train them.
@@ -32,16 +32,16 @@ def rows_for_verl(prepared: Prepared, *, mode: str, step: int, has_critic: bool 
         places[name] = seen[group]
         seen[group] += 1
     counted = 0 if mode == "token-mean" else len(prepared.rollouts)
-    return Answer(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
+    return StepRows(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
 
 
-def with_rewards(prepared: Prepared) -> list[Sample]:
+def with_rewards(prepared: PreparedStep) -> list[RowSample]:
     """Return the samples with rewards in place of advantages, of which VERL's critic makes advantages."""
     returns = call_returns(prepared)
     return [replace(s, advantages=call_rewards(s, returns[s.rollout]).float()) for s in prepared.samples]
 
 
-def _temperature(prepared: Prepared, *, step: int) -> float:
+def _temperature(prepared: PreparedStep, *, step: int) -> float:
     """The one temperature of all rows."""
     if not prepared.samples:
         left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
@@ -58,11 +58,11 @@ def _temperature(prepared: Prepared, *, step: int) -> float:
     return found[0]
 
 
-def _rows(samples: Sequence[Sample], places: dict[str, int]) -> list[AnswerRow]:
+def _rows(samples: Sequence[RowSample], places: dict[str, int]) -> list[BridgeRow]:
     parts: Counter[str] = Counter()
-    rows: list[AnswerRow] = []
+    rows: list[BridgeRow] = []
     for sample in samples:
-        row = AnswerRow(
+        row = BridgeRow(
             group=sample.group,
             rollout=places[sample.rollout],
             part=parts[sample.rollout],

@@ -29,10 +29,10 @@ MAX_BODY = 64 * 2**20
 CONNECT_S = 5.0
 """Seconds to wait for a replica's connection before the next is asked."""
 
-NAMES_OF_VERSION = frozenset({"model_version", "model_versions", "weight_versions"})
+VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
 """Fields in which servers say it."""
 
-DROPPED = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
+CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Backend:
     is_awaited: bool = False
 
 
-class Gate:
+class CallGate:
     """Lets calls through, or holds them while weights change; belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Gate:
         self._open.set()
 
 
-class Relay:
+class ReplicaRelay:
     """Listens and passes on; all methods belong to one event loop.
 
     Args:
@@ -96,7 +96,7 @@ class Relay:
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._is_over = False
-        self.gate = Gate()
+        self.gate = CallGate()
         self.lost = asyncio.Event()  # set while nobody can be reached and calls wait
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
@@ -140,19 +140,19 @@ class Relay:
         while True:
             async with self.gate:
                 if self._is_over:
-                    return _problem(503, "the policy has stopped")
+                    return _error_response(503, "the policy has stopped")
                 try:
                     backend = await self._backend()
                 except Exception as error:  # noqa: BLE001 - isolation point: the agent is told why nobody serves
-                    return _problem(503, f"nobody serves this model: {error}")
+                    return _error_response(503, f"nobody serves this model: {error}")
                 answer = await self._ask(request, content, backend)
             if answer is not None:
                 return answer
 
     async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
         """The answer; None where the call has to wait for other replicas, because these are gone."""
-        body, key = _rewritten(content, backend.model)
-        for url in in_order(backend.urls, key):
+        body, key = _addressed(content, backend.model)
+        for url in preferred_order(backend.urls, key):
             path = request.match_info["path"].removeprefix("v1/")
             try:
                 return await self._pass_on(request, f"{url}/{path}", body, version=backend.version)
@@ -162,7 +162,7 @@ class Relay:
             self.gate.close()
             self.lost.set()
             return None
-        return _problem(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
+        return _error_response(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
 
     async def _any_answers(self, urls: Sequence[str]) -> bool:
         for url in urls:
@@ -177,9 +177,9 @@ class Relay:
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         async with session.request(request.method, url, data=body or None, headers=headers) as reply:
             self.calls[url] += 1
-            passed = {name: value for name, value in reply.headers.items() if name.lower() not in DROPPED}
+            passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
             response = web.StreamResponse(status=reply.status, headers=passed)
-            first = await _opening(reply, version) if version else await reply.content.readany()
+            first = await _first_bytes(reply, version) if version else await reply.content.readany()
             try:
                 await response.prepare(request)
                 await response.write(first)
@@ -192,12 +192,12 @@ class Relay:
             return response
 
 
-def in_order(urls: Sequence[str], key: str) -> list[str]:
+def preferred_order(urls: Sequence[str], key: str) -> list[str]:
     """The URLs in the order in which a conversation asks them (rendezvous hashing: few move when one goes)."""
     return sorted(urls, key=lambda url: hashlib.blake2b(f"{key}|{url}".encode(), digest_size=8).digest())
 
 
-def _rewritten(body: bytes, model: str) -> tuple[bytes, str]:
+def _addressed(body: bytes, model: str) -> tuple[bytes, str]:
     """The body with the model name that the replicas know, and what tells conversations apart."""
     try:
         content: Any = json.loads(body)
@@ -211,10 +211,10 @@ def _rewritten(body: bytes, model: str) -> tuple[bytes, str]:
     return json.dumps(fields | {"model": model}).encode(), json.dumps(start)
 
 
-async def _opening(reply: aiohttp.ClientResponse, version: str) -> bytes:
+async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
     """The start of an answer with the version that gave it: all of a JSON object, the first event of a stream."""
     if reply.content_type == "application/json":
-        return told(await reply.read(), version)
+        return with_version(await reply.read(), version)
     if reply.content_type != "text/event-stream":
         return await reply.content.readany()
     head = b""
@@ -222,19 +222,19 @@ async def _opening(reply: aiohttp.ClientResponse, version: str) -> bytes:
         head += chunk
     line, end, rest = head.partition(b"\n")
     prefix, _, event = line.partition(b" ")
-    return (b"data: " + told(event, version) if prefix == b"data:" else line) + end + rest
+    return (b"data: " + with_version(event, version) if prefix == b"data:" else line) + end + rest
 
 
-def told(body: bytes, version: str) -> bytes:
+def with_version(body: bytes, version: str) -> bytes:
     """A JSON object with `model_version`, unless it says itself which weights gave it."""
     try:
         content: Any = json.loads(body)
     except ValueError:
         return body
-    if not isinstance(content, dict) or not NAMES_OF_VERSION.isdisjoint(cast("dict[str, Any]", content)):
+    if not isinstance(content, dict) or not VERSION_FIELDS.isdisjoint(cast("dict[str, Any]", content)):
         return body
     return json.dumps(cast("dict[str, Any]", content) | {"model_version": version}).encode()
 
 
-def _problem(status: int, message: str) -> web.Response:
+def _error_response(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "server_error"}}, status=status)

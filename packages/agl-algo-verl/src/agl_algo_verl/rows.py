@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from agl.contracts import Credit
     from agl.schemas import CallCredit, Episode, Row
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RowSample:
     """One row ready to train; tensors are on the CPU.
 
     `ids` int64, [T]; `mask` bool, `advantages` and `behaviour` (log-probabilities) float32, all [R].
@@ -67,19 +67,19 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedStep:
     """The rows of a step in the order of its episodes, and what to log.
 
     `rollouts` are the ids and tasks of all episodes, `credits` what each one's calls were given.
     """
 
-    samples: list[Sample]
+    samples: list[RowSample]
     rollouts: list[tuple[str, int]]
     metrics: dict[str, float]
     credits: tuple[tuple[CallCredit, ...], ...] = ()
 
 
-def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Settings) -> Prepared:
+def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: VerlSettings) -> PreparedStep:
     """Return the samples of groups of episodes that share a task.
 
     Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
@@ -91,14 +91,14 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Se
         by_span = [{call.span_id: call.value for call in calls} for calls in credits]
     else:
         by_span = advantages(credits, groups=places, settings=settings.algorithm)
-    samples: list[Sample] = []
+    samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
     episodes = [episode for group in groups for episode in group]
     for episode, place, values in zip(episodes, places, by_span, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         for row in episode.rows:
             found = read_row(row, group=place, advantages=values, temperatures=temperatures, settings=settings)
-            if isinstance(found, Sample):
+            if isinstance(found, RowSample):
                 samples.append(found)
             elif found:
                 left_out[found] += 1
@@ -109,10 +109,10 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Se
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, samples)}
     kept = tuple(tuple(calls) for calls in credits)
-    return Prepared(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
+    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
 
 
-def _check_length(row: Row, reason: str, settings: Settings) -> None:
+def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:
     """Raise RowTooLongError for a prompt that is too long, where the configuration says so."""
     if reason == "prompt_too_long" and not settings.data.filter_overlong_prompts:
         raise RowTooLongError(
@@ -139,8 +139,8 @@ def read_row(
     group: int,
     advantages: Mapping[str, float],
     temperatures: Mapping[str, float | None],
-    settings: Settings,
-) -> Sample | str:
+    settings: VerlSettings,
+) -> RowSample | str:
     """Return a row's sample, or why it cannot be trained; `""` where it holds no call that credit counted."""
     ids_T = from_bytes(row.ids, "<i4").long()
     mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
@@ -162,7 +162,7 @@ def read_row(
     if len(found) > 1:
         return "mixed_temperatures"
     calls = tuple((part.span_id, max(0, part.start - first), part.stop - first) for part in counted)
-    return Sample(
+    return RowSample(
         rollout=row.rollout_id,
         group=group,
         ids=ids_T[:stop],
@@ -182,7 +182,7 @@ def spread(values: Mapping[str, float], *, calls: Sequence[tuple[str, int, int]]
     return found_R
 
 
-def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
+def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
     calls = [call for group in groups for episode in group for call in episode.transitions]
     return {
@@ -195,7 +195,7 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> 
     }
 
 
-def _silent(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> float:
+def _silent(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> float:
     """Groups whose advantages are all zero."""
     loud = {s.rollout for s in samples if bool((s.advantages[s.mask] != 0).any())}
     return float(sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group)))

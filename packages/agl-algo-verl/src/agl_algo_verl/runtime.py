@@ -19,7 +19,7 @@ from agl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 OLDEST, BELOW = (0, 9, 1), (0, 10)
 """The versions of VERL that this package was written against."""
@@ -46,7 +46,7 @@ def attention(*, use_remove_padding: bool) -> str:
     return "flash_attention_2" if use_remove_padding else "sdpa"
 
 
-def check_attention(settings: Settings) -> None:
+def check_attention(settings: VerlSettings) -> None:
     """Raise ConfigError where the model would need flash-attn, which is not installed; imports nothing."""
     if settings.actor_rollout_ref.model.use_remove_padding and find_spec("flash_attn") is None:
         raise ConfigError(

@@ -14,7 +14,7 @@ import msgspec
 from agl.errors import ConfigError
 from agl_algo_verl.combinations import check_settings
 from agl_algo_verl.keys import check_keys
-from agl_algo_verl.names import check_names
+from agl_algo_verl.refused_values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,14 +30,14 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A level of VERL's configuration."""
 
 
-class RolloutCorrection(Keys, frozen=True, kw_only=True):
+class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
     """Truncated importance sampling of the trainer's over the sampler's probabilities; off by default, as in VERL."""
 
     rollout_is: Literal["token"] | None = None
     rollout_is_threshold: float = 2.0
 
 
-class KlControl(Keys, frozen=True, kw_only=True):
+class KlControlKeys(Keys, frozen=True, kw_only=True):
     """The weight of the KL penalty in the reward; `adaptive` moves it towards `target_kl` nats per token."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
@@ -46,7 +46,7 @@ class KlControl(Keys, frozen=True, kw_only=True):
     target_kl: float = 0.1
 
 
-class Algorithm(Keys, frozen=True, kw_only=True):
+class AlgorithmKeys(Keys, frozen=True, kw_only=True):
     """Differs: `adv_estimator` is `grpo`, which needs no critic."""
 
     adv_estimator: Estimator = "grpo"
@@ -55,11 +55,11 @@ class Algorithm(Keys, frozen=True, kw_only=True):
     lam: float = 1.0
     use_kl_in_reward: bool = False
     kl_penalty: KlEstimate = "kl"
-    kl_ctrl: KlControl = KlControl()
-    rollout_correction: RolloutCorrection = RolloutCorrection()
+    kl_ctrl: KlControlKeys = KlControlKeys()
+    rollout_correction: RolloutCorrectionKeys = RolloutCorrectionKeys()
 
 
-class Data(Keys, frozen=True, kw_only=True):
+class DataKeys(Keys, frozen=True, kw_only=True):
     """Lengths in tokens. Differs: `filter_overlong_prompts` is on; rows beyond a length are left out and counted.
 
     Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
@@ -71,7 +71,7 @@ class Data(Keys, frozen=True, kw_only=True):
     filter_overlong_prompts: bool = True
 
 
-class Optim(Keys, frozen=True, kw_only=True):
+class OptimKeys(Keys, frozen=True, kw_only=True):
     """AdamW; warm-up and decay count steps of the experiment."""
 
     lr: float = 1e-6
@@ -85,13 +85,13 @@ class Optim(Keys, frozen=True, kw_only=True):
     num_cycles: float = 0.5
 
 
-class CriticOptim(Optim, frozen=True, kw_only=True):
+class CriticOptimKeys(OptimKeys, frozen=True, kw_only=True):
     """AdamW of the critic."""
 
     lr: float = 1e-5
 
 
-class MixedPrecision(Keys, frozen=True, kw_only=True):
+class MixedPrecisionKeys(Keys, frozen=True, kw_only=True):
     """Differs: `fp32` on the CPU, where bfloat16 is slow; VERL's `bf16` on a GPU. `None` for that choice."""
 
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -99,22 +99,22 @@ class MixedPrecision(Keys, frozen=True, kw_only=True):
     buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
-class FsdpConfig(Keys, frozen=True, kw_only=True):
+class FsdpKeys(Keys, frozen=True, kw_only=True):
     """What VERL's FSDP2 engine is told."""
 
     model_dtype: Literal["fp32", "bf16"] = "fp32"
-    mixed_precision: MixedPrecision = MixedPrecision()
+    mixed_precision: MixedPrecisionKeys = MixedPrecisionKeys()
     param_offload: bool = False
     optimizer_offload: bool = False
 
 
-class PolicyLoss(Keys, frozen=True, kw_only=True):
+class PolicyLossKeys(Keys, frozen=True, kw_only=True):
     """Which of VERL's policy losses."""
 
     loss_mode: Loss = "vanilla"
 
 
-class Actor(Keys, frozen=True, kw_only=True):
+class ActorKeys(Keys, frozen=True, kw_only=True):
     """Differs: `ppo_mini_batch_size` is the whole step and micro-batches are made by tokens where none is given."""
 
     ppo_mini_batch_size: int | None = None
@@ -132,12 +132,12 @@ class Actor(Keys, frozen=True, kw_only=True):
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
     kl_loss_type: KlLoss = "low_var_kl"
-    policy_loss: PolicyLoss = PolicyLoss()
-    optim: Optim = Optim()
-    fsdp_config: FsdpConfig = FsdpConfig()
+    policy_loss: PolicyLossKeys = PolicyLossKeys()
+    optim: OptimKeys = OptimKeys()
+    fsdp_config: FsdpKeys = FsdpKeys()
 
 
-class Model(Keys, frozen=True, kw_only=True):
+class ModelKeys(Keys, frozen=True, kw_only=True):
     """Differs: the switches are off by default; `use_remove_padding` needs flash-attn, which the CPU has not."""
 
     use_remove_padding: bool = False
@@ -148,32 +148,32 @@ class Model(Keys, frozen=True, kw_only=True):
     exclude_modules: str | None = None
 
 
-class Rollout(Keys, frozen=True, kw_only=True):
+class RolloutKeys(Keys, frozen=True, kw_only=True):
     """Differs: `n` is 8; with VERL's 1 nothing could be compared."""
 
     n: int = 8
 
 
-class ActorRolloutRef(Keys, frozen=True, kw_only=True):
+class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
     """The policy."""
 
-    actor: Actor = Actor()
-    model: Model = Model()
-    rollout: Rollout = Rollout()
+    actor: ActorKeys = ActorKeys()
+    model: ModelKeys = ModelKeys()
+    rollout: RolloutKeys = RolloutKeys()
 
 
-class CriticModel(Keys, frozen=True, kw_only=True):
+class CriticModelKeys(Keys, frozen=True, kw_only=True):
     """Differs: off by default."""
 
     enable_gradient_checkpointing: bool = False
 
 
-class Critic(Keys, frozen=True, kw_only=True):
+class CriticKeys(Keys, frozen=True, kw_only=True):
     """The value model of `adv_estimator = "gae"`; where `None`, mini-batches and epochs are the actor's."""
 
-    optim: CriticOptim = CriticOptim()
-    model: CriticModel = CriticModel()
-    fsdp: FsdpConfig = FsdpConfig()
+    optim: CriticOptimKeys = CriticOptimKeys()
+    model: CriticModelKeys = CriticModelKeys()
+    fsdp: FsdpKeys = FsdpKeys()
     ppo_mini_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None
     ppo_max_token_len_per_gpu: int = 32768
@@ -182,25 +182,25 @@ class Critic(Keys, frozen=True, kw_only=True):
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum"] = "token-mean"
 
 
-class ColocateAsync(Keys, frozen=True, kw_only=True):
+class ColocateAsyncKeys(Keys, frozen=True, kw_only=True):
     """Batches of groups that are asked for ahead of the step that trains them."""
 
     num_warmup_batches: int = 1
 
 
-class Sampler(Keys, frozen=True, kw_only=True):
+class SamplerKeys(Keys, frozen=True, kw_only=True):
     """How many versions of the policy a group may span, and what becomes of one that would span more."""
 
     max_off_policy_threshold: int = 8
     max_off_policy_strategy: Literal["drop", "wait"] = "drop"
 
 
-class V1(Keys, frozen=True, kw_only=True):
+class V1Keys(Keys, frozen=True, kw_only=True):
     """Whether rollouts go on while the models learn."""
 
     trainer_mode: Literal["sync", "colocate_async"] = "sync"
-    colocate_async: ColocateAsync = ColocateAsync()
-    sampler: Sampler = Sampler()
+    colocate_async: ColocateAsyncKeys = ColocateAsyncKeys()
+    sampler: SamplerKeys = SamplerKeys()
 
     @property
     def is_async(self) -> bool:
@@ -208,24 +208,24 @@ class V1(Keys, frozen=True, kw_only=True):
         return self.trainer_mode != "sync"
 
 
-class Trainer(Keys, frozen=True, kw_only=True):
+class TrainerKeys(Keys, frozen=True, kw_only=True):
     """`total_training_steps` wins over `total_epochs`; before step `critic_warmup` the critic alone learns."""
 
     critic_warmup: int = 0
-    v1: V1 = V1()
+    v1: V1Keys = V1Keys()
 
     total_epochs: int = 30
     total_training_steps: int | None = None
 
 
-class Settings(Keys, frozen=True, kw_only=True):
+class VerlSettings(Keys, frozen=True, kw_only=True):
     """Everything that training in one process uses of VERL's configuration."""
 
-    algorithm: Algorithm = Algorithm()
-    data: Data = Data()
-    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
-    critic: Critic = Critic()
-    trainer: Trainer = Trainer()
+    algorithm: AlgorithmKeys = AlgorithmKeys()
+    data: DataKeys = DataKeys()
+    actor_rollout_ref: ActorRolloutRefKeys = ActorRolloutRefKeys()
+    critic: CriticKeys = CriticKeys()
+    trainer: TrainerKeys = TrainerKeys()
 
     @property
     def has_critic(self) -> bool:
@@ -233,7 +233,7 @@ class Settings(Keys, frozen=True, kw_only=True):
         return self.algorithm.adv_estimator == "gae"
 
     @property
-    def actor(self) -> Actor:
+    def actor(self) -> ActorKeys:
         """The actor's part."""
         return self.actor_rollout_ref.actor
 
@@ -258,15 +258,15 @@ class Settings(Keys, frozen=True, kw_only=True):
         return given or max(1, self.trainer.total_epochs * tasks // min(self.data.train_batch_size, tasks))
 
 
-def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
     """Return the settings of VERL's nested keys, and what to tell the person about keys that others decide.
 
     Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
     """
-    used, notes = check_keys(config, Settings)
-    check_names(used)
+    used, notes = check_keys(config, VerlSettings)
+    check_values(used)
     try:
-        settings = msgspec.convert(used, Settings)
+        settings = msgspec.convert(used, VerlSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The VERL configuration has a wrong value: {error}. See docs/how-to/verl.md.") from error
     check_settings(settings, used)

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from agl.errors import ConfigError
 from agl_algo_verl.advantages import advantages
 from agl_algo_verl.rows import spread
-from agl_algo_verl.typed import numbers, verl_part
+from agl_algo_verl.typed import floats, verl_part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,39 +30,39 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agl.schemas import CallCredit
-    from agl_algo_verl.rows import Prepared, Sample
-    from agl_algo_verl.settings import Algorithm
+    from agl_algo_verl.rows import PreparedStep, RowSample
+    from agl_algo_verl.settings import AlgorithmKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Penalty:
+class KlPenalty:
     """The KL penalty of a step: `rewards` per token of each sample, 0 or as penalised, all [R]; `kl` per token."""
 
     rewards: list[Tensor]
     kl: float
 
 
-def penalise(samples: Sequence[Sample], *, settings: Algorithm, beta: float) -> Penalty:
+def penalise(samples: Sequence[RowSample], *, settings: AlgorithmKeys, beta: float) -> KlPenalty:
     """Return `-beta * KL` of every trained token, by VERL's estimate of the KL; rows need `old` and `reference`."""
     function = verl_part("verl.trainer.ppo.core_algos:kl_penalty")
     found = [function(sample.old, sample.reference, kl_penalty=settings.kl_penalty) * sample.mask for sample in samples]
     tokens = sum(sample.trained_tokens for sample in samples)
     total = sum(float(kl_R.sum()) for kl_R in found)
-    return Penalty(rewards=[-beta * kl_R for kl_R in found], kl=total / max(1, tokens))
+    return KlPenalty(rewards=[-beta * kl_R for kl_R in found], kl=total / max(1, tokens))
 
 
 def with_penalty(
-    prepared: Prepared, samples: Sequence[Sample], *, penalty: Penalty, settings: Algorithm
-) -> list[Sample]:
+    prepared: PreparedStep, samples: Sequence[RowSample], *, penalty: KlPenalty, settings: AlgorithmKeys
+) -> list[RowSample]:
     """Return the samples with advantages of rollouts whose scores are less the penalty of all their tokens.
 
     Raises ConfigError where credit gave finished advantages, from which nothing can be taken off.
     """
     lost: defaultdict[str, float] = defaultdict(float)
     for sample, rewards_R in zip(samples, penalty.rewards, strict=True):
-        lost[sample.rollout] += sum(numbers(rewards_R))
+        lost[sample.rollout] += sum(floats(rewards_R))
     credits = [
-        [_less(call, lost[rollout]) for call in calls]
+        [_with_penalty(call, lost[rollout]) for call in calls]
         for (rollout, _), calls in zip(prepared.rollouts, prepared.credits, strict=True)
     ]
     found = advantages(credits, groups=[group for _, group in prepared.rollouts], settings=settings)
@@ -70,7 +70,7 @@ def with_penalty(
     return [_spread(sample, by_rollout[sample.rollout]) for sample in samples]
 
 
-def _less(call: CallCredit, penalty: float) -> CallCredit:
+def _with_penalty(call: CallCredit, penalty: float) -> CallCredit:
     if call.is_advantage:
         raise ConfigError(
             "algorithm.use_kl_in_reward takes a penalty off returns, and the configured credit gives finished "
@@ -80,13 +80,13 @@ def _less(call: CallCredit, penalty: float) -> CallCredit:
     return changed(call, value=call.value + penalty)
 
 
-def _spread(sample: Sample, values: Mapping[str, float]) -> Sample:
+def _spread(sample: RowSample, values: Mapping[str, float]) -> RowSample:
     return replace(sample, advantages=spread(values, calls=sample.calls, length=len(sample.mask)))
 
 
 def with_values(
-    prepared: Prepared, samples: Sequence[Sample], *, penalty: Penalty | None, settings: Algorithm
-) -> list[Sample]:
+    prepared: PreparedStep, samples: Sequence[RowSample], *, penalty: KlPenalty | None, settings: AlgorithmKeys
+) -> list[RowSample]:
     """Return samples with advantages and returns from their critic's `values`, by VERL's GAE.
 
     Raises ConfigError where credit gave finished advantages, for the critic would be ignored.
@@ -103,12 +103,12 @@ def with_values(
     ]
 
 
-def gae(samples: Sequence[Sample], rewards: Sequence[Tensor], *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(samples: Sequence[RowSample], rewards: Sequence[Tensor], *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return VERL's whitened advantages and returns of rows with `values`, both [B, R], float64, 0 where untrained.
 
     Whitening needs two trained tokens; a single one gets the advantage 0.
     """
-    values_B_R = pad_sequence([_known(sample.values) for sample in samples], batch_first=True).double()
+    values_B_R = pad_sequence([_present(sample.values) for sample in samples], batch_first=True).double()
     mask_B_R = pad_sequence([sample.mask for sample in samples], batch_first=True).double()
     rewards_B_R = pad_sequence(list(rewards), batch_first=True).double()
     if float(mask_B_R.sum()) < 2:
@@ -119,18 +119,18 @@ def gae(samples: Sequence[Sample], rewards: Sequence[Tensor], *, gamma: float, l
     return advantages_B_R * mask_B_R, returns_B_R * mask_B_R
 
 
-def call_returns(prepared: Prepared) -> dict[str, dict[str, float]]:
+def call_returns(prepared: PreparedStep) -> dict[str, dict[str, float]]:
     """Return what credit gave each call, by rollout and span id.
 
     Raises ConfigError where credit gave finished advantages, for the critic would be ignored.
     """
     return {
-        rollout: {call.span_id: _return(call) for call in calls}
+        rollout: {call.span_id: _return_of(call) for call in calls}
         for (rollout, _), calls in zip(prepared.rollouts, prepared.credits, strict=True)
     }
 
 
-def call_rewards(sample: Sample, returns: Mapping[str, float]) -> Tensor:
+def call_rewards(sample: RowSample, returns: Mapping[str, float]) -> Tensor:
     """Return the reward at each token of a response, [R]; `returns` are by span id."""
     rewards_R = torch.zeros(len(sample.mask), dtype=torch.float64)
     parts = sorted((call for call in sample.calls if call[2] > 0), key=lambda call: call[1])
@@ -140,24 +140,24 @@ def call_rewards(sample: Sample, returns: Mapping[str, float]) -> Tensor:
     return rewards_R
 
 
-def explained(samples: Sequence[Sample]) -> dict[str, float]:
+def value_fit(samples: Sequence[RowSample]) -> dict[str, float]:
     """Return the mean value and how much of the returns' variance the critic explains, over trained tokens."""
     if not samples:
         return {}
-    values_M = torch.cat([_known(s.values)[s.mask] for s in samples]).double()
-    returns_M = torch.cat([_known(s.returns)[s.mask] for s in samples]).double()
+    values_M = torch.cat([_present(s.values)[s.mask] for s in samples]).double()
+    returns_M = torch.cat([_present(s.returns)[s.mask] for s in samples]).double()
     spread_of = float(returns_M.var(correction=0))
     share = 1.0 - float((returns_M - values_M).var(correction=0)) / spread_of if spread_of > 0 else 0.0
     return {"value": float(values_M.mean()), "explained_variance": share}
 
 
-def gaps(samples: Sequence[Sample]) -> dict[str, float]:
+def logprob_gaps(samples: Sequence[RowSample]) -> dict[str, float]:
     """Return how far the engine's log-probabilities are from the recorded ones, over trained tokens."""
-    found = [abs(x) for s in samples if s.old is not None for x in numbers((s.old - s.behaviour)[s.mask])]
+    found = [abs(x) for s in samples if s.old is not None for x in floats((s.old - s.behaviour)[s.mask])]
     return {"logprob_gap": max(found, default=0.0), "logprob_gap_mean": sum(found) / max(1, len(found))}
 
 
-def _return(call: CallCredit) -> float:
+def _return_of(call: CallCredit) -> float:
     if call.is_advantage:
         raise ConfigError(
             'algorithm.adv_estimator = "gae" takes the critic\'s values off returns, and the configured credit gives '
@@ -166,7 +166,7 @@ def _return(call: CallCredit) -> float:
     return call.value
 
 
-def _known(values: Tensor | None) -> Tensor:
+def _present(values: Tensor | None) -> Tensor:
     if values is None:
         raise AssertionError("the critic has seen every row")
     return values

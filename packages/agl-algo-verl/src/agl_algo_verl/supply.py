@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext, Collected
     from agl.schemas import Episode, Json
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supplied:
+class StepGroups:
     """The groups of a step, and what to log."""
 
     groups: list[list[Episode]]
@@ -42,7 +42,7 @@ class Supplied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GroupRequest:
     """One group that was asked for: its number from 0, in which step, and the versions that it is pinned to."""
 
     number: int
@@ -55,14 +55,14 @@ class Request:
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
+class PendingGroup:
     """A request with its answer under way."""
 
-    request: Request
+    request: GroupRequest
     answer: asyncio.Task[Collected] = field(repr=False)
 
 
-class Supply:
+class VerlSupply:
     """The groups of a run's steps.
 
     Args:
@@ -71,23 +71,23 @@ class Supply:
         steps: Steps in all; no group is asked for that none of them would train.
     """
 
-    def __init__(self, context: AlgorithmContext, settings: Settings, *, steps: int) -> None:
+    def __init__(self, context: AlgorithmContext, settings: VerlSettings, *, steps: int) -> None:
         self._context, self._steps = context, steps
         self._size = min(settings.data.train_batch_size, len(context.train))
         self._n = settings.actor_rollout_ref.rollout.n
         self._v1 = settings.trainer.v1
         self._asked, self._dropped = 0, 0
-        self._pending: list[Pending] = []
-        self._saved: list[Request] = []  # of a run that was taken up again, asked for with the next step
+        self._pending: list[PendingGroup] = []
+        self._saved: list[GroupRequest] = []  # of a run that was taken up again, asked for with the next step
 
-    async def take(self, step: int) -> Supplied:
+    async def take(self, step: int) -> StepGroups:
         """The groups of a step; raises RunError when none of a whole batch of groups can be used."""
         if not self._v1.is_async:
             tasks = [task_at(self._context, position) for position in self._numbers(step)]
             return _supplied([await self._context.collect(tasks, step=step, n=self._n)])
         self._restore()
         self._ask(step)
-        taken: list[tuple[Request, Collected]] = []
+        taken: list[tuple[GroupRequest, Collected]] = []
         unusable, stale = Counter[str](), 0
         while len(taken) < self._size:
             done = await self._next()
@@ -110,7 +110,7 @@ class Supply:
             "staleness": sum(ages) / len(ages),
             "staleness_max": float(max(ages)),
         }
-        return Supplied(groups=supplied.groups, metrics=supplied.metrics | metrics)
+        return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics)
 
     def state(self) -> dict[str, Json]:
         """What was asked for and not trained."""
@@ -121,7 +121,7 @@ class Supply:
         """Go on where `state` was taken; the next step asks again for what was under way."""
         self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
         self._saved = [
-            Request(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
+            GroupRequest(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
             for entry in state["pending"]
         ]
 
@@ -145,14 +145,14 @@ class Supply:
         """Ask for the batches ahead, but never for more than the steps to come will train."""
         batches = min(step + self._v1.colocate_async.num_warmup_batches, self._steps)
         while self._asked - self._dropped < batches * self._size:
-            self._start(Request(number=self._asked, step=step, live=dict(self._context.live())))
+            self._start(GroupRequest(number=self._asked, step=step, live=dict(self._context.live())))
             self._asked += 1
 
     def _replace(self, step: int) -> None:
         self._dropped += 1
         self._ask(step)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: GroupRequest) -> None:
         asked = self._context.collect(
             [task_at(self._context, request.number)],
             step=request.step,
@@ -160,9 +160,9 @@ class Supply:
             resources=request.live,
             key=f"group{request.number}",
         )
-        self._pending.append(Pending(request=request, answer=asyncio.create_task(asked)))
+        self._pending.append(PendingGroup(request=request, answer=asyncio.create_task(asked)))
 
-    async def _next(self) -> Pending:
+    async def _next(self) -> PendingGroup:
         """The group that a step takes next."""
         if self._v1.sampler.max_off_policy_strategy == "wait":
             first = min(self._pending, key=lambda pending: pending.request.number)
@@ -171,7 +171,7 @@ class Supply:
         await asyncio.wait({pending.answer for pending in self._pending}, return_when=asyncio.FIRST_COMPLETED)
         return next(pending for pending in self._pending if pending.answer.done())
 
-    async def _answer(self, done: Pending, unusable: Counter[str]) -> Collected | None:
+    async def _answer(self, done: PendingGroup, unusable: Counter[str]) -> Collected | None:
         """What was collected; `None` for a group of which no rollout can be used, while others can."""
         try:
             return await done.answer
@@ -194,9 +194,9 @@ def task_at(context: AlgorithmContext, position: int) -> Json:
     return tasks[order[index]]
 
 
-def _supplied(collected: Sequence[Collected]) -> Supplied:
+def _supplied(collected: Sequence[Collected]) -> StepGroups:
     dropped = Counter[str]()
     for found in collected:
         dropped.update(found.dropped)
     metrics = {f"dropped_{reason}": float(count) for reason, count in dropped.items()}
-    return Supplied(groups=[group for found in collected for group in found.groups()], metrics=metrics)
+    return StepGroups(groups=[group for found in collected for group in found.groups()], metrics=metrics)

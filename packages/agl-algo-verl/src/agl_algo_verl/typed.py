@@ -30,7 +30,7 @@ def ragged(parts: list[Tensor]) -> Tensor:
     return _torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
-def numbers(values: Tensor) -> list[float]:
+def floats(values: Tensor) -> list[float]:
     """Return a vector as Python numbers."""
     return cast("Any", values).tolist()
 

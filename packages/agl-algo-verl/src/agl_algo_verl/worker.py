@@ -19,12 +19,12 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.batches import micro_batched, per_rollout, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.numbers import reported
 from agl_algo_verl.opening import open_policy, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
-from agl_algo_verl.rows import Sample
+from agl_algo_verl.rows import RowSample
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.typed import verl_part
+from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 ORIGIN = "origin.json"
 """In a checkpoint: the weights that the model was opened from."""
 
 
-class Worker:
+class VerlWorker:
     """One model in training.
 
     Args:
@@ -52,7 +52,7 @@ class Worker:
         ConfigError: VERL is not usable here, or the weights cannot be trained by it.
     """
 
-    def __init__(self, *, origin: Weights, settings: Settings, steps: int, threads: int) -> None:
+    def __init__(self, *, origin: Weights, settings: VerlSettings, steps: int, threads: int) -> None:
         self.origin = origin
         self._settings, self._threads = settings, threads
         self.use_threads()
@@ -62,7 +62,7 @@ class Worker:
         self._worker = open_policy(origin.uri, settings, role="actor", steps=steps, device=self.device)
 
     @classmethod
-    def resume(cls, source: Path, *, settings: Settings, steps: int, threads: int) -> Worker:
+    def resume(cls, source: Path, *, settings: VerlSettings, steps: int, threads: int) -> VerlWorker:
         """Open the checkpoint that `save` wrote: weights, moments, schedule and random state."""
         if not (source / ORIGIN).is_file():
             raise ConfigError(
@@ -80,12 +80,12 @@ class Worker:
         if self._threads:
             torch.set_num_threads(self._threads)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the engine's log-probabilities of each sample's response, [R] per sample on the CPU."""
         self.use_threads()
         return self._infer(self._worker, samples)
 
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def reference_logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return those of the weights that the model was opened from, [R] per sample on the CPU.
 
         With adapters these are the same weights without them; else a second model is opened on the first call.
@@ -99,7 +99,7 @@ class Worker:
             )
         return self._infer(self._reference, samples)
 
-    def update(self, samples: Sequence[Sample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+    def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
         """Do one optimizer update on the rows of `rollouts` rollouts; `is_last` of its step moves the schedule."""
         self.use_threads()
         actor = self._settings.actor
@@ -113,7 +113,7 @@ class Worker:
         correction = self._settings.algorithm.rollout_correction
         if correction.rollout_is:
             options["is_threshold"] = correction.rollout_is_threshold
-        return reported(self._worker.train_batch(self._batch(samples, **options))["metrics"])
+        return plain_metrics(self._worker.train_batch(self._batch(samples, **options))["metrics"])
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
         """Write a training checkpoint and remove those of steps before the last `keep`, which is two at least.
@@ -134,11 +134,11 @@ class Worker:
         Beside them what they say about a fixed text (`agl.schemas._probe`), so that a server of them can be checked.
         """
         target = step_directory(workdir.absolute() / "weights", step)
-        write_directory(target, self._fill)
+        write_directory(target, self._write_weights)
         prune(workdir / "weights", step=step, keep=keep)
         return Weights(uri=str(target), format="hf")
 
-    def _fill(self, directory: Path) -> None:
+    def _write_weights(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         engine = self._worker.engine
@@ -151,15 +151,15 @@ class Worker:
             shell = cast("Any", AutoModelForCausalLM).from_config(config)
         if config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
-        with no_bars():
+        with no_progress_bars():
             shell.save_pretrained(directory, state_dict=state)
         engine.model_config.tokenizer.save_pretrained(directory)
-        put_probe(directory, engine.model_config.tokenizer, self._score)
+        put_probe(directory, engine.model_config.tokenizer, self._score_tokens)
 
-    def _score(self, token_ids: Sequence[int]) -> list[float]:
+    def _score_tokens(self, token_ids: Sequence[int]) -> list[float]:
         """The log-probability of every token but the first, by the engine."""
         others = torch.ones(len(token_ids) - 1)
-        row = Sample(
+        row = RowSample(
             rollout="probe",
             group=0,
             ids=torch.tensor(token_ids),
@@ -170,20 +170,20 @@ class Worker:
         )
         return [float(value) for value in self._infer(self._worker, [row])[0]]
 
-    def _infer(self, worker: Any, samples: Sequence[Sample], **options: Any) -> list[Tensor]:
+    def _infer(self, worker: Any, samples: Sequence[RowSample], **options: Any) -> list[Tensor]:
         if not samples:
             return []
         data = self._batch(samples, compute_loss=False, calculate_entropy=False, **options)
         return responses(worker.infer_batch(data)["log_probs"], samples)
 
-    def _batch(self, samples: Sequence[Sample], **options: Any) -> TensorDict:
+    def _batch(self, samples: Sequence[RowSample], **options: Any) -> TensorDict:
         actor = self._settings.actor
         rows, tokens = actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
         return micro_batched(samples, rows=rows, tokens=tokens, device=self.device, **options)
 
 
 @contextmanager
-def no_bars() -> Generator[None]:
+def no_progress_bars() -> Generator[None]:
     """Keep transformers from drawing progress bars over an experiment's own inside the block."""
     from transformers.utils import logging
 
@@ -196,7 +196,7 @@ def no_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def check_device(settings: Settings, device: torch.device) -> None:
+def check_device(settings: VerlSettings, device: torch.device) -> None:
     """Raise ConfigError for settings that this machine cannot run."""
     if device.type == "cuda":
         return
@@ -222,7 +222,7 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
     """
     from peft.tuners.lora import LoraLayer
 
-    state = {name: _whole(tensor) for name, tensor in module.state_dict().items()}
+    state = {name: _gathered(tensor) for name, tensor in module.state_dict().items()}
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
             scaling: float = cast("Any", layer).scaling["default"]
@@ -232,5 +232,5 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
     return verl_part("verl.utils.fsdp_utils:normalize_peft_param_name")(state)
 
 
-def _whole(tensor: Any) -> Tensor:
+def _gathered(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()

@@ -43,7 +43,7 @@ TRAP = ("answer", "brief")
 Engine = Literal["f-string", "jinja", "plain"]
 
 
-class Rule(msgspec.Struct, frozen=True):
+class StyleRule(msgspec.Struct, frozen=True):
     """A style that orders ask for, and the role whose prompt has to say so."""
 
     field: str
@@ -72,7 +72,7 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         seed: Of the tasks.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[StyleRule, ...]
     free: tuple[str, ...] = ("note", "city")
     noise: float = 0.05
     harm: float = 0.4
@@ -236,10 +236,10 @@ def judge(world: PromptWorld, task: Any, answer: Mapping[str, str], *, is_short:
 
 
 _RULES = (
-    Rule("date", "ISO 8601"),
-    Rule("amount", "EUR"),
-    Rule("name", "upper case"),
-    Rule("phone", "digits only"),
-    Rule("quantity", "full words"),
+    StyleRule("date", "ISO 8601"),
+    StyleRule("amount", "EUR"),
+    StyleRule("name", "upper case"),
+    StyleRule("phone", "digits only"),
+    StyleRule("quantity", "full words"),
 )
-_SIXTH = Rule("street", "upper case")
+_SIXTH = StyleRule("street", "upper case")

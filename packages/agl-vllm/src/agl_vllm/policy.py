@@ -19,9 +19,9 @@ from agl.errors import PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
 from agl_vllm.client import ServerClient
-from agl_vllm.server import LocalServer, ServerSettings, require_vllm
+from agl_vllm.server import LaunchSettings, LocalServer, require_vllm
 from agl_vllm.settings import read_settings
-from agl_vllm.update import load_adapter, rank_of, reload_weights, together
+from agl_vllm.update import load_adapter, rank_of, reload_weights, run_together
 
 _LOG = logging.getLogger("agl_vllm")
 _ASKED_IDS = (1, 2, 3)
@@ -105,14 +105,14 @@ class VLLMPolicy:
             await self._start_servers()
         else:
             await self._find_model()
-        await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
-        await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
+        await self._on_every_server(lambda client: client.score(_ASKED_IDS, model=self._base_name))
+        await self._on_every_server(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
         self._is_well = True
         return LLM(endpoint=self._clients[0].base_url, model=self._base_name, api_key_env=self._settings.api_key_env)
 
     async def stop(self) -> None:
         """End the servers that were started; idempotent. What they printed stays where something went wrong."""
-        await together(server.stop() for server in self._servers)
+        await run_together(server.stop() for server in self._servers)
         self._servers = []
         if self._is_well and self._log_dir is not None and not self._settings.log_dir:
             shutil.rmtree(self._log_dir, ignore_errors=True)
@@ -142,16 +142,16 @@ class VLLMPolicy:
             case "lora":
                 await self._revive()
                 self._served = f"{self._base_name}-adapter"
-                await self._each(lambda client: load_adapter(client, weights, name=self._served))
+                await self._on_every_server(lambda client: load_adapter(client, weights, name=self._served))
             case "reload":
                 await self._revive()
                 self._served = self._base_name
-                await self._each(lambda client: reload_weights(client, weights))
+                await self._on_every_server(lambda client: reload_weights(client, weights))
             case "restart":
                 self._served = self._base_name
-                await together(self._restart(server, weights) for server in self._servers)
+                await run_together(self._restart(server, weights) for server in self._servers)
         if probe is not None:
-            await self._each(
+            await self._on_every_server(
                 lambda client: check_served(
                     client,
                     probe,
@@ -197,7 +197,7 @@ class VLLMPolicy:
         await asyncio.to_thread(require_vllm, chosen.python, name=self.name)
         self._log_dir = Path(chosen.log_dir or tempfile.mkdtemp(prefix="agl-vllm-")).absolute()
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        how = ServerSettings(
+        how = LaunchSettings(
             name=self.name,
             python=chosen.python,
             args=chosen.args,
@@ -216,7 +216,7 @@ class VLLMPolicy:
             for number in range(chosen.replicas)
         ]
         self._clients = [server.client for server in self._servers]
-        await together(server.start(model=self._full.uri) for server in self._servers)
+        await run_together(server.start(model=self._full.uri) for server in self._servers)
 
     async def _find_model(self) -> None:
         for client in self._clients:
@@ -247,5 +247,5 @@ class VLLMPolicy:
         await server.stop()
         await server.start(model=weights.uri)
 
-    async def _each(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        await together(act(client) for client in self._clients)
+    async def _on_every_server(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
+        await run_together(act(client) for client in self._clients)

@@ -28,7 +28,7 @@ _OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
+class LaunchSettings:
     """How the servers of one policy are started.
 
     Attributes:
@@ -84,7 +84,7 @@ class LocalServer:
         sync_timeout_s: See :class:`ServerClient`.
     """
 
-    def __init__(self, settings: ServerSettings, *, log: Path, device: str, sync_timeout_s: float) -> None:
+    def __init__(self, settings: LaunchSettings, *, log: Path, device: str, sync_timeout_s: float) -> None:
         self._settings = settings
         self._log = log
         self._device = device

@@ -24,7 +24,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM's ``--max-lora-rank`` takes."""
 
 
-class Settings(Record, frozen=True, kw_only=True):
+class VllmSettings(Record, frozen=True, kw_only=True):
     """See :class:`agl_vllm.policy.VLLMPolicy`, whose arguments these are."""
 
     model: str
@@ -61,16 +61,16 @@ class Settings(Record, frozen=True, kw_only=True):
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
 
-def read_settings(name: str, values: Mapping[str, Any]) -> Settings:
+def read_settings(name: str, values: Mapping[str, Any]) -> VllmSettings:
     """The settings of policy ``name``; raises :class:`ConfigError` for what is unknown, ignored or impossible."""
-    known = Settings.__struct_fields__
+    known = VllmSettings.__struct_fields__
     unknown = sorted(values.keys() - set(known))
     if unknown:
         raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; use some of {', '.join(known)}")
     if "model" not in values:
         raise ConfigError(f"policy {name!r}: vllm needs model, the directory or hub name of the weights")
     try:
-        settings = msgspec.convert(dict(values), Settings)
+        settings = msgspec.convert(dict(values), VllmSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"policy {name!r}: a setting of vllm is of the wrong kind: {error}; correct it") from error
     if settings.urls:
@@ -82,7 +82,7 @@ def read_settings(name: str, values: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _check_attached(name: str, settings: Settings, values: Mapping[str, Any]) -> None:
+def _check_attached(name: str, settings: VllmSettings, values: Mapping[str, Any]) -> None:
     ignored = sorted(values.keys() & set(_START_ONLY))
     if ignored:
         raise ConfigError(
@@ -99,7 +99,7 @@ def _check_attached(name: str, settings: Settings, values: Mapping[str, Any]) ->
             raise ConfigError(f"policy {name!r}: base_url {url!r} is no URL; write http://HOST:PORT/v1")
 
 
-def _check_started(name: str, settings: Settings) -> None:
+def _check_started(name: str, settings: VllmSettings) -> None:
     if sys.platform == "win32":
         raise ConfigError(f"policy {name!r}: vLLM does not run on Windows; attach to a server elsewhere with base_url")
     if settings.served_model or settings.api_key_env:

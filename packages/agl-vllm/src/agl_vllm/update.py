@@ -69,7 +69,7 @@ def rank_of(weights: Weights) -> int:
         ) from error
 
 
-async def together(work: Iterable[Awaitable[object]]) -> None:
+async def run_together(work: Iterable[Awaitable[object]]) -> None:
     """Do all at once; the first failure ends the others before it is raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

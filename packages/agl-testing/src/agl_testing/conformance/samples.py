@@ -21,7 +21,7 @@ from agl.schemas import (
     pack_floats,
     pack_ids,
 )
-from agl_testing.model_server.codec import Turn, encode, logprob, render_prompt
+from agl_testing.model_server.codec import ConversationTurn, encode, logprob, render_prompt
 
 
 def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
@@ -40,7 +40,7 @@ def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
 
 def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
     """A recorded model call that answered ``text``, with its tokens."""
-    turn = Turn(role="user", text="what is 6 * 7?")
+    turn = ConversationTurn(role="user", text="what is 6 * 7?")
     ids = encode(text)
     call = ModelCall(
         request_id=new_span_id(),

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl_testing.model_server.codec import END, Call, decode, encode, logprob, render_call_head
+from agl_testing.model_server.codec import END, FunctionCall, decode, encode, logprob, render_call_head
 from agl_testing.model_server.script import Dialect, Flavour, Reply
 
 PieceKind: TypeAlias = Literal["text", "call", "arguments", "end"]
@@ -28,11 +28,11 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     call: int = -1
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of the response: text, calls with their ids, finish reason and all pieces in order."""
 
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     call_ids: tuple[str, ...]
     reason: str
     pieces: tuple[Piece, ...]
@@ -43,7 +43,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return [number for piece in self.pieces for number in piece.ids]
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
+class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a dialect needs to write its response.
 
     Attributes:
@@ -59,7 +59,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     body: dict[str, Any]
     prompts: list[list[int]]
-    answers: tuple[Answer, ...]
+    answers: tuple[ScriptedAnswer, ...]
     created: int
 
     @property
@@ -88,7 +88,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(answer.ids) for answer in self.answers)
 
 
-def answer_of(reply: Reply, *, number: int, choice: int) -> Answer:
+def answer_of(reply: Reply, *, number: int, choice: int) -> ScriptedAnswer:
     """Cut ``reply`` into pieces; call ids are derived from the call's number and the choice."""
     calls = tuple(call.to_call() for call in reply.tool_calls)
     drafts: list[tuple[PieceKind, str, list[int], int]] = []
@@ -105,7 +105,7 @@ def answer_of(reply: Reply, *, number: int, choice: int) -> Answer:
         pieces.append(Piece(kind=kind, text=text, ids=ids, start=position, call=index))
         position += len(ids)
     call_ids = tuple(f"call_{number}_{choice}_{index}" for index in range(len(calls)))
-    return Answer(text=reply.text, calls=calls, call_ids=call_ids, reason=reply.reason, pieces=tuple(pieces))
+    return ScriptedAnswer(text=reply.text, calls=calls, call_ids=call_ids, reason=reply.reason, pieces=tuple(pieces))
 
 
 def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:

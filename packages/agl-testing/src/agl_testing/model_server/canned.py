@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from agl_testing.model_server.answer import Exchange, answer_of
+from agl_testing.model_server.answer import ScriptedExchange, answer_of
 from agl_testing.model_server.codec import OFFSET
 from agl_testing.model_server.dialects import chat
 from agl_testing.model_server.script import Reply
@@ -40,7 +40,7 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
         """
         draw = random.Random(seed)
         text = "".join(draw.choice(_LETTERS) for _ in range(response_tokens - 1))
-        exchange = Exchange(
+        exchange = ScriptedExchange(
             number=seed + 1,
             dialect="chat",
             flavour="vllm",

@@ -24,19 +24,19 @@ _MARKERS = {number: f"<|{name}|>" for name, number in _NAMES.items()}
 VOCABULARY_SIZE = OFFSET + 256
 
 
-class Call(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """A function call of the model: its name and its arguments as the JSON text that the model wrote."""
 
     name: str
     arguments: str
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation, whichever dialect it came in; ``images`` counts its image parts."""
 
     role: str
     text: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
     images: int = 0
 
 
@@ -53,12 +53,12 @@ def decode(ids: Iterable[int]) -> str:
     return out.decode(errors="replace")
 
 
-def render_turn(turn: Turn) -> list[int]:
+def render_turn(turn: ConversationTurn) -> list[int]:
     """Role marker, text, calls and end marker of one message."""
     return [ROLES.get(turn.role, ROLES["user"]), *render_answer(turn.text, turn.calls, images=turn.images), END]
 
 
-def render_answer(text: str, calls: Sequence[Call], *, images: int = 0) -> list[int]:
+def render_answer(text: str, calls: Sequence[FunctionCall], *, images: int = 0) -> list[int]:
     """What a model samples for a message, without the end marker."""
     ids = [IMAGE] * images + encode(text)
     for call in calls:
@@ -71,7 +71,7 @@ def render_call_head(name: str) -> list[int]:
     return [CALL, *encode(name), ARGUMENTS]
 
 
-def render_prompt(turns: Iterable[Turn], *, tools: object = None) -> list[int]:
+def render_prompt(turns: Iterable[ConversationTurn], *, tools: object = None) -> list[int]:
     """The prompt of a chat request: the tools, the turns, and the marker that asks the assistant to go on."""
     ids = [TOOLS, *encode(msgspec.json.encode(tools).decode()), END] if tools else []
     for turn in turns:

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl_testing.model_server.codec import Call, Turn
+from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 
 Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "embeddings", "models"]
 Flavour: TypeAlias = Literal["vllm", "sglang", "plain", "openai"]
@@ -20,11 +20,11 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str | Mapping[str, Any] = "{}"
 
-    def to_call(self) -> Call:
+    def to_call(self) -> FunctionCall:
         """The call with its arguments as text."""
         if isinstance(self.arguments, str):
-            return Call(self.name, self.arguments)
-        return Call(self.name, msgspec.json.encode(self.arguments).decode())
+            return FunctionCall(self.name, self.arguments)
+        return FunctionCall(self.name, msgspec.json.encode(self.arguments).decode())
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     dialect: Dialect
     headers: Mapping[str, str]
     body: dict[str, Any]
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
     prompt_ids: list[int]
 
     @property

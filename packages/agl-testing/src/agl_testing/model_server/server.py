@@ -8,7 +8,7 @@ from typing import Self
 
 from aiohttp import web
 
-from agl_testing.model_server.handler import Handler
+from agl_testing.model_server.handler import ScriptedHandler
 from agl_testing.model_server.recording import RecordedCall, Recording
 from agl_testing.model_server.script import Flavour, Reply, Respond, Script, Step
 
@@ -50,7 +50,7 @@ class ScriptedModelServer:
     ) -> None:
         self._script = Script(respond=respond, steps=steps, default=default)
         self._recording = Recording()
-        self._handler = Handler(
+        self._handler = ScriptedHandler(
             script=self._script, recording=self._recording, flavour=flavour, models=models, api_key=api_key
         )
         self._host = host

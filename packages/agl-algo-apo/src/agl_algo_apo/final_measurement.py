@@ -7,8 +7,8 @@ from typing import Literal
 
 from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
-from agl_algo_apo.candidates import Candidate, Lineage
-from agl_algo_apo.evaluate import FRESH, Estimate, Evaluator, Job, estimate
+from agl_algo_apo.candidates import Lineage, PromptCandidate
+from agl_algo_apo.evaluation import FRESH, Estimate, Evaluator, MeasureJob, estimate
 
 How = Literal["fresh rollouts", "first measurement", "selection"]
 """Which rewards a score is made of. Those of the first measurement are the first prompt's where nothing was selected
@@ -51,8 +51,8 @@ async def measure_again(
     evaluator: Evaluator,
     lineage: Lineage,
     *,
-    best: Candidate,
-    seed: Candidate,
+    best: PromptCandidate,
+    seed: PromptCandidate,
     order: Sequence[int],
     size: int,
     step: int,
@@ -68,7 +68,7 @@ async def measure_again(
     is_fresh = True
     if finalists != [seed]:
         try:
-            jobs = [Job(candidate, "val", tasks, FRESH) for candidate in finalists]
+            jobs = [MeasureJob(candidate, "val", tasks, FRESH) for candidate in finalists]
             await evaluator.measure(jobs, step=step, purpose="final")
         except BudgetExhaustedError:
             is_fresh = False
@@ -90,19 +90,23 @@ async def measure_again(
     )
 
 
-def _runner_up(evaluator: Evaluator, lineage: Lineage, best: Candidate, seed: Candidate) -> list[Candidate]:
+def _runner_up(
+    evaluator: Evaluator, lineage: Lineage, best: PromptCandidate, seed: PromptCandidate
+) -> list[PromptCandidate]:
     others = [c for c in lineage.pool() if c.id not in (best.id, seed.id) and evaluator.scores.rewards(c.id, "val")]
     return sorted(others, key=lambda c: evaluator.mean(c.id, "val"), reverse=True)[:1]
 
 
-def _all_rewards(evaluator: Evaluator, candidate: Candidate) -> dict[int, float]:
+def _all_rewards(evaluator: Evaluator, candidate: PromptCandidate) -> dict[int, float]:
     """Per task the mean of the first and the fresh rewards."""
     first = evaluator.scores.rewards(candidate.id, "val")
     fresh = evaluator.scores.fresh(candidate.id, "val")
     return {t: fmean(r[t] for r in (first, fresh) if t in r) for t in sorted(first.keys() | fresh.keys())}
 
 
-def _winner(known: Mapping[str, Mapping[int, float]], finalists: Sequence[Candidate], seed: Candidate) -> Candidate:
+def _winner(
+    known: Mapping[str, Mapping[int, float]], finalists: Sequence[PromptCandidate], seed: PromptCandidate
+) -> PromptCandidate:
     """The best one, unless the runner-up is better by a standard error, or nothing is better than the seed."""
     winner = finalists[0]
     for other in finalists[1:]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agl_algo_verl.settings import Algorithm
+    from agl_algo_verl.settings import AlgorithmKeys
 
 
 class KlController:
     """VERL's controller of the penalty's weight; `value` outlives the process in the algorithm's state."""
 
-    def __init__(self, settings: Algorithm) -> None:
+    def __init__(self, settings: AlgorithmKeys) -> None:
         """Start at the configured coefficient."""
         self._settings = settings
         self.value = settings.kl_ctrl.kl_coef

@@ -7,7 +7,7 @@ from typing import Any, cast
 from agl_algo_verl.typed import verl_part
 
 
-def reported(metrics: Any) -> dict[str, float]:
+def plain_metrics(metrics: Any) -> dict[str, float]:
     """Return what an update reports without VERL's prefixes; memory and speed of its process are left out."""
     found = cast("dict[str, Any]", metrics)
     return {name.rsplit("/", 1)[-1]: _number(value) for name, value in found.items() if not name.startswith("perf/")}

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from agl_algo_apo.candidates import Lineage
-from agl_algo_apo.evaluate import Estimate, Evaluator, estimate
-from agl_algo_apo.finish import How, Result
+from agl_algo_apo.evaluation import Estimate, Evaluator, estimate
+from agl_algo_apo.final_measurement import How, Result
 from agl_run.experiment.measured import VersionScore
 
 

@@ -20,7 +20,7 @@ from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError, RunError
 from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, to_json
 from agl_algo_apo.budget import Budget
-from agl_algo_apo.candidates import Candidate, resource_of
+from agl_algo_apo.candidates import PromptCandidate, resource_of
 
 Split = Literal["train", "val"]
 Status = Literal["ok", "failed", "timeout", "unrewarded", "infrastructure"]
@@ -59,10 +59,10 @@ class Measured(Record, frozen=True, kw_only=True):
     feedback: str = ""
 
 
-class Job(NamedTuple):
+class MeasureJob(NamedTuple):
     """A candidate on tasks of one split, by their positions; ``repeat`` counts fresh rollouts of the same task."""
 
-    candidate: Candidate
+    candidate: PromptCandidate
     split: Split
     tasks: tuple[int, ...]
     repeat: int = 0
@@ -164,7 +164,7 @@ class Evaluator:
         self.environment = environment_of(context)
         self.broken: Counter[str] = Counter()
 
-    async def register(self, candidate: Candidate, *, parent: Candidate | None = None) -> Candidate:
+    async def register(self, candidate: PromptCandidate, *, parent: PromptCandidate | None = None) -> PromptCandidate:
         """The candidate with versions that rollouts can pin; texts equal to the parent's share its versions.
 
         Raises:
@@ -188,7 +188,7 @@ class Evaluator:
                 versions[name] = made.version
         return candidate.replace(versions=versions)
 
-    async def measure(self, jobs: Sequence[Job], *, step: int, purpose: str) -> None:
+    async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
         """Get all rewards that are not known yet into :attr:`scores`, all jobs at once.
 
         Args:
@@ -216,36 +216,36 @@ class Evaluator:
         """The tasks of a split."""
         return self._context.train if split == "train" else self._context.val
 
-    def _unknown(self, job: Job) -> tuple[int, ...]:
+    def _unknown(self, job: MeasureJob) -> tuple[int, ...]:
         known = self.scores
         return tuple(t for t in job.tasks if known.get(job.candidate.id, job.split, t, job.repeat) is None)
 
-    async def _run(self, job: Job, step: int, purpose: str) -> None:
+    async def _run(self, job: MeasureJob, step: int, purpose: str) -> None:
         tasks = self.tasks(job.split)
         collected = await self._context.collect(
             [tasks[position] for position in job.tasks],
             step=step,
             mode=job.split,
-            resources={**self._kept(), **job.candidate.versions},
-            key=f"{self._mark()}{purpose}-{job.candidate.id}-{job.repeat}",
+            resources={**self._pinned_versions(), **job.candidate.versions},
+            key=f"{self._environment_prefix()}{purpose}-{job.candidate.id}-{job.repeat}",
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
-            measured = self._read(episode)
+            measured = self._measured(episode)
             if measured is not None:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
 
-    def _kept(self) -> dict[str, str]:
+    def _pinned_versions(self) -> dict[str, str]:
         texts = (PromptTemplate, JsonResource)
         return {n: v for n, v in self.environment.items() if isinstance(self._context.current(n).resource, texts)}
 
-    def _mark(self) -> str:
+    def _environment_prefix(self) -> str:
         """Makes other rollouts of those that depend on something else, which a step that is repeated may meet."""
         if not self.environment:
             return ""
         return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
-    def _read(self, episode: Episode) -> Measured | None:
+    def _measured(self, episode: Episode) -> Measured | None:
         status = status_of(episode)
         if status in ("infrastructure", "unrewarded"):
             self.broken[status] += 1

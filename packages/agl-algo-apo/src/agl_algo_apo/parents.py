@@ -4,20 +4,20 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 
-from agl_algo_apo.candidates import Candidate
-from agl_algo_apo.evaluate import Evaluator
+from agl_algo_apo.candidates import PromptCandidate
+from agl_algo_apo.evaluation import Evaluator
 from agl_algo_apo.settings import SearchSettings
 
 
 def select_parent(
-    pool: Sequence[Candidate],
+    pool: Sequence[PromptCandidate],
     *,
-    best: Candidate,
+    best: PromptCandidate,
     evaluator: Evaluator,
     settings: SearchSettings,
     draw: random.Random,
     children: Mapping[str, int],
-) -> Candidate:
+) -> PromptCandidate:
     """The next parent.
 
     Args:
@@ -47,7 +47,7 @@ def select_parent(
     return draw.choices(front, weights=[len(leads[c.id]) for c in front])[0] if front else best
 
 
-def _leads(pool: Sequence[Candidate], evaluator: Evaluator) -> dict[str, set[int]]:
+def _leads(pool: Sequence[PromptCandidate], evaluator: Evaluator) -> dict[str, set[int]]:
     """The validation tasks that each candidate leads, alone or with others; nobody leads where all are equal."""
     rewards = {candidate.id: evaluator.scores.rewards(candidate.id, "val") for candidate in pool}
     leads: dict[str, set[int]] = {candidate: set() for candidate in rewards}
@@ -60,7 +60,7 @@ def _leads(pool: Sequence[Candidate], evaluator: Evaluator) -> dict[str, set[int
     return leads
 
 
-def _front(worst_first: Sequence[Candidate], leads: Mapping[str, set[int]]) -> list[Candidate]:
+def _front(worst_first: Sequence[PromptCandidate], leads: Mapping[str, set[int]]) -> list[PromptCandidate]:
     """The candidates without those whose every lead is shared with one that stays."""
     staying = list(worst_first)
     for candidate in worst_first:

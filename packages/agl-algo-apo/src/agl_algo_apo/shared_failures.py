@@ -5,11 +5,11 @@ They are evidence and never a score: what else was live when they ran, such as w
 
 from agl.contracts import AlgorithmContext
 from agl.schemas import to_json
-from agl_algo_apo.evaluate import Measured, feedback_of
-from agl_algo_apo.progress import Progress
+from agl_algo_apo.evaluation import Measured, feedback_of
+from agl_algo_apo.progress import SearchProgress
 
 
-async def read_failures(context: AlgorithmContext, progress: Progress, *, perfect_score: float) -> None:
+async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, perfect_score: float) -> None:
     """Take what the sources' steps since the last time say about the live texts into ``progress.shared``.
 
     Only rollouts with the texts that are live now count (staleness 0). Where algorithms run at the same time this

@@ -59,7 +59,7 @@ REFUSED: dict[str, dict[str, str]] = {
 """Values of keys that VERL takes and this package does not."""
 
 
-def check_names(given: Mapping[str, Any]) -> None:
+def check_values(given: Mapping[str, Any]) -> None:
     """Raise ConfigError naming every refused value among nested keys, with what to use instead."""
     wrong: list[str] = []
     for name, values in REFUSED.items():
