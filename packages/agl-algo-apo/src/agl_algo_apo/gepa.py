@@ -211,7 +211,7 @@ class _Phase:
         return self._search.budget.spent.rollouts
 
     def stop_reason(self) -> Stopped:
-        """Whether the score is perfect, or the budget or this phase's share of it has no room for a proposal."""
+        """Return whether the score is perfect, or the budget or this phase's share of it has no room for a proposal."""
         search = self._search
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
         if len(rewards) == len(search.order) and min(rewards) >= search.settings.perfect_score:

@@ -244,7 +244,7 @@ def most_tokens(text: str) -> int:
 
 
 def _is_refused(name: str, message: str) -> bool:
-    """Whether an error says that the endpoint does not take a field; newer models have another name for one."""
+    """Return whether an error says that the endpoint does not take a field; newer models have another name for one."""
     return ("max_completion_tokens" if name == "max_tokens" else name) in message
 
 

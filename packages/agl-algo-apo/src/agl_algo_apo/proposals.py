@@ -121,7 +121,7 @@ def _edits(base: list[str], changed: list[str]) -> list[Edit]:
 
 
 def _touches(edit: Edit, start: int, stop: int) -> bool:
-    """Whether two edits share a line; insertions touch at their own place and at the ends of a replacement."""
+    """Return whether two edits share a line; insertions touch at their own place and at the ends of a replacement."""
     if edit[0] == edit[1] and start == stop:
         return edit[0] == start
     return max(edit[0], start) < min(edit[1], stop) or (

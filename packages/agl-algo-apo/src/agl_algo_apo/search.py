@@ -180,7 +180,7 @@ class PromptSearch:
 
     @property
     def is_perfect(self) -> bool:
-        """Whether the best candidate scores the perfect score on every validation task."""
+        """True if the best candidate scores the perfect score on every validation task."""
         known = self.evaluator.scores.rewards(self.progress.best, "val")
         return len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score
 

@@ -1,4 +1,4 @@
-"""Whether the installed VERL still has the lines that are replaced at run time."""
+"""Guards the lines of VERL that are replaced at run time: a VERL without them is refused."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The policy `verl`: one address for the weights that VERL trains, whoever serves them at the moment.
+"""The policy `verl`: one address for the weights that VERL trains, whichever server has them at the moment.
 
 While VERL's cluster runs, its replicas serve, and the algorithm says where (`attach`). Before and after, as during
-another algorithm's turn or the last validation, the policy named by `home` serves here; it is started when the first
+another algorithm's turn or the last validation, the policy named by `home` serves here. It is started when the first
 call comes, so that it takes no memory from VERL. Both give token ids and log-probabilities.
 
-Everything that changes belongs to one event loop in a thread of its own, so that a busy agent delays nobody's answer.
+All mutable state belongs to one event loop in a thread of its own, so that a busy agent delays no answer.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 
 
 class VerlPolicy:
-    """The role `Policy` in front of VERL's replicas.
+    """Plays the role `Policy` in front of VERL's replicas.
 
     Args:
         name: The policy's name, which is also the model name that requests give.
         model: Directory or hub name of the weights to start from.
-        home: The policy that serves while no cluster does, and must take weights.
+        home: The kind of policy that serves while no cluster does; it must be able to load weights.
         host: Interface to listen on.
         port: Port; 0 for a free one.
         params: Parameters of `home`, such as `threads`.
+
+    Raises:
+        ConfigError: `home` is `verl` itself, or `model` is a path without a directory.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class VerlPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Always: VERL's replicas and `torch` give them."""
+        """Always true: VERL's replicas and `torch` give token ids."""
         return True
 
     @property
@@ -71,11 +74,11 @@ class VerlPolicy:
         return self._live.version if self._live else ""
 
     def resource(self) -> Weights:
-        """The weights to start from, by their place."""
+        """Return the weights to start from, by their place."""
         return Weights(uri=self._model)
 
     async def start(self) -> LLM:
-        """Listen; raises PolicyError when the port is taken."""
+        """Listen and return the endpoint; raises PolicyError when the port is taken or the policy serves already."""
         if self._thread.is_alive():
             raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
         self._thread.start()
@@ -99,7 +102,10 @@ class VerlPolicy:
         self._loop.close()
 
     async def load(self, version: ResourceVersion) -> None:
-        """Serve these weights; replicas of VERL have them already, for VERL handed them over itself."""
+        """Serve these weights from home; VERL's replicas need nothing, for VERL hands them its weights itself.
+
+        Raises ConfigError for a resource that holds no weights.
+        """
         if not isinstance(version.resource, Weights):
             raise ConfigError(
                 f"the policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
@@ -108,13 +114,13 @@ class VerlPolicy:
         await self._on_loop(self._load(version))
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
-        """Send calls to VERL's replicas from now on, `host:port` each; calls that were held go there.
+        """Send calls to VERL's replicas from now on; calls that were held go there.
 
         Args:
-            addresses: Where they serve.
-            version: Their weights' name, for answers that do not say it.
+            addresses: The replicas, `host:port` each.
+            version: Version of their weights, for answers that do not name it.
 
-        Raises PolicyError when the first of them does not say which model it serves.
+        Raises PolicyError when the first replica does not say which model it serves.
         """
         urls = tuple(f"http://{address}/v1" for address in addresses)
         known = self._replicas
@@ -123,23 +129,27 @@ class VerlPolicy:
         await self._on_loop(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
 
     async def hold(self) -> None:
-        """Let calls that are under way end, and new ones wait until `attach`, `detach` or `stop`."""
+        """Hold new calls until `attach`, `detach` or `stop`; returns once the calls under way have ended."""
         await self._on_loop(self._relay.gate.hold())
 
     async def detach(self) -> None:
-        """Send calls home from now on; idempotent. Calls whose replicas are gone wait on, for `attach` or `stop`."""
+        """Send calls home from now on; idempotent.
+
+        Calls that wait because their replicas are gone go on waiting, for `attach` or `stop`.
+        """
         await self._on_loop(self._attach(None))
 
     async def lost(self) -> None:
-        """Return when none of the replicas can be reached any more, which the first call finds out."""
+        """Return once a call has found that none of the replicas can be reached any more."""
         await self._on_loop(self._relay.lost.wait())
 
     def counts(self) -> dict[str, int]:
-        """Calls that replicas answered, and calls that went to another because one could not be reached."""
+        """Return how many calls replicas have answered, and how many times one could not be reached."""
         relay = self._relay
         return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
 
     async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Return the result of `work`, run in the policy's own event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _load(self, version: ResourceVersion) -> None:
@@ -165,6 +175,7 @@ class VerlPolicy:
             await home.stop()
 
     async def _backend(self) -> Backend:
+        """Return the servers of this moment: VERL's replicas, or the policy at home, which the first call starts."""
         async with self._lock:
             if self._replicas is not None:
                 return self._replicas
@@ -174,7 +185,7 @@ class VerlPolicy:
                 try:
                     self._home_llm = await self._start_home()
                 except AglError as error:
-                    self._failure = error  # every later call would wait for the same end
+                    self._failure = error  # later calls fail at once; starting would fail again
                     raise
             return Backend(urls=(self._home_llm.endpoint,), model=self._home_llm.model)
 
@@ -189,7 +200,7 @@ class VerlPolicy:
 
 
 def is_absent(model: str) -> bool:
-    """Whether this names a directory, rather than a model of the hub, and there is none."""
+    """Return whether this is a path, rather than a hub name, and no directory is there."""
     path = Path(model).expanduser()
     is_place = model.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
     return is_place and not path.is_dir()

@@ -1,8 +1,8 @@
-"""What VERL imports before it builds a model (`model.external_lib`) when it trains on the CPU.
+"""Imported by VERL before it builds a model on the CPU (`model.external_lib`): a replica, a seed and a repair.
 
-It registers the replica `agl_hf`, lets adapters start from the same numbers always, and repairs the third of three
-lines of VERL 0.9 that no setting reaches (the others are in `ray_process`): the engine of a frozen reference keeps its
-weights in pinned memory, which needs a GPU.
+It registers the replica `agl_hf`, seeds torch so that adapters always start from the same numbers, and repairs the
+third of three lines of VERL 0.9 that no setting reaches (the others are in `ray_process`): the engine of a frozen
+reference keeps its weights in pinned memory, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ ROLLOUTS: dict[tuple[str, str], str] = {("agl_hf", "async"): "agl_algo_verl.repl
 """The training worker's end of a replica; VERL has a public registry only for the trainer's end."""
 
 PINNED = "CPUOffloadPolicy(pin_memory=True)"
+"""The line of VERL that asks for pinned memory."""
 
 
 def _replica() -> type:
@@ -34,7 +35,7 @@ def register_replica() -> None:
 
 
 def patch_pinned_memory() -> None:
-    """Offload to ordinary memory."""
+    """Let VERL's engine offload weights to ordinary memory."""
     module: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     if not isinstance(module.CPUOffloadPolicy, partial):
         expect_line(module.FSDPEngine, PINNED)

@@ -1,10 +1,12 @@
 """VERL's training worker in this process: opened from published weights, updated, saved, and exported again.
 
-The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; nothing here computes a loss.
-Everything here blocks; the algorithm calls it in a thread.
+The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; the loss is described in `opening.py`, and
+nothing here computes one. Everything here blocks; the algorithm calls it in a thread.
 
 Files: a training checkpoint is VERL's own (sharded model, optimizer, scheduler and random state, which torch pickles,
 so load only your own); what is published is a Hugging Face directory. Both appear whole or not at all.
+
+R is the length of a response.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings import VerlSettings
 
 ORIGIN = "origin.json"
-"""In a checkpoint: the weights that the model was opened from."""
+"""File in a checkpoint that names the weights which the model was opened from."""
 
 
 class VerlWorker:
@@ -45,8 +47,8 @@ class VerlWorker:
     Args:
         origin: Weights in Hugging Face's format.
         settings: VERL's configuration.
-        steps: Steps in all, which a schedule of the learning rate is stretched over.
-        threads: Torch's threads in the calling thread; 0 leaves them.
+        steps: Steps of the whole run, over which the learning rate is scheduled.
+        threads: Torch's threads in the calling thread; 0 leaves them as they are.
 
     Raises:
         ConfigError: VERL is not usable here, or the weights cannot be trained by it.
@@ -86,7 +88,7 @@ class VerlWorker:
         return self._infer(self._worker, samples)
 
     def reference_logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
-        """Return those of the weights that the model was opened from, [R] per sample on the CPU.
+        """Return the log-probabilities by the weights that the model was opened from, [R] per sample on the CPU.
 
         With adapters these are the same weights without them; else a second model is opened on the first call.
         """
@@ -100,23 +102,28 @@ class VerlWorker:
         return self._infer(self._reference, samples)
 
     def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
-        """Do one optimizer update on the rows of `rollouts` rollouts; `is_last` of its step moves the schedule."""
+        """Do one optimizer update on the rows of `rollouts` rollouts and return what to log.
+
+        `is_last` says that it is the last of its step, which moves the schedule of the learning rate.
+        """
         self.use_threads()
         actor = self._settings.actor
         if actor.loss_agg_mode == "seq-mean-token-mean":
-            samples = per_rollout(samples)
+            samples = per_rollout(samples)  # a mean over each rollout's tokens, where VERL takes one over each row's
         options: dict[str, Any] = {
+            # What VERL divides a mean over sequences by. Its sequences are rows; here it is the number of rollouts, so
+            # that a rollout weighs the same in one row as in ten.
             "global_batch_size": rollouts,
             "update_lr_scheduler": is_last,
-            "calculate_entropy": actor.entropy_coeff != 0.0,
+            "calculate_entropy": actor.entropy_coeff != 0.0,  # a softmax over the vocabulary: only where it is used
         }
         correction = self._settings.algorithm.rollout_correction
         if correction.rollout_is:
-            options["is_threshold"] = correction.rollout_is_threshold
+            options["is_threshold"] = correction.rollout_is_threshold  # the bound of `batches.importance`
         return plain_metrics(self._worker.train_batch(self._batch(samples, **options))["metrics"])
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a training checkpoint and remove those of steps before the last `keep`, which is two at least.
+        """Write a training checkpoint and remove old ones; the last `keep` stay, and two at least.
 
         The one before stays because the run's state names it until the new state is saved.
         """
@@ -131,7 +138,7 @@ class VerlWorker:
     def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
         """Write the weights to serve as a Hugging Face directory and return the resource that names it.
 
-        Beside them what they say about a fixed text (`agl.schemas._probe`), so that a server of them can be checked.
+        A probe beside them (`probe.py`) lets a policy check that it serves these weights.
         """
         target = step_directory(workdir.absolute() / "weights", step)
         write_directory(target, self._write_weights)
@@ -147,18 +154,19 @@ class VerlWorker:
         else:
             state = {name: tensor.detach().cpu() for name, tensor in engine.get_per_tensor_param()[0]}
         config = engine.model_config.hf_config
+        # transformers saves through a model object; one on the meta device has shapes and takes no memory.
         with torch.device("meta"):
             shell = cast("Any", AutoModelForCausalLM).from_config(config)
         if config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)
+            state.pop("lm_head.weight", None)  # the same tensor as the embedding; stored once
         with no_progress_bars():
             shell.save_pretrained(directory, state_dict=state)
         engine.model_config.tokenizer.save_pretrained(directory)
         put_probe(directory, engine.model_config.tokenizer, self._score_tokens)
 
     def _score_tokens(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of every token but the first, by the engine."""
-        others = torch.ones(len(token_ids) - 1)
+        """Return the engine's log-probability of every token but the first; [N - 1] for N tokens."""
+        others = torch.ones(len(token_ids) - 1)  # [R]: a row whose prompt is its first token
         row = RowSample(
             rollout="probe",
             group=0,
@@ -166,7 +174,7 @@ class VerlWorker:
             mask=others.bool(),
             advantages=torch.zeros_like(others),
             behaviour=torch.zeros_like(others),
-            temperature=1.0,
+            temperature=1.0,  # log-probabilities of the model itself, as every reader of a probe expects
         )
         return [float(value) for value in self._infer(self._worker, [row])[0]]
 
@@ -184,7 +192,7 @@ class VerlWorker:
 
 @contextmanager
 def no_progress_bars() -> Generator[None]:
-    """Keep transformers from drawing progress bars over an experiment's own inside the block."""
+    """Keep transformers, inside the block, from drawing progress bars over the experiment's own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -217,15 +225,18 @@ def check_device(settings: VerlSettings, device: torch.device) -> None:
 def merged_weights(module: Any) -> dict[str, Tensor]:
     """Return the weights with their adapters added, by their names without adapters, on the CPU.
 
+    W = W_0 + (alpha / r) * B @ A for every adapted layer (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1).
+
     VERL 0.9.1's own merge gave the weights without their adapters in one process on the CPU, and its export for servers
-    rounds merged weights to bfloat16; what is published must be what is trained, so the sum is taken here.
+    rounds merged weights to bfloat16. What is published must be what is trained, so the sum is taken here.
     """
     from peft.tuners.lora import LoraLayer
 
     state = {name: _gathered(tensor) for name, tensor in module.state_dict().items()}
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
-            scaling: float = cast("Any", layer).scaling["default"]
+            scaling: float = cast("Any", layer).scaling["default"]  # alpha / r
+            # [out, in] = [out, r] @ [r, in]: B @ A, of the shape of the layer's own weight
             change = state[f"{name}.lora_B.default.weight"] @ state[f"{name}.lora_A.default.weight"]
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = weight + scaling * change
@@ -233,4 +244,5 @@ def merged_weights(module: Any) -> dict[str, Tensor]:
 
 
 def _gathered(tensor: Any) -> Tensor:
+    """Return a whole tensor on the CPU; FSDP2 keeps each rank's shard as a DTensor."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()

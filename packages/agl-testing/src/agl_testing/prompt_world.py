@@ -193,7 +193,7 @@ def obeyed_styles(prompt: str) -> dict[str, str]:
 
 
 def is_brief(styles: Mapping[str, str]) -> bool:
-    """Whether a prompt holds the trap."""
+    """Return whether a prompt holds the trap."""
     return styles.get(TRAP[0]) == TRAP[1]
 
 

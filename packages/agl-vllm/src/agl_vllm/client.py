@@ -35,7 +35,7 @@ class ServerClient:
         return self.base_url.removesuffix("/v1")
 
     async def is_healthy(self) -> bool:
-        """Whether the server is up and its engine lives."""
+        """Return whether the server is up and its engine lives."""
         timeout = aiohttp.ClientTimeout(total=10)
         try:
             async with (

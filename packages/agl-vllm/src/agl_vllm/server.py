@@ -94,7 +94,7 @@ class LocalServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """True if its process lives."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self, *, model: str) -> None:

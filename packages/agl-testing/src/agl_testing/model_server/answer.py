@@ -64,12 +64,12 @@ class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wants_ids(self) -> bool:
-        """Whether token ids go into the response."""
+        """True if token ids go into the response."""
         return bool(self.body.get("return_token_ids")) and self.flavour in ("vllm", "sglang")
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """True if a stream ends with a usage chunk."""
         options: dict[str, Any] = self.body.get("stream_options") or {}
         return bool(options.get("include_usage"))
 
