@@ -129,10 +129,11 @@ class GEPA(PromptSearch):
             reflection_minibatch_size=size,
             perfect_score=self.settings.perfect_score,
             use_merge=self._use_merge,
+            # The library stops between iterations only; within one, the budget stops the adapter.
             stop_callbacks=[adapter.should_stop],
             logger=_NoLog(),
             track_best_outputs=False,
-            cache_evaluation=False,
+            cache_evaluation=False,  # it would take train task 3 for validation task 3
             seed=self.random(step, "gepa").randrange(2**31),
         )
 
@@ -189,6 +190,7 @@ class _Phase:
         self._requests += 1
         jobs = [MeasureJob(candidate, split, positions) for split, positions in _by_split(places).items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
+        # The library runs a proposal on all validation tasks only after accepting it on a few, so it is a new member.
         if len(places) == len(search.order) and places[0][0] == "val":
             self._enter(candidate)
 

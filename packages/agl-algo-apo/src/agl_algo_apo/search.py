@@ -64,7 +64,7 @@ class PromptSearch:
         self.lineage = Lineage()
         self.progress = SearchProgress()
         self.result: Result | None = None
-        self._saved_scores: dict[tuple[str, str], VersionScore] = {}
+        self._told: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
         """Take one step of the search; to be overridden."""
@@ -381,9 +381,9 @@ class PromptSearch:
             live={name: self.context.current(name).version for name in self.context.tunes},
             result=self.result,
         )
-        new = {owner: score for owner, score in scores.items() if self._saved_scores.get(owner) != score}
+        new = {owner: score for owner, score in scores.items() if self._told.get(owner) != score}
         await save_scores(self.context.store, new)
-        self._saved_scores |= new
+        self._told |= new
 
     def _metadata(self) -> dict[str, Json]:
         best = self.best

@@ -23,7 +23,7 @@ def version_scores(
     live: Mapping[str, str],
     result: Result | None,
 ) -> dict[tuple[str, str], VersionScore]:
-    """Return the scores by (resource, version).
+    """The scores by (resource, version).
 
     Args:
         lineage: All candidates.

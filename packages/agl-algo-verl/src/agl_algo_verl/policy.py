@@ -78,12 +78,12 @@ class VerlPolicy:
         return Weights(uri=self._model)
 
     async def start(self) -> LLM:
-        """Listen and return the endpoint; raises PolicyError when the port is taken or the policy serves already."""
+        """Listen; raises PolicyError when the port is taken."""
         if self._thread.is_alive():
             raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
         self._thread.start()
         try:
-            port = await self._on_loop(self._relay.start(self._host, self._port))
+            port = await self._there(self._relay.start(self._host, self._port))
         except OSError as error:
             raise PolicyError(
                 f"the policy {self.name!r} cannot listen on {self._host}:{self._port} ({error}); "
@@ -95,23 +95,20 @@ class VerlPolicy:
         """Stop serving; idempotent."""
         if not self._thread.is_alive():
             return
-        await self._on_loop(self._relay.stop())
-        await self._on_loop(self._leave_home())
+        await self._there(self._relay.stop())
+        await self._there(self._leave_home())
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
 
     async def load(self, version: ResourceVersion) -> None:
-        """Serve these weights from home; VERL's replicas need nothing, for VERL hands them its weights itself.
-
-        Raises ConfigError for a resource that holds no weights.
-        """
+        """Serve these weights; replicas of VERL have them already, for VERL handed them over itself."""
         if not isinstance(version.resource, Weights):
             raise ConfigError(
                 f"the policy {self.name!r} can load weights, and {version.name}@{version.version} is a "
                 f"{type(version.resource).__name__}; let an algorithm that trains weights tune it"
             )
-        await self._on_loop(self._load(version))
+        await self._there(self._load(version))
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
         """Send calls to VERL's replicas from now on; calls that were held go there.
@@ -125,31 +122,30 @@ class VerlPolicy:
         urls = tuple(f"http://{address}/v1" for address in addresses)
         known = self._replicas
         same = known if known is not None and known.urls == urls else None
-        model = same.model if same else await self._on_loop(self._relay.model_of(urls[0]))
-        await self._on_loop(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
+        model = same.model if same else await self._there(self._relay.model_of(urls[0]))
+        await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
 
     async def hold(self) -> None:
         """Hold new calls until `attach`, `detach` or `stop`; returns once the calls under way have ended."""
-        await self._on_loop(self._relay.gate.hold())
+        await self._there(self._relay.gate.hold())
 
     async def detach(self) -> None:
         """Send calls home from now on; idempotent.
 
         Calls that wait because their replicas are gone go on waiting, for `attach` or `stop`.
         """
-        await self._on_loop(self._attach(None))
+        await self._there(self._attach(None))
 
     async def lost(self) -> None:
         """Return once a call has found that none of the replicas can be reached any more."""
-        await self._on_loop(self._relay.lost.wait())
+        await self._there(self._relay.lost.wait())
 
     def counts(self) -> dict[str, int]:
         """Return how many calls replicas have answered, and how many times one could not be reached."""
         relay = self._relay
         return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
 
-    async def _on_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Return the result of `work`, run in the policy's own event loop."""
+    async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _load(self, version: ResourceVersion) -> None:

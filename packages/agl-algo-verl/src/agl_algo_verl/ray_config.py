@@ -20,7 +20,7 @@ CHECKPOINTS = "global_step_{}"
 """VERL's name for the directory of a step."""
 
 METRICS = "metrics.jsonl"
-"""Where VERL's file logger writes, in the directory of the checkpoints."""
+"""File that VERL's file logger writes, in the directory of the checkpoints."""
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 """Precision on the CPU, where bfloat16 is slow."""

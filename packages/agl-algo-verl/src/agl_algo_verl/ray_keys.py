@@ -240,7 +240,7 @@ INSTALL_SERVER = {
     "vllm": 'it with: pip install "agl-algo-verl[vllm]"',
     "sglang": "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)",
 }
-"""How to install each server, as the end of a sentence that begins with Install."""
+"""The package to install for each server, as the end of a sentence that begins with Install."""
 
 
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:

@@ -43,7 +43,7 @@ class HFServer:
         )
 
     async def launch(self) -> str:
-        """Start to serve; returns `host:port`."""
+        """Serve; returns `host:port`."""
         llm = await self._policy.start()
         return llm.endpoint.removeprefix("http://").removesuffix("/v1")
 

@@ -1,4 +1,4 @@
-"""Where a step's groups come from: collected for the step, or carried over from requests that went on during updates.
+"""Supplies the groups of a step: collected for the step, or carried over from requests that went on during updates.
 
 A group is the rollouts of one task. In synchronous training a step asks for its groups and waits for all of them. In
 asynchronous training every group is a request of its own: a number of batches is asked for ahead, a step takes as many

@@ -1,4 +1,4 @@
-"""What a ``[policy.NAME] use = "vllm"`` table may say, checked before anything is started."""
+"""The settings of a ``[policy.NAME] use = "vllm"`` table, checked before anything is started."""
 
 import os
 import shutil
@@ -17,15 +17,17 @@ _OWN_ARGS = (
     *("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank"),
     *("--generation-config", "--logprobs-mode"),
 )
-_START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
+"""Arguments of vLLM's server that agl sets itself."""
 
+_START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
+"""Settings that mean nothing for servers that run already."""
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's ``--max-lora-rank`` takes."""
+"""Values that vLLM's ``--max-lora-rank`` accepts."""
 
 
 class VllmSettings(Record, frozen=True, kw_only=True):
-    """See :class:`agl_vllm.policy.VLLMPolicy`, whose arguments these are."""
+    """The arguments of :class:`agl_vllm.policy.VLLMPolicy`, which describes them."""
 
     model: str
     base_url: str | tuple[str, ...] = ()
@@ -52,17 +54,20 @@ class VllmSettings(Record, frozen=True, kw_only=True):
 
     @property
     def max_lora_rank(self) -> int:
-        """The smallest rank that vLLM can be told and that is not below ``lora_rank``; 0 for no adapters."""
+        """The smallest rank that vLLM accepts and that is not below ``lora_rank``; 0 for no adapters."""
         return next((rank for rank in _RANKS if rank >= self.lora_rank), 0) if self.lora_rank else 0
 
     @property
     def key(self) -> str:
-        """The servers' API key."""
+        """The servers' API key, ``""`` for none."""
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
 
 def read_settings(name: str, values: Mapping[str, Any]) -> VllmSettings:
-    """The settings of policy ``name``; raises :class:`ConfigError` for what is unknown, ignored or impossible."""
+    """Return the settings of policy ``name``.
+
+    Raises :class:`ConfigError` for keys that are unknown, would be ignored, or cannot work.
+    """
     known = VllmSettings.__struct_fields__
     unknown = sorted(values.keys() - set(known))
     if unknown:

@@ -1,4 +1,4 @@
-"""A model API with a script: known replies, known tokens, faults on demand, every byte recorded."""
+"""A model API for tests, on a real port: scripted replies, known tokens, faults on demand, every byte recorded."""
 
 from agl_testing.model_server.canned import CannedModelServer, CannedReply
 from agl_testing.model_server.codec import (

@@ -1,4 +1,4 @@
-"""From an HTTP request to a scripted response: parsing, faults, plain bodies and streams."""
+"""Turns HTTP requests into scripted responses: parsing, refusals, faults, plain bodies and streams."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``: requests to turns, exchanges to bodies and chunks."""
+"""Reads and writes ``POST /v1/chat/completions``: requests to turns, exchanges to bodies and chunks."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -9,12 +9,12 @@ from agl_testing.model_server.sse import DONE, data_event
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """The messages of a chat request."""
+    """Return the messages of a chat request."""
     return tuple(_turn(message) for message in body.get("messages", ()))
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """The plain response."""
+    """Return the plain response's body."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     out = {**_head(exchange, "chat.completion"), "choices": choices, "usage": _usage(exchange)}
     if exchange.wants_ids and exchange.flavour == "vllm":
@@ -23,7 +23,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """The streamed response; vLLM's ``prompt_token_ids`` are on the very first chunk only."""
+    """Yield the streamed response's events; as in vLLM, only the very first has ``prompt_token_ids``."""
     for index in range(len(exchange.answers)):
         first = _chunk(exchange, index, {"role": "assistant", "content": ""})
         if exchange.wants_ids and index == 0:

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``: text or token prompts, one or several; ids stand inside the choices."""
+"""Reads and writes ``POST /v1/completions``: text or token prompts, one or several; choices hold the token ids."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,12 +9,12 @@ from agl_testing.model_server.sse import DONE, data_event
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """Each prompt as a user turn."""
+    """Return each prompt as a user turn."""
     return tuple(ConversationTurn(role="user", text=decode(ids)) for ids in prompts_of(body))
 
 
 def prompts_of(body: dict[str, Any]) -> list[list[int]]:
-    """The ids of each prompt: a text, a list of ids, or a list of either."""
+    """Return the ids of each prompt; a request holds a text, a list of ids, or a list of either."""
     prompt = body.get("prompt", "")
     if isinstance(prompt, str):
         return [encode(prompt)]
@@ -24,13 +24,13 @@ def prompts_of(body: dict[str, Any]) -> list[list[int]]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """The plain response."""
+    """Return the plain response's body."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     return {**_head(exchange), "choices": choices, "usage": _usage(exchange)}
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """The streamed response; a choice's prompt ids are on its first chunk only."""
+    """Yield the streamed response's events; only the first of a choice has its prompt ids."""
     for index, answer in enumerate(exchange.answers):
         for position, piece in enumerate(answer.pieces):
             chunk = {**_head(exchange), "choices": [_piece_choice(exchange, index, answer, piece)]}

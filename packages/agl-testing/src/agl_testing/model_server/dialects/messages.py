@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: Anthropic's blocks in and out, with its named events; it has no token ids."""
+"""Reads and writes ``POST /v1/messages``: Anthropic's blocks and named events, which have no token ids."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -13,7 +13,7 @@ _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_to
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """System prompt and messages; each tool result is a turn of its own."""
+    """Return the system prompt and the messages; each tool result is a turn of its own."""
     turns: list[ConversationTurn] = []
     if body.get("system"):
         turns.append(ConversationTurn(role="system", text=_text(_blocks(body["system"]))))
@@ -23,7 +23,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """The plain response."""
+    """Return the plain response's body."""
     answer = exchange.answers[0]
     content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if _has_text(answer) else []
     for index, call in enumerate(answer.calls):
@@ -33,7 +33,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """The streamed response: start, one run of events per block, the end."""
+    """Yield the streamed response's events: the start, those of one block after the other, the end."""
     yield from map(named_event, _events(exchange))
 
 

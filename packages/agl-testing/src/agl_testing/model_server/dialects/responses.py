@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: items in, typed items and events out; ids in vLLM's raw messages when enabled."""
+"""Reads and writes ``POST /v1/responses``: typed items and events, and vLLM's raw messages with ids if enabled."""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -9,7 +9,7 @@ from agl_testing.model_server.sse import named_event
 
 
 def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
-    """Instructions and input items; consecutive items of the assistant make one turn."""
+    """Return instructions and input items as turns; consecutive items of the assistant make one turn."""
     turns: list[ConversationTurn] = []
     if body.get("instructions"):
         turns.append(ConversationTurn(role="system", text=body["instructions"]))
@@ -25,7 +25,7 @@ def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
 
 
 def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
-    """The plain response, also sent at the end of a stream."""
+    """Return the plain response's body, which also ends a stream."""
     answer = exchange.answers[0]
     out = _response(exchange, "incomplete" if answer.reason == "length" else "completed")
     out["output"] = _output(exchange)
@@ -39,7 +39,7 @@ def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
 
 
 def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
-    """The streamed response: every event typed, numbered from 0."""
+    """Yield the streamed response's events, typed and numbered from 0."""
     for number, event in enumerate(_events(exchange)):
         yield named_event({**event, "sequence_number": number})
 
