@@ -16,7 +16,7 @@ from agl_algo_apo.proposals import extract
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply
-from agl_testing.prompt_world import WORLDS, PromptWorld, Rule, easy, line_of
+from agl_testing.prompt_world import WORLDS, PromptWorld, StyleRule, easy, line_of
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 
 Optimize = Callable[..., Any]
@@ -128,7 +128,7 @@ def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode:
 
 
 def test_perfect_score_ends_the_search(optimize: Optimize) -> None:
-    world = PromptWorld(rules=(Rule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
+    world = PromptWorld(rules=(StyleRule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
     run = optimize(world, budget=500)
     assert run.stop_reason.startswith("perfect:")
     assert line_of("date", "ISO 8601") in run.best["clerk_prompt"]
@@ -136,7 +136,7 @@ def test_perfect_score_ends_the_search(optimize: Optimize) -> None:
 
 
 def test_perfect_first_prompt_costs_one_measurement(optimize: Optimize) -> None:
-    world = PromptWorld(rules=(Rule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
+    world = PromptWorld(rules=(StyleRule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
     run = optimize(world, resources=dict(world.solution()), budget=500)
     assert run.stop_reason.startswith("perfect:")
     assert 32 == len(run.paid)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, Limits, Prices
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits, Prices
 from agl_algo_apo.settings import SearchSettings, spending_plan
 
 ORDERS = st.lists(
@@ -29,7 +29,7 @@ ORDERS = st.lists(
     kept=st.integers(0, 20),
 )
 def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: Any) -> None:
-    budget = Budget(Limits(**limits), prices=Prices(input=1.0, output=5.0, rollout=0.001), kept=kept)
+    budget = Budget(BudgetLimits(**limits), prices=Prices(input=1.0, output=5.0, rollout=0.001), kept=kept)
     started = 0
     for kind, first, second, share in orders:
         try:
@@ -50,7 +50,7 @@ def test_no_order_of_spending_exceeds_a_limit(orders: Any, kept: int, **limits: 
 
 
 def test_rollouts_that_are_held_back_can_be_used_after_the_release() -> None:
-    budget = Budget(Limits(rollouts=10), kept=4)
+    budget = Budget(BudgetLimits(rollouts=10), kept=4)
     budget.take_rollouts(6)
     with pytest.raises(BudgetExhaustedError, match="1 rollouts are needed and 0 are left"):
         budget.take_rollouts(1)
@@ -60,7 +60,7 @@ def test_rollouts_that_are_held_back_can_be_used_after_the_release() -> None:
 
 
 def test_refused_reservation_costs_nothing_and_an_unused_part_comes_back() -> None:
-    budget = Budget(Limits(tokens=1000))
+    budget = Budget(BudgetLimits(tokens=1000))
     paid = budget.take_call(max_input=500, max_output=400)
     with pytest.raises(BudgetExhaustedError):
         budget.take_call(max_input=500, max_output=400)
@@ -70,9 +70,9 @@ def test_refused_reservation_costs_nothing_and_an_unused_part_comes_back() -> No
 
 
 def test_saved_budget_continues() -> None:
-    budget = Budget(Limits(rollouts=10))
+    budget = Budget(BudgetLimits(rollouts=10))
     budget.take_rollouts(7)
-    other = Budget(Limits(rollouts=10))
+    other = Budget(BudgetLimits(rollouts=10))
     other.load(budget.dump())
     assert 3 == other.rollouts_left()
 
@@ -80,7 +80,7 @@ def test_saved_budget_continues() -> None:
 @pytest.mark.parametrize("limits", [{"rollouts": -1}, {"money": -0.5}])
 def test_negative_limit_is_refused(limits: Any) -> None:
     with pytest.raises(ConfigError, match="at least 0"):
-        Budget(Limits(**limits), prices=Prices(rollout=1.0))
+        Budget(BudgetLimits(**limits), prices=Prices(rollout=1.0))
 
 
 @pytest.mark.parametrize("preset", ["light", "medium", "heavy"])

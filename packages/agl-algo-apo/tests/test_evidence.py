@@ -13,7 +13,7 @@ from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
-from agl_algo_apo.evaluate import Measured
+from agl_algo_apo.evaluation import Measured
 from agl_algo_apo.evidence import evidence_text, read_run, rendered
 from agl_run import Quiet
 from agl_testing.model_server import Reply, ScriptedModelServer
@@ -151,10 +151,10 @@ def test_filled_template_is_recognised(prompt: PromptTemplate, text: str, is_fou
 
 def test_long_messages_are_cut_in_the_middle(tmp_path: Path) -> None:
     measured = Measured(reward=0.0, rollout="r")
-    from agl_algo_apo.evidence import Run
+    from agl_algo_apo.evidence import EvidenceRun
 
     lines = tuple(f"line {n}" for n in range(2000))
-    text = Run(task="t", measured=measured, lines=lines).text(1)
+    text = EvidenceRun(task="t", measured=measured, lines=lines).text(1)
     assert len(text) < 4200
     assert "line 0\n" in text
     assert "line 1999" in text

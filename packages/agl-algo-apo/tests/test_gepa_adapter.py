@@ -11,10 +11,10 @@ from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 
 gepa = pytest.importorskip("gepa", reason="needs gepa")
 
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, Limits  # noqa: E402
-from agl_algo_apo.evaluate import Measured  # noqa: E402
-from agl_algo_apo.evidence import Run  # noqa: E402
-from agl_algo_apo.gepa_adapter import IDLE, Adapter, PhaseCancelledError, Place, Texts  # noqa: E402
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits  # noqa: E402
+from agl_algo_apo.evaluation import Measured  # noqa: E402
+from agl_algo_apo.evidence import EvidenceRun  # noqa: E402
+from agl_algo_apo.gepa_adapter import MAX_IDLE, GepaAdapter, PhaseCancelledError, TaskPlace, Texts  # noqa: E402
 from agl_algo_apo.optimizer import OptimizerDownError  # noqa: E402
 
 SEED = "You are the clerk.\nComplete the order.\n{order}"
@@ -24,17 +24,17 @@ class WorldHost:
     """Measures in this process, on a world without noise."""
 
     def __init__(self, world: PromptWorld, *, rollouts: int, optimizer: Any = None) -> None:
-        self.budget = Budget(Limits(rollouts=rollouts))
+        self.budget = Budget(BudgetLimits(rollouts=rollouts))
         self.requests: list[str] = []
         self.perfect = False
-        self.scores: dict[tuple[str, Place], Measured] = {}
+        self.scores: dict[tuple[str, TaskPlace], Measured] = {}
         self._world = world
         self._optimizer = optimizer or ScriptedOptimizer()
 
     async def refusal(self, texts: Texts) -> str:
         return "" if "{order}" in texts["clerk_prompt"] else "lost the placeholder"
 
-    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
+    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
         prompt = texts["clerk_prompt"]
         new = [place for place in places if (prompt, place) not in self.scores]
         self.budget.take_rollouts(len(new))
@@ -46,11 +46,11 @@ class WorldHost:
             reward, feedback = judge(self._world, task, answer, is_short=False, seed=str(place))
             self.scores[(prompt, place)] = Measured(reward=reward, rollout=str(place), feedback=feedback)
 
-    def known(self, texts: Texts, place: Place) -> Measured | None:
+    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
         return self.scores.get((texts["clerk_prompt"], place))
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
-        return [Run(task=item.rollout, measured=item, lines=("made: an answer",)) for item in measured]
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
+        return [EvidenceRun(task=item.rollout, measured=item, lines=("made: an answer",)) for item in measured]
 
     async def ask(self, request: str, number: int) -> str:
         self.requests.append(request)
@@ -68,8 +68,8 @@ class Silent:
         del message
 
 
-async def optimise(host: WorldHost, world: PromptWorld, *, patience: int = 5) -> tuple[Adapter, Any]:
-    adapter = Adapter(host, asyncio.get_running_loop(), patience=patience)
+async def optimise(host: WorldHost, world: PromptWorld, *, patience: int = 5) -> tuple[GepaAdapter, Any]:
+    adapter = GepaAdapter(host, asyncio.get_running_loop(), patience=patience)
     try:
         result = await asyncio.to_thread(
             gepa.optimize,
@@ -87,7 +87,7 @@ async def optimise(host: WorldHost, world: PromptWorld, *, patience: int = 5) ->
     return adapter, result
 
 
-def play(host: WorldHost, world: PromptWorld, **options: Any) -> tuple[Adapter, Any]:
+def play(host: WorldHost, world: PromptWorld, **options: Any) -> tuple[GepaAdapter, Any]:
     return asyncio.run(optimise(host, world, **options))
 
 
@@ -152,7 +152,7 @@ def test_iterations_that_pay_for_nothing_end_the_phase() -> None:
     host = WorldHost(world(), rollouts=400, optimizer=Same())
     adapter, _ = play(host, world())
     assert "nothing_to_learn" == adapter.stopped
-    assert len(host.requests) < IDLE + 8
+    assert len(host.requests) < MAX_IDLE + 8
 
 
 def test_equal_seeds_give_equal_phases() -> None:
@@ -174,7 +174,7 @@ def test_cancelled_phase_ends_its_thread() -> None:
             return ""
 
         host.ask = wait_for_ever
-        adapter = Adapter(host, asyncio.get_running_loop(), patience=5)
+        adapter = GepaAdapter(host, asyncio.get_running_loop(), patience=5)
         thread = asyncio.create_task(
             asyncio.to_thread(
                 gepa.optimize,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agl_algo_apo.budget import Budget, BudgetExhaustedError, Limits
+from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings
 from agl_testing.model_server import Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
 
@@ -16,10 +16,10 @@ Respond = Callable[[ModelRequest], Step]
 
 
 def ask(
-    respond: Respond, folder: Path, *questions: tuple[str, str], limits: Limits | None = None, **settings: Any
+    respond: Respond, folder: Path, *questions: tuple[str, str], limits: BudgetLimits | None = None, **settings: Any
 ) -> tuple[list[str | None], Budget, int]:
     """Ask everything at once; the answers, the budget and the number of requests that the server saw."""
-    budget = Budget(limits or Limits())
+    budget = Budget(limits or BudgetLimits())
 
     async def work(base_url: str) -> list[str | None]:
         given = OptimizerSettings(base_url=base_url, model="m", retry_s=0.01, **{"max_tokens": 50, **settings})
@@ -82,11 +82,11 @@ def test_one_failed_question_of_several_is_none(tmp_path: Path) -> None:
 
 
 def test_questions_beyond_the_budget_are_not_asked(tmp_path: Path) -> None:
-    limits = Limits(calls=2)
+    limits = BudgetLimits(calls=2)
     answers, _, calls = ask(lambda _: Reply(text="x"), tmp_path, ("a", "1"), ("b", "2"), ("c", "3"), limits=limits)
     assert (["x", "x", None], 2) == (answers, calls)
     with pytest.raises(BudgetExhaustedError):
-        ask(lambda _: Reply(text="x"), tmp_path, ("a", "1"), limits=Limits(calls=0))
+        ask(lambda _: Reply(text="x"), tmp_path, ("a", "1"), limits=BudgetLimits(calls=0))
 
 
 def test_fields_that_an_endpoint_refuses_are_left_out(tmp_path: Path) -> None:

@@ -8,14 +8,16 @@ from hypothesis import strategies as st
 
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, PromptTemplate
-from agl_algo_apo.templates import Rules, check_fields, check_seed, field_names, task_text, violation
+from agl_algo_apo.templates import TextRules, check_fields, check_seed, field_names, task_text, violation
 
-F_STRING = Rules(name="p", seed=PromptTemplate(template='Answer {question} as {{"answer": 1}} for {user[name]!r:>4}.'))
-JINJA = Rules(
+F_STRING = TextRules(
+    name="p", seed=PromptTemplate(template='Answer {question} as {{"answer": 1}} for {user[name]!r:>4}.')
+)
+JINJA = TextRules(
     name="p", seed=PromptTemplate(template="Answer {{ question }}{% if long %} at length{% endif %}.", engine="jinja")
 )
-PLAIN = Rules(name="p", seed=PromptTemplate(template="Answer {in} braces.", engine="plain"))
-TOOLS = Rules(
+PLAIN = TextRules(name="p", seed=PromptTemplate(template="Answer {in} braces.", engine="plain"))
+TOOLS = TextRules(
     name="tools",
     seed=JsonResource(value=[{"name": "find", "description": "Finds.", "args": {"k": {"type": "int", "default": 3}}}]),
 )
@@ -32,7 +34,7 @@ TOOLS = Rules(
         (TOOLS, '[{"name":"find","description":"Finds things, at most k.","args":{"k":{"type":"int","default":3}}}]'),
     ],
 )
-def test_text_that_keeps_the_rules_passes(rules: Rules, text: str) -> None:
+def test_text_that_keeps_the_rules_passes(rules: TextRules, text: str) -> None:
     assert "" == violation(text, rules)
 
 
@@ -59,12 +61,12 @@ def test_text_that_keeps_the_rules_passes(rules: Rules, text: str) -> None:
         (TOOLS, '[{"name":"find","description":7,"args":{"k":{"type":"int","default":3}}}]', "$[0].description"),
     ],
 )
-def test_text_that_breaks_a_rule_is_rejected_with_its_words(rules: Rules, text: str, reason: str) -> None:
+def test_text_that_breaks_a_rule_is_rejected_with_its_words(rules: TextRules, text: str, reason: str) -> None:
     assert reason in violation(text, rules)
 
 
 def test_length_invariants_and_copies_are_checked() -> None:
-    rules = Rules(name="p", seed=PromptTemplate(template="Say yes. {q}"), invariants=("Say yes.",), max_chars=200)
+    rules = TextRules(name="p", seed=PromptTemplate(template="Say yes. {q}"), invariants=("Say yes.",), max_chars=200)
     assert "Say yes" in violation("Say no. {q}", rules)
     assert "200 are allowed" in violation("Say yes. {q}" + "x" * 200, rules)
     task = task_text({"q": "Which of the two large green trains left the old station first?", "n": 3})
@@ -76,13 +78,13 @@ def test_length_invariants_and_copies_are_checked() -> None:
 @given(st.text(max_size=60))
 def test_literal_braces_survive_a_round_trip(literal: str) -> None:
     template = "{question}" + literal.replace("{", "{{").replace("}", "}}")
-    rules = Rules(name="p", seed=PromptTemplate(template="{question}"))
+    rules = TextRules(name="p", seed=PromptTemplate(template="{question}"))
     assert "" == violation(template, rules)
     assert "Q" + literal == PromptTemplate(template=template).format(question="Q")
 
 
 def test_rules_in_words_name_placeholders_and_invariants() -> None:
-    words = "\n".join(Rules(name="p", seed=F_STRING.seed, invariants=("Be kind.",), max_chars=50).words())
+    words = "\n".join(TextRules(name="p", seed=F_STRING.seed, invariants=("Be kind.",), max_chars=50).words())
     for part in ("{question}", "{user[name]!r:>4}", "at most 50", "Be kind.", "{{ or }}"):
         assert part in words
 
@@ -98,4 +100,4 @@ def test_fields_that_tasks_lack_are_refused_unless_the_agent_fills_them() -> Non
 
 def test_seed_that_is_no_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="no valid template"):
-        check_seed(Rules(name="p", seed=PromptTemplate(template="{a")))
+        check_seed(TextRules(name="p", seed=PromptTemplate(template="{a")))

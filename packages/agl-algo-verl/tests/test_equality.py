@@ -17,8 +17,8 @@ from agl.schemas import CallCredit
 from agl_algo_verl.advantages import advantages
 from agl_algo_verl.batches import importance
 from agl_algo_verl.opening import actor_config
-from agl_algo_verl.rows import Sample
-from agl_algo_verl.settings import Algorithm, read_settings
+from agl_algo_verl.rows import RowSample
+from agl_algo_verl.settings import AlgorithmKeys, read_settings
 from agl_algo_verl.shaping import gae
 
 from .world import config
@@ -44,11 +44,11 @@ ragged = st.lists(st.lists(st.lists(values, min_size=1, max_size=4), min_size=2,
 episodes = st.lists(st.lists(same, min_size=2, max_size=5), min_size=1, max_size=4)
 
 PAIRS = [
-    ("grpo", Algorithm(adv_estimator="grpo")),
-    ("dr_grpo", Algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)),
-    ("rloo", Algorithm(adv_estimator="rloo")),
-    ("reinforce++", Algorithm(adv_estimator="reinforce_plus_plus")),
-    ("reinforce++-baseline", Algorithm(adv_estimator="reinforce_plus_plus_baseline")),
+    ("grpo", AlgorithmKeys(adv_estimator="grpo")),
+    ("dr_grpo", AlgorithmKeys(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)),
+    ("rloo", AlgorithmKeys(adv_estimator="rloo")),
+    ("reinforce++", AlgorithmKeys(adv_estimator="reinforce_plus_plus")),
+    ("reinforce++-baseline", AlgorithmKeys(adv_estimator="reinforce_plus_plus_baseline")),
 ]
 ESTIMATORS = pytest.mark.parametrize(("name", "algorithm"), PAIRS, ids=[pair[0] for pair in PAIRS])
 
@@ -58,7 +58,7 @@ def is_told_apart(group: list[float]) -> bool:
     return max(group) - min(group) > 1e-3
 
 
-def through_verl(groups: list[list[list[float]]], algorithm: Algorithm) -> list[float]:
+def through_verl(groups: list[list[list[float]]], algorithm: AlgorithmKeys) -> list[float]:
     places = [index for index, group in enumerate(groups) for _ in group]
     credits = [
         [CallCredit(span_id=f"{g}/{r}/{c}", value=value, baseline=f"task {g}") for c, value in enumerate(calls)]
@@ -83,7 +83,7 @@ def through_torch(groups: list[list[list[float]]], estimator: str) -> list[float
 @settings(max_examples=60, deadline=None)
 @given(groups=episodes)
 def test_advantages_of_whole_episodes_are_the_same_numbers(
-    name: str, algorithm: Algorithm, groups: list[list[list[float]]]
+    name: str, algorithm: AlgorithmKeys, groups: list[list[list[float]]]
 ) -> None:
     assert through_torch(groups, name) == through_verl(groups, algorithm)
 
@@ -92,7 +92,7 @@ def test_advantages_of_whole_episodes_are_the_same_numbers(
 @settings(max_examples=60, deadline=None)
 @given(groups=ragged)
 def test_advantages_of_single_calls_are_the_same_numbers(
-    name: str, algorithm: Algorithm, groups: list[list[list[float]]]
+    name: str, algorithm: AlgorithmKeys, groups: list[list[list[float]]]
 ) -> None:
     assert through_torch(groups, name) == through_verl(groups, algorithm)
 
@@ -102,7 +102,7 @@ def test_advantages_of_single_calls_are_the_same_numbers(
 @settings(max_examples=60, deadline=None)
 @given(groups=st.lists(st.lists(values, min_size=2, max_size=6).filter(is_told_apart), min_size=1, max_size=4))
 def test_advantages_are_those_of_verls_functions(
-    name: str, algorithm: Algorithm, groups: list[list[float]], dtype: torch.dtype, tolerance: float
+    name: str, algorithm: AlgorithmKeys, groups: list[list[float]], dtype: torch.dtype, tolerance: float
 ) -> None:
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -200,9 +200,9 @@ def draw(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, count: int) 
     return [pad([part[index] for part in parts]) for index in range(count)]
 
 
-def sample(mask: list[bool], values: torch.Tensor) -> Sample:
+def sample(mask: list[bool], values: torch.Tensor) -> RowSample:
     """A row whose prompt is one token and whose response has this mask."""
-    return Sample(
+    return RowSample(
         rollout="r",
         group=0,
         ids=torch.zeros(len(mask) + 1, dtype=torch.int64),

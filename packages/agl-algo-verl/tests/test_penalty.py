@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agl.schemas import CallCredit
-from agl_algo_verl.control import KlController
-from agl_algo_verl.rows import Prepared, Sample
-from agl_algo_verl.settings import Algorithm, KlControl
+from agl_algo_verl.kl_control import KlController
+from agl_algo_verl.rows import PreparedStep, RowSample
+from agl_algo_verl.settings import AlgorithmKeys, KlControlKeys
 from agl_algo_verl.shaping import penalise, with_penalty
 from agl_testing.conformance import AlgorithmConformance
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 LORA: dict[str, Any] = {"model.lora_rank": 4, "model.lora_alpha": 16, "actor.optim.lr": 3e-2}
 
 
-def sample(rollout: str, *, old: list[float], reference: list[float], mask: list[int]) -> Sample:
+def sample(rollout: str, *, old: list[float], reference: list[float], mask: list[int]) -> RowSample:
     count = len(mask)
-    return Sample(
+    return RowSample(
         rollout=rollout,
         group=0,
         ids=torch.arange(count + 1),
@@ -45,21 +45,23 @@ def test_a_penalty_takes_the_kl_of_all_its_tokens_off_a_rollouts_score() -> None
         sample("a", old=[-1.0, -1.0], reference=[-2.0, -4.0], mask=[1, 1]),
         sample("b", old=[-1.0, -1.0], reference=[-1.0, -9.0], mask=[1, 0]),
     ]
-    settings = Algorithm(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
+    settings = AlgorithmKeys(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
     penalty = penalise(rows, settings=settings, beta=0.5)
     assert [[-0.5, -1.5], [0.0, 0.0]] == [rewards.tolist() for rewards in penalty.rewards]
     assert pytest.approx(4.0 / 3) == penalty.kl
     credits = tuple((CallCredit(span_id=f"{name}/0", value=1.0, baseline="t"),) for name in "ab")
-    prepared = Prepared(samples=rows, rollouts=[("a", 0), ("b", 0)], metrics={}, credits=credits)
+    prepared = PreparedStep(samples=rows, rollouts=[("a", 0), ("b", 0)], metrics={}, credits=credits)
     shaped = with_penalty(prepared, rows, penalty=penalty, settings=settings)
     assert [[-1.0, -1.0], [1.0, 1.0]] == [row.advantages.tolist() for row in shaped]
 
 
 def test_an_adaptive_weight_follows_the_kl_and_a_fixed_one_stays() -> None:
-    adaptive = KlController(Algorithm(kl_ctrl=KlControl(type="adaptive", kl_coef=0.1, horizon=100, target_kl=0.5)))
+    adaptive = KlController(
+        AlgorithmKeys(kl_ctrl=KlControlKeys(type="adaptive", kl_coef=0.1, horizon=100, target_kl=0.5))
+    )
     adaptive.update(kl=5.0, rollouts=50)
     assert pytest.approx(0.1 * (1 + 0.2 * 50 / 100)) == adaptive.value
-    fixed = KlController(Algorithm(kl_ctrl=KlControl(kl_coef=0.1)))
+    fixed = KlController(AlgorithmKeys(kl_ctrl=KlControlKeys(kl_coef=0.1)))
     fixed.update(kl=5.0, rollouts=50)
     assert 0.1 == fixed.value
 

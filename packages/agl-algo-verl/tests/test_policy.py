@@ -16,7 +16,7 @@ from aiohttp import web
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_algo_verl.policy import VerlPolicy
-from agl_algo_verl.relay import in_order, told
+from agl_algo_verl.relay import preferred_order, with_version
 from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def test_answers_say_which_weights_gave_them_unless_the_replica_says_it() -> Non
 
     asyncio.run(body())
     own = b'{"weight_versions": []}'
-    assert (own, b"x", b"[1]") == (told(own, "v"), told(b"x", "v"), told(b"[1]", "v"))
+    assert (own, b"x", b"[1]") == (with_version(own, "v"), with_version(b"x", "v"), with_version(b"[1]", "v"))
 
 
 def test_calls_are_held_while_weights_change_and_those_under_way_end_before() -> None:
@@ -224,8 +224,8 @@ def test_calls_wait_for_other_replicas_where_all_are_dead() -> None:
 
 def test_few_conversations_move_when_a_replica_goes() -> None:
     urls = [f"http://host{i}/v1" for i in range(4)]
-    before = {key: in_order(urls, key)[0] for key in map(str, range(400))}
-    after = {key: in_order(urls[:3], key)[0] for key in before}
+    before = {key: preferred_order(urls, key)[0] for key in map(str, range(400))}
+    after = {key: preferred_order(urls[:3], key)[0] for key in before}
     assert {urls[3]} == {before[key] for key in before if before[key] != after[key]}
     assert min(Counter(before.values()).values()) > 60
 

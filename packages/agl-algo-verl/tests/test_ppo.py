@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from agl.errors import ConfigError
 from agl.schemas import CallCredit
-from agl_algo_verl.rows import Prepared, Sample
-from agl_algo_verl.settings import Algorithm
+from agl_algo_verl.rows import PreparedStep, RowSample
+from agl_algo_verl.settings import AlgorithmKeys
 from agl_algo_verl.shaping import with_values
 from agl_testing.conformance import AlgorithmConformance
 
@@ -29,9 +29,9 @@ PPO: dict[str, Any] = {
 }
 
 
-def row(name: str, *, mask: list[int], values: list[float], calls: tuple[tuple[str, int, int], ...]) -> Sample:
+def row(name: str, *, mask: list[int], values: list[float], calls: tuple[tuple[str, int, int], ...]) -> RowSample:
     count = len(mask)
-    return Sample(
+    return RowSample(
         rollout=name,
         group=0,
         ids=torch.arange(count + 1),
@@ -44,12 +44,12 @@ def row(name: str, *, mask: list[int], values: list[float], calls: tuple[tuple[s
     )
 
 
-def prepared(rows: list[Sample], **returns: list[float]) -> Prepared:
+def prepared(rows: list[RowSample], **returns: list[float]) -> PreparedStep:
     credits = tuple(
         tuple(CallCredit(span_id=f"{name}/{i}", value=value, baseline="t") for i, value in enumerate(values))
         for name, values in returns.items()
     )
-    return Prepared(samples=rows, rollouts=[(name, 0) for name in returns], metrics={}, credits=credits)
+    return PreparedStep(samples=rows, rollouts=[(name, 0) for name in returns], metrics={}, credits=credits)
 
 
 def test_returns_of_calls_reach_their_tokens_and_not_what_the_policy_read() -> None:
@@ -57,7 +57,7 @@ def test_returns_of_calls_reach_their_tokens_and_not_what_the_policy_read() -> N
     one = row("a", mask=[1, 1, 0, 1], values=[0.0] * 4, calls=(("a/0", 0, 2), ("a/1", 3, 4)))
     two = row("b", mask=[1], values=[0.0], calls=(("b/0", 0, 1),))
     batch = prepared([one, two], a=[3.0, 1.0], b=[2.0])
-    shaped = with_values(batch, [one, two], penalty=None, settings=Algorithm(adv_estimator="gae"))
+    shaped = with_values(batch, [one, two], penalty=None, settings=AlgorithmKeys(adv_estimator="gae"))
     assert [[3.0, 3.0, 0.0, 1.0], [2.0]] == [s.returns.tolist() for s in shaped if s.returns is not None]
     whitened = torch.cat([s.advantages[s.mask] for s in shaped])
     assert pytest.approx(0.0, abs=1e-6) == float(whitened.mean())
@@ -67,14 +67,14 @@ def test_returns_of_calls_reach_their_tokens_and_not_what_the_policy_read() -> N
 def test_finished_advantages_are_refused() -> None:
     one = row("a", mask=[1], values=[0.0], calls=(("a/0", 0, 1),))
     credits = ((CallCredit(span_id="a/0", value=1.0, baseline="t", is_advantage=True),),)
-    batch = Prepared(samples=[one], rollouts=[("a", 0)], metrics={}, credits=credits)
+    batch = PreparedStep(samples=[one], rollouts=[("a", 0)], metrics={}, credits=credits)
     with pytest.raises(ConfigError, match="finished advantages"):
-        with_values(batch, [one], penalty=None, settings=Algorithm(adv_estimator="gae"))
+        with_values(batch, [one], penalty=None, settings=AlgorithmKeys(adv_estimator="gae"))
 
 
 def test_a_single_token_has_nothing_to_be_compared_with() -> None:
     one = row("a", mask=[1], values=[0.5], calls=(("a/0", 0, 1),))
-    (shaped,) = with_values(prepared([one], a=[2.0]), [one], penalty=None, settings=Algorithm(adv_estimator="gae"))
+    (shaped,) = with_values(prepared([one], a=[2.0]), [one], penalty=None, settings=AlgorithmKeys(adv_estimator="gae"))
     assert ([0.0], 2.0) == (shaped.advantages.tolist(), float(shaped.returns[0]))  # type: ignore[index]
 
 

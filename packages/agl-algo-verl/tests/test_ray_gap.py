@@ -9,8 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from agl_algo_verl.patched_lines import expect_line
 from agl_algo_verl.ray_gap import LARGEST, MEAN, report_gap
-from agl_algo_verl.sources import expect
 
 
 @pytest.fixture
@@ -46,4 +46,4 @@ def test_verls_report_has_the_gap_of_trained_tokens(trainer: Any) -> None:
 
 def test_a_verl_without_the_line_is_left_as_it_is() -> None:
     with pytest.raises(RuntimeError, match=r"replaces no such line in .*Run: pip install"):
-        expect(report_gap, "no such line")
+        expect_line(report_gap, "no such line")

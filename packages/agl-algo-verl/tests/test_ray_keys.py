@@ -49,10 +49,10 @@ def composed(**keys: Any) -> dict[str, Any]:
         ({"critic.shuffle": True}, "has no critic"),
         (
             {"algorithm.adv_estimator": "gae", "model.lora_rank": 4, "actor.use_kl_loss": True},
-            "that the critic has not",
+            "the critic, which has none",
         ),
         ({"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 1}, "one update of the critic"),
-        ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 4}, "value head as it began"),
+        ({"algorithm.adv_estimator": "gae", "critic.model.lora_rank": 4}, "never train its value head"),
         ({"algorithm.adv_estimator": "gae", "actor.loss_agg_mode": "seq-mean-token-mean"}, "with a critic and engine"),
         ({"trainer.n_gpus_per_node": 0}, "whole numbers from 1"),
     ],

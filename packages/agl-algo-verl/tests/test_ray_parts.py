@@ -15,16 +15,16 @@ from agl.schemas import CallCredit
 from agl_algo_verl.ray_engine import forget_after, prune
 from agl_algo_verl.ray_rows import rows_for_verl
 from agl_algo_verl.ray_weights import merge_saved, say_precision
-from agl_algo_verl.rows import Prepared, Sample
+from agl_algo_verl.rows import PreparedStep, RowSample
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from agl_algo_verl.bridge import Answer
+    from agl_algo_verl.bridge import StepRows
 
 
-def sample(rollout: str, *, group: int = 0, tokens: int = 2, temperature: float = 1.0) -> Sample:
-    return Sample(
+def sample(rollout: str, *, group: int = 0, tokens: int = 2, temperature: float = 1.0) -> RowSample:
+    return RowSample(
         rollout=rollout,
         group=group,
         ids=torch.arange(3 + tokens),
@@ -35,21 +35,21 @@ def sample(rollout: str, *, group: int = 0, tokens: int = 2, temperature: float 
     )
 
 
-def prepared(*samples: Sample, rollouts: list[tuple[str, int]]) -> Prepared:
-    return Prepared(samples=list(samples), rollouts=rollouts, metrics={"rows_prompt_too_long": 2.0})
+def prepared(*samples: RowSample, rollouts: list[tuple[str, int]]) -> PreparedStep:
+    return PreparedStep(samples=list(samples), rollouts=rollouts, metrics={"rows_prompt_too_long": 2.0})
 
 
 def test_rows_are_named_by_task_rollout_and_part() -> None:
     rollouts = [("a", 0), ("b", 0), ("c", 1)]
     samples = (sample("a"), sample("a", tokens=1), sample("c", group=1))
-    answer: Answer = rows_for_verl(prepared(*samples, rollouts=rollouts), mode="token-mean", step=1)
+    answer: StepRows = rows_for_verl(prepared(*samples, rollouts=rollouts), mode="token-mean", step=1)
     assert [(0, 0, 0), (0, 0, 1), (1, 0, 0)] == [(row.group, row.rollout, row.part) for row in answer.rows]
     assert (0, 1.0) == (answer.rollouts, answer.temperature)
 
 
 def test_a_mean_over_sequences_counts_rollouts_even_those_without_rows() -> None:
     samples = (sample("a"), sample("a", tokens=1))
-    answer: Answer = rows_for_verl(
+    answer: StepRows = rows_for_verl(
         prepared(*samples, rollouts=[("a", 0), ("b", 0)]), mode="seq-mean-token-mean", step=1
     )
     assert 2 == answer.rollouts
@@ -62,7 +62,7 @@ def test_with_a_critic_rows_bring_rewards_that_sum_to_what_credit_gave() -> None
         (CallCredit(span_id="a/0", value=3.0, baseline="t"), CallCredit(span_id="a/1", value=1.0, baseline="t")),
     )
     batch = replace(prepared(row, rollouts=[("a", 0)]), credits=credits)
-    answer: Answer = rows_for_verl(batch, mode="token-mean", step=1, has_critic=True)
+    answer: StepRows = rows_for_verl(batch, mode="token-mean", step=1, has_critic=True)
     assert [[0.0, 2.0, 1.0]] == [row.scores.tolist() for row in answer.rows]
 
 

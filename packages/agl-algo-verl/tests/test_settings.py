@@ -15,8 +15,8 @@ import agl
 from agl.errors import ConfigError
 from agl_algo_verl.inproc import VERL
 from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
-from agl_algo_verl.names import ESTIMATORS, LOSSES
-from agl_algo_verl.settings import Estimator, Loss, Settings, read_settings
+from agl_algo_verl.refused_values import ESTIMATORS, LOSSES
+from agl_algo_verl.settings import Estimator, Loss, VerlSettings, read_settings
 from agl_algo_verl.worker import check_device
 
 from .world import config
@@ -125,7 +125,7 @@ def test_the_settings_are_keys_that_verl_has() -> None:
         return found
 
     # The engines take `mixed_precision`, which is not in VERL's file.
-    absent = [name for name in paths(Settings) if name not in verl_keys() and ".mixed_precision." not in name]
+    absent = [name for name in paths(VerlSettings) if name not in verl_keys() and ".mixed_precision." not in name]
     assert [] == absent
 
 
@@ -151,8 +151,8 @@ def test_the_examples_keys_are_taken(name: str) -> None:
             {"actor.use_kl_loss": True, "actor.loss_agg_mode": "seq-mean-token-mean"},
             r"use_kl_loss with.*not its rollouts",
         ),
-        ({"actor.kl_loss_coef": 0.1}, r"ignore actor_rollout_ref\.actor\.kl_loss_coef, for no KL penalty"),
-        ({"algorithm.kl_ctrl": {"type": "adaptive"}}, r"ignore algorithm\.kl_ctrl, for no KL penalty"),
+        ({"actor.kl_loss_coef": 0.1}, r"ignore actor_rollout_ref\.actor\.kl_loss_coef, because no KL penalty"),
+        ({"algorithm.kl_ctrl": {"type": "adaptive"}}, r"ignore algorithm\.kl_ctrl, because no KL penalty"),
         (
             {"algorithm.use_kl_in_reward": True, "algorithm.adv_estimator": "reinforce_plus_plus"},
             r"return per token.*use_kl_loss = true",
@@ -183,7 +183,7 @@ def test_the_examples_keys_are_taken(name: str) -> None:
             r"max_off_policy_threshold = 1: a group.*threshold above it",
         ),
         ({"rollout.n": 1}, r"compares the rollouts of a task"),
-        ({"actor.ppo_mini_batch_size": 64}, r"no multiple"),
+        ({"actor.ppo_mini_batch_size": 64}, r"not a multiple"),
         ({"actor.use_dynamic_bsz": False}, r"needs ppo_micro_batch_size_per_gpu"),
         ({"actor.use_dynamic_bsz": True, "actor.ppo_micro_batch_size_per_gpu": 2}, r"would ignore"),
         ({"actor.loss_agg_mode": "seq-mean-token-sum-norm"}, r"without loss_scale_factor"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agl.errors import RunError
 from agl.schemas import Episode
 from agl_algo_verl.settings import read_settings
-from agl_algo_verl.supply import Supply, task_at
+from agl_algo_verl.supply import VerlSupply, task_at
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -54,9 +54,9 @@ class Town:
             await asyncio.sleep(0)
         return Episode(rollout=order.rollout, attempt=None, reward=1.0)
 
-    def supply(self, state: Mapping[str, Json] | None = None, **options: Any) -> Supply:
+    def supply(self, state: Mapping[str, Json] | None = None, **options: Any) -> VerlSupply:
         read = read_settings(config(**keys(**options)))[0]
-        supply = Supply(self.bench.context(), read, steps=STEPS)
+        supply = VerlSupply(self.bench.context(), read, steps=STEPS)
         if state is not None:
             supply.restore(state)
         return supply

@@ -3,11 +3,19 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_testing.model_server.codec import Call, Turn, decode, encode, logprob, render_answer, render_prompt
+from agl_testing.model_server.codec import (
+    ConversationTurn,
+    FunctionCall,
+    decode,
+    encode,
+    logprob,
+    render_answer,
+    render_prompt,
+)
 
 TEXTS = st.text(max_size=20)
-CALLS = st.lists(st.builds(Call, TEXTS, TEXTS), max_size=2).map(tuple)
-TURNS = st.lists(st.builds(Turn, role=st.sampled_from(["system", "user", "tool"]), text=TEXTS), max_size=4)
+CALLS = st.lists(st.builds(FunctionCall, TEXTS, TEXTS), max_size=2).map(tuple)
+TURNS = st.lists(st.builds(ConversationTurn, role=st.sampled_from(["system", "user", "tool"]), text=TEXTS), max_size=4)
 
 
 @given(TEXTS)
@@ -17,11 +25,11 @@ def test_decode_undoes_encode(text: str) -> None:
 
 @given(TURNS, TEXTS, CALLS, TURNS)
 def test_next_prompt_starts_with_previous_prompt_and_response(
-    turns: list[Turn], text: str, calls: tuple[Call, ...], more: list[Turn]
+    turns: list[ConversationTurn], text: str, calls: tuple[FunctionCall, ...], more: list[ConversationTurn]
 ) -> None:
     prompt = render_prompt(turns, tools=[{"name": "t"}])
     response = render_answer(text, calls)
-    said = Turn(role="assistant", text=text, calls=calls)
+    said = ConversationTurn(role="assistant", text=text, calls=calls)
     following = render_prompt([*turns, said, *more], tools=[{"name": "t"}])
     assert prompt + response == following[: len(prompt) + len(response)]
 

@@ -21,7 +21,7 @@ from agl_testing.prompt_world import (
     VOCABULARY,
     WORLDS,
     PromptWorld,
-    Rule,
+    StyleRule,
     complete_order,
     easy,
     is_brief,
@@ -96,7 +96,7 @@ def test_tasks_of_one_seed_are_equal_and_splits_are_disjoint() -> None:
 
 
 def test_judge_says_what_was_expected_and_nags_about_length() -> None:
-    world = PromptWorld(rules=(Rule("date", "EUR"),), nagging=1.0)
+    world = PromptWorld(rules=(StyleRule("date", "EUR"),), nagging=1.0)
     task = {"order": "t", "fields": {"clerk": ["date", "note"]}, "expected": {"date": "EUR", "note": PLAIN}}
     score, said = judge(world, task, {"note": PLAIN}, is_short=False, seed="s")
     assert 0.5 == score

@@ -131,7 +131,7 @@ def test_the_tolerance_and_the_probe_itself_are_the_users_choice(base, make_weig
         run(policy, lambda _, policy=policy, weights=weights: act(policy, weights))
         assert "grpo-1" == policy.model_version
     policy = started(base)
-    with pytest.raises(PolicyError, match=r"have no probe.json, so nothing can tell"):
+    with pytest.raises(PolicyError, match=r"have no probe.json, without which nobody can check"):
         run(policy, lambda _: act(policy, bare))
 
 

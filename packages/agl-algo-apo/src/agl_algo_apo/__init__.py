@@ -1,8 +1,9 @@
 """Prompt optimisation from recorded runs: `apo`, `gepa` and `random`.
 
-`apo.py` and `random_search.py` read from top to bottom as the algorithms. What they share is below them:
-`evaluate.py` pays for rollouts and remembers what they said, `budget.py` keeps the ceiling, `candidates.py` the
-lineage, `templates.py` the static gate, `evidence.py` what a critic is shown, `optimizer.py` the model it asks.
+`apo.py` and `random_search.py` read from top to bottom as the algorithms. They share `search.py`, the steps around the
+search itself, and below it: `evaluation.py` pays for rollouts and remembers rewards, `race.py` compares candidates,
+`budget.py` keeps the ceiling, `candidates.py` the lineage, `templates.py` has the static gate, `evidence.py` the runs
+that a critic is shown, and `optimizer.py` the model that is asked.
 """
 
 __version__ = "0.1.0"

@@ -1,27 +1,31 @@
 """APO: a racing beam over textual gradients, for few rollouts.
 
-Papers: Pryzant et al. 2023, "Automatic Prompt Optimization with Gradient Descent and Beam Search" (arXiv 2305.03495),
-algorithms 1 and 2; the parent's choice and the acceptance on one minibatch are those of Agrawal et al. 2025, "GEPA"
-(arXiv 2507.19457), section 3. One step:
+Papers: Pryzant et al. 2023, "Automatic Prompt Optimization with Gradient Descent and Beam Search" (ProTeGi, arXiv
+2305.03495), algorithms 1 and 2: a critique of failing runs is the gradient g, an edit against it the step. The parent's
+choice and the acceptance on one minibatch are those of Agrawal et al. 2025, "GEPA" (arXiv 2507.19457), section 3.
+With m(p, D) the mean reward of the texts p on tasks D, one step is:
 
-    1. parent = the best candidate, or one that leads on some validation tasks          (`select_parent.py`)
-    2. run the parent on a minibatch of training tasks; failures that were paid before come first
-    3. `branch_factor` children: each sees a share of the failures; critique, then edit    (`evidence.py`, `prompts/`)
+    1. parent p = the best candidate, or one that leads on some validation tasks           (`parents.py`)
+    2. run p on a minibatch of training tasks; failures that were paid before come first
+    3. `branch_factor` children p_k: each sees a part D_k of the failures;
+       critique g_k = critic(p, D_k), then p_k = edit(p, g_k)                              (`evidence.py`, `prompts/`)
     4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`templates.py`)
-    5. paired gate: each child on the tasks whose failures it saw, against the parent's paid rewards
+    5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are paid already
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
-    7. race the entrant against the parent on growing slices of the validation set         (`race.py`);
+    7. race the entrant against p on growing slices of the validation set                  (`race.py`);
        if it loses, race the best child alone
 
 Deviations from ProTeGi, and why:
-- Candidates are compared on validation tasks and not on those that their critic has seen.
-- Few rollouts decide: a loser stops at the first slice that shows it, a clear winner too, and no reward is paid twice.
+- Candidates are compared on validation tasks: on tasks that its critic has seen, a text may score well by naming them.
+- Few rollouts decide. A loser stops at the first slice that shows it, a clear winner too, and no reward is paid twice.
 - Siblings are merged: each repairs another failure, and racing them one by one would pay for each.
-- A child passes the gate too where it and its parent got the worst reward on all its tasks, or where no child did
-  better and it did no harm: with an all-or-nothing reward one change alone rarely shows, and several together may.
-- The best candidate is measured once more where nothing beats it for long: what crowned it flatters it.
+- A child also passes the gate where it and its parent got the worst reward on all its tasks, and where no child did
+  better and this one did no harm: with an all-or-nothing reward one change alone rarely shows, and several may.
+- The best candidate is measured once more where nothing beats it for long: the rewards that made it the best one
+  flatter it.
 - Every `delete_every` steps one line is taken out of the best candidate, and stays out if nothing got worse.
-- What selected the winner flatters it, so it is measured again at the end, and that is reported (`finish.py`).
+- The rewards that selected the winner flatter it, so it is measured again at the end on fresh rollouts, and those are
+  reported (`final_measurement.py`).
 """
 
 from collections import Counter
@@ -29,38 +33,38 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from agl_algo_apo.budget import Limits, Prices
-from agl_algo_apo.candidates import Candidate, resource_of
-from agl_algo_apo.evaluate import Job, Measured
+from agl_algo_apo.budget import BudgetLimits, Prices
+from agl_algo_apo.candidates import PromptCandidate, resource_of
+from agl_algo_apo.evaluation import Measured, MeasureJob
 from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.parents import select_parent
 from agl_algo_apo.proposals import merge_texts
 from agl_algo_apo.race import race
 from agl_algo_apo.search import PromptSearch
-from agl_algo_apo.select_parent import select_parent
 from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
-from agl_algo_apo.shared import read_failures
+from agl_algo_apo.shared_failures import read_failures
 from agl_algo_apo.templates import task_text
 
 SHOWN = 4
-"""Failing runs that one critic is shown at most."""
+"""Most failing runs that one critic is shown: more would make its request long and its advice vague."""
 
 DOUBT_EVERY = 3
 """Steps without an improvement after each of which the best candidate is measured once more."""
 
 MAX_IDLE = 4
-"""Steps in a row without a proposal that could be tried, which end the search."""
+"""The search ends after so many steps in a row without a proposal that could be tried."""
 
 
-class _Share(NamedTuple):
-    """What one child is made from: the text that it changes, and the training tasks whose failures it sees."""
+class _Assignment(NamedTuple):
+    """The basis of one child: the text that it changes, and the training tasks whose failures its critic sees."""
 
     name: str
     tasks: tuple[int, ...]
 
 
 class APO(PromptSearch):
-    """Tunes prompts and other texts of an agent.
+    """Tunes prompts and other texts of an agent by critiques of its failing runs.
 
     Args:
         optimizer: The model that critiques and edits: ``{base_url=..., model=..., api_key_env=...}`` for any endpoint
@@ -69,9 +73,9 @@ class APO(PromptSearch):
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or
             ``{rollouts=..., calls=..., tokens=..., money=...}``. It is never exceeded.
         prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
-        beam_width: Candidates among which the selector ``beam`` takes turns.
+        beam_width: Number of candidates among which the selector ``beam`` takes turns.
         branch_factor: Children per step.
-        beam_rounds: Steps at most; 0 for no limit but the budget.
+        beam_rounds: Most steps; 0 for no limit but the budget.
         gradient_batch_size: Training tasks per step.
         val_batch_size: Validation tasks in the first slice of a race; each further slice is twice as long.
         selector: How parents are chosen: ``mixed``, ``best``, ``pareto``, ``beam``, ``ucb``.
@@ -79,12 +83,12 @@ class APO(PromptSearch):
         patience: Steps without an improvement that end the search.
         delete_every: Steps between two tries to remove a line; 0 for none.
         perfect_score: A reward that leaves nothing to improve.
-        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
         invariants: By resource, texts that must stay in it.
         filled: Placeholders that the agent fills with something else than a key of the task.
-        max_chars: Characters of a text at most; 0 for four times the first one's, and at least 4000.
+        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
         roles: By resource, a regular expression over the names of the agents that read it; by default the calls
             whose messages hold the text are its.
         requests: Own files for the requests ``critique``, ``edit``, ``delete``, ``merge``, ``rewrite``.
@@ -95,7 +99,7 @@ class APO(PromptSearch):
         *,
         optimizer: str | OptimizerSettings,
         critic: str | OptimizerSettings | None = None,
-        budget: int | Preset | Limits = "light",
+        budget: int | Preset | BudgetLimits = "light",
         prices: Prices | None = None,
         beam_width: int = 4,
         branch_factor: int = 3,
@@ -143,37 +147,41 @@ class APO(PromptSearch):
         super().__init__(settings, algorithm="apo", calls=2)
 
     async def improve(self, step: int) -> None:
-        """One step, as the module describes it."""
-        await self._doubt(step)
+        """Take one step, as the module describes it."""
+        await self._remeasure_best(step)
+        # The first prompt is never shortened: nothing was added to it, and it is the person's own.
         if self.settings.delete_every and step % self.settings.delete_every == 0 and len(self.best.parents) > 0:
             await self._try_shorter(step)
             return
         await read_failures(self.context, self.progress, perfect_score=self.settings.perfect_score)
-        parent = self._parent(step)
-        failures = await self._failures(parent, step)
+        parent = self._parent(step)  # 1
+        failures = await self._failures(parent, step)  # 2
         if not failures:
-            await self._look_for_the_end(parent, step)
+            await self._check_if_done(parent, step)
             return
-        pairs = await self._children(parent, self._shares(failures, parent, step), step)
+        pairs = await self._children(parent, self._assign_failures(failures, parent, step), step)  # 3 and 4
         self._count_idle(bool(pairs))
         if pairs:
-            passed = await self._gate(parent, pairs, step)
-            await self._race(parent, passed, step)
+            passed = await self._gate(parent, pairs, step)  # 5
+            await self._race(parent, passed, step)  # 6 and 7
 
-    async def _look_for_the_end(self, parent: Candidate, step: int) -> None:
-        """A minibatch without a failure: perhaps the best candidate is perfect, or nothing is left to learn from."""
+    async def _check_if_done(self, parent: PromptCandidate, step: int) -> None:
+        """Handle a minibatch without a failure: the best candidate may be perfect, or nothing is left to learn."""
+        # A perfect score on all validation tasks ends the search (`PromptSearch._decide_stop`).
         if parent.id == self.best.id:
             await self.measure_whole(parent, step)
         if not self.is_perfect and len(self.evaluator.scores.rewards(parent.id, "train")) == len(self.context.train):
             self.progress.stop("nothing_to_learn")
 
-    async def _doubt(self, step: int) -> None:
+    async def _remeasure_best(self, step: int) -> None:
         """Measure the best candidate once more where nothing has beaten it for a while.
 
-        Whoever won many races on one set of tasks was lucky on it, and luck that stays in the rewards would keep
-        better texts out. One that lost to that luck may be the best now.
+        The winner of many races on one set of tasks was partly lucky on it, and luck that stays in the rewards would
+        keep better texts out. A candidate that lost to that luck may be the best now.
         """
         progress, scores, best = self.progress, self.evaluator.scores, self.best
+        # After every third step without an improvement, once each. It takes up to two validation passes: what the
+        # best candidate has not run yet, and everything again.
         left = self.budget.rollouts_left()
         is_due = progress.stale % DOUBT_EVERY == 0 and progress.stale > progress.doubted and not progress.is_steady
         if not is_due or (left is not None and left < 2 * len(self.order)):
@@ -181,19 +189,23 @@ class APO(PromptSearch):
         progress.doubted = progress.stale
         await self.measure_whole(best, step)
         before = scores.rewards(best.id, "val")
-        again = Job(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
+        again = MeasureJob(best, "val", tuple(sorted(before)), scores.next_repeat(best.id, "val"))
         await self.evaluator.measure([again], step=step, purpose="doubt")
+        # Rewards are means over repeats, so a lucky first measurement is now averaged with a fair one. Where nothing
+        # changed, agent and reward are deterministic, and measuring once more will never tell anything.
         progress.is_steady = scores.rewards(best.id, "val") == before
+        # Challengers must be measured on all tasks that the best one is, or the means would be of different tasks.
         known = {c.id: c for c in self.lineage.all() if scores.rewards(c.id, "val").keys() >= before.keys()}
         others = [candidate for candidate in known.values() if candidate.id != best.id]
         if others and not progress.is_steady:
             other = max(others, key=lambda candidate: self.evaluator.mean(candidate.id, "val"))
+            # On the last rung only, which is all validation tasks: both are known there, and the rewards are paid.
             verdicts = await race(self.evaluator, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
             if verdicts[other.id].has_won:
                 self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
                 progress.best = other.id
 
-    def _parent(self, step: int) -> Candidate:
+    def _parent(self, step: int) -> PromptCandidate:
         children = Counter(parent for candidate in self.lineage.all() for parent in candidate.parents)
         scores = self.evaluator.scores
         return select_parent(
@@ -205,58 +217,71 @@ class APO(PromptSearch):
             children=children,
         )
 
-    async def _failures(self, parent: Candidate, step: int) -> list[int]:
-        """Training tasks on which the parent falls short, worst first, those first that no critic has seen yet."""
+    async def _failures(self, parent: PromptCandidate, step: int) -> list[int]:
+        """Return training tasks on which the parent falls short: the unseen ones first, then the worst.
+
+        A task is seen once a critic was shown its failure with this parent.
+        """
         scores, size = self.evaluator.scores, self.settings.gradient_batch_size
         known = scores.rewards(parent.id, "train")
-        used = Counter(self.progress.used.get(parent.id, []))
+        used = Counter(self.progress.used.get(parent.id, []))  # how often each task was shown
+        # Failures that were paid before and shown to no critic come free; new tasks are run only to fill the batch.
         unseen = [task for task, reward in known.items() if reward < self.settings.perfect_score and not used[task]]
         rest = [task for task in range(len(self.context.train)) if task not in known]
         self.random(step, "minibatch").shuffle(rest)
+        # First the tasks that failed for another algorithm with these texts; the sort is stable, so the rest stays
+        # shuffled.
         rest.sort(key=lambda task: task not in self._shared(parent))
         fresh = rest[: max(0, size - len(unseen))]
-        await self.evaluator.measure([Job(parent, "train", tuple(fresh))], step=step, purpose="batch")
+        await self.evaluator.measure([MeasureJob(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
         failing = [task for task, reward in known.items() if reward < self.settings.perfect_score]
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 
-    def _shared(self, parent: Candidate) -> Mapping[int, Measured]:
-        """Rollouts of other algorithms that fell short with this parent's texts; those are only known for the best."""
+    def _shared(self, parent: PromptCandidate) -> Mapping[int, Measured]:
+        """Return rollouts of other algorithms that fell short with these texts; only the best texts are live there."""
         return self.progress.shared if parent.id == self.progress.best else {}
 
-    def _shares(self, failures: Sequence[int], parent: Candidate, step: int) -> list[_Share]:
-        """Failures dealt out to the children, the texts to change in turn."""
+    def _assign_failures(self, failures: Sequence[int], parent: PromptCandidate, step: int) -> list[_Assignment]:
+        """Deal the failures out to the children, and give each a text to change, in turn."""
         names, count = list(parent.texts), self.settings.branch_factor
-        shares: list[_Share] = []
+        assignments: list[_Assignment] = []
         for k in range(count):
-            name = names[(step + k) % len(names)]
+            name = names[(step + k) % len(names)]  # round robin over the texts, shifted by one in every step
+            # D_k: every count-th failure from the k-th on, so that siblings learn from different ones; with fewer
+            # failures than children some share one.
             dealt = [failures[i] for i in range(k % len(failures), len(failures), count)]
-            shares.append(_Share(name, tuple(dealt[:SHOWN])))
-        shown = {task for share in shares for task in share.tasks}
+            assignments.append(_Assignment(name, tuple(dealt[:SHOWN])))
+        shown = {task for assignment in assignments for task in assignment.tasks}
         self.progress.used.setdefault(parent.id, []).extend(sorted(shown))
-        return shares
+        return assignments
 
-    async def _children(self, parent: Candidate, shares: Sequence[_Share], step: int) -> list[tuple[Candidate, _Share]]:
-        """Proposals that passed the static gate, with what they were made from: all critiques, then all edits."""
-        evidence = [await self._evidence(parent, share) for share in shares]
-        texts = [parent.texts[share.name] for share in shares]
-        critiques = await self.critic.ask_all(
+    async def _children(
+        self, parent: PromptCandidate, assignments: Sequence[_Assignment], step: int
+    ) -> list[tuple[PromptCandidate, _Assignment]]:
+        """Return the proposals that passed the static gate, each with its assignment.
+
+        All critiques are asked for at once, and then all edits.
+        """
+        evidence = [await self._evidence(parent, assignment) for assignment in assignments]
+        texts = [parent.texts[assignment.name] for assignment in assignments]
+        critiques = await self.critic.ask_all(  # g_k = critic(p, D_k); None where the model did not answer
             [
                 (
-                    self.requests.text("critique", component=share.name, text=text, evidence=shown),
+                    self.requests.text("critique", component=assignment.name, text=text, evidence=shown),
                     self.question_seed(step, f"critique{k}"),
                 )
-                for k, (share, text, shown) in enumerate(zip(shares, texts, evidence, strict=True))
+                for k, (assignment, text, shown) in enumerate(zip(assignments, texts, evidence, strict=True))
             ]
         )
         asked = [k for k, critique in enumerate(critiques) if critique is not None]
-        edits = await self.ask_for_texts(
+        edits = await self.ask_for_texts(  # p_k = edit(p, g_k); None where the answer holds no text
             [
                 (
                     self.request(
                         "edit",
-                        name=shares[k].name,
+                        name=assignments[k].name,
                         text=texts[k],
                         critique=critiques[k] or "",
                         evidence=evidence[k],
@@ -266,98 +291,111 @@ class APO(PromptSearch):
                 for k in asked
             ]
         )
-        admitted: dict[str, tuple[Candidate, _Share]] = {}
+        # By id, which follows from the texts: two children with the same text are one candidate, paid for once.
+        admitted: dict[str, tuple[PromptCandidate, _Assignment]] = {}
         for k, text in zip(asked, edits, strict=True):
             if text is not None:
-                child = await self._admit_edit(parent, shares[k], text, critiques[k] or "", step)
+                child = await self._admit_edit(parent, assignments[k], text, critiques[k] or "", step)
                 if child is not None:
-                    admitted[child.id] = (child, shares[k])
+                    admitted[child.id] = (child, assignments[k])
         return list(admitted.values())
 
     async def _admit_edit(
-        self, parent: Candidate, share: _Share, text: str, critique: str, step: int
-    ) -> Candidate | None:
+        self, parent: PromptCandidate, assignment: _Assignment, text: str, critique: str, step: int
+    ) -> PromptCandidate | None:
         child = self.proposal(
-            [parent], {**parent.texts, share.name: text}, step=step, operator="edit", critique=critique
+            [parent], {**parent.texts, assignment.name: text}, step=step, operator="edit", critique=critique
         )
-        return await self.admit(child, parent, shown=[task_text(self.context.train[task]) for task in share.tasks])
+        return await self.admit(child, parent, shown=[task_text(self.context.train[task]) for task in assignment.tasks])
 
-    async def _evidence(self, parent: Candidate, share: _Share) -> str:
-        name, scores = share.name, self.evaluator.scores
-        like = next(rules.seed for rules in self.rules if rules.name == name)
+    async def _evidence(self, parent: PromptCandidate, assignment: _Assignment) -> str:
+        name, scores = assignment.name, self.evaluator.scores
+        like = next(rules.seed for rules in self.rules if rules.name == name)  # for its kind: template or JSON
         resource = resource_of(parent.texts[name], like)
         agents = self.settings.roles.get(name, "")
-        own = [scores.get(parent.id, "train", task) for task in share.tasks]
-        found = [*own, *(self._shared(parent).get(task) for task in share.tasks)]
+        own = [scores.get(parent.id, "train", task) for task in assignment.tasks]
+        # The parent's own failures come first; those of other algorithms' rollouts on the same tasks fill up.
+        found = [*own, *(self._shared(parent).get(task) for task in assignment.tasks)]
         measured = [m for m in found if m is not None][: 2 * SHOWN]
         runs = [await read_run(self.context, m, name=name, resource=resource, agents=agents) for m in measured]
         return evidence_text(runs)
 
-    async def _gate(self, parent: Candidate, pairs: Sequence[tuple[Candidate, _Share]], step: int) -> list[Candidate]:
-        """Children that do better than the parent on the tasks that they saw fail.
+    async def _gate(
+        self, parent: PromptCandidate, pairs: Sequence[tuple[PromptCandidate, _Assignment]], step: int
+    ) -> list[PromptCandidate]:
+        """Return the children that do better than the parent on the tasks whose failures they were shown.
 
-        Where both got the worst reward on all of these, nothing could show, and the child passes; so do all that did
-        no harm where none did better.
+        Two kinds of ties pass as well: of a child whose tasks all got the worst reward before and after, where no gain
+        could show, and of every child where none has a gain.
         """
-        jobs = [Job(child, "train", share.tasks) for child, share in pairs]
+        # The parent's rewards on these tasks are known: they are the failures. Only the children run.
+        jobs = [MeasureJob(child, "train", assignment.tasks) for child, assignment in pairs]
         await self.evaluator.measure(jobs, step=step, purpose="gate")
-        gains = {child.id: self._gain(parent, child, share.tasks) for child, share in pairs}
+        gains = {child.id: self._gain(parent, child, assignment.tasks) for child, assignment in pairs}
+        # A gain is above 0, by more than rounding. The gate is biased: a child was written for just these tasks, so it
+        # only keeps out what does not even help there; the race decides on tasks that nobody saw.
         least = 0.0 if all(gain <= 0 for gain in gains.values()) else 1e-9
-        passed: list[Candidate] = []
-        for child, share in pairs:
+        passed: list[PromptCandidate] = []
+        for child, assignment in pairs:
             gain = gains[child.id]
             gated = self.lineage.put(child.replace(gate=gain))
-            if gain >= least or (gain == 0 and self._is_floor(parent, share.tasks)):
+            if gain >= least or (gain == 0 and self._is_floor(parent, assignment.tasks)):
                 passed.append(gated)
             else:
                 self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on the tasks it was shown"))
         return passed
 
-    def _is_floor(self, parent: Candidate, tasks: Sequence[int]) -> bool:
+    def _is_floor(self, parent: PromptCandidate, tasks: Sequence[int]) -> bool:
+        """Return whether the parent got the worst reward that was ever seen on every one of the tasks."""
         rewards = self.evaluator.scores.rewards(parent.id, "train", tasks)
         return max(rewards.values(), default=0.0) <= self.evaluator.scores.floor()
 
-    def _gain(self, parent: Candidate, child: Candidate, tasks: Sequence[int]) -> float:
+    def _gain(self, parent: PromptCandidate, child: PromptCandidate, tasks: Sequence[int]) -> float:
+        """Return m(p_k, D_k) - m(p, D_k) over the tasks that are known for both; -1 where there is none."""
         ours = self.evaluator.scores.rewards(child.id, "train", tasks)
         theirs = self.evaluator.scores.rewards(parent.id, "train", tasks)
         common = [task for task in tasks if task in ours and task in theirs]
+        # Without a common task nothing speaks for the child, so it counts as worse and not as a tie.
         return fmean(ours[task] - theirs[task] for task in common) if common else -1.0
 
-    async def _race(self, parent: Candidate, passed: Sequence[Candidate], step: int) -> None:
-        """Race the merged changes of all who passed, or all who passed where their changes are in each other's way."""
+    async def _race(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
+        """Race the merged changes of all children that passed, or each of them where their changes conflict."""
         if not passed:
             return
         merged = await self._merged(parent, passed, step) if len(passed) > 1 else None
-        child: Candidate | None = None
-        parts: Sequence[Candidate] = ()
+        child: PromptCandidate | None = None
+        parts: Sequence[PromptCandidate] = ()
         if merged is not None:
             texts, parts = merged
             child = await self.admit(self.proposal(parts, texts, step=step, operator="merge"), parent)
-        if child is None:
+        if child is None:  # one child alone, a conflict, or a merge that breaks a rule or was tried before
             await self.contest(passed, parent, step=step, purpose="race")
             return
+        # The merge stands for its parts: only it runs, for the price of one.
         for part in parts:
             self.lineage.put(part.replace(status="beaten", reason=f"became part of {child.id}"))
         if not await self.contest([child], parent, step=step, purpose="race"):
             await self._race_best_part(parent, parts, step)
 
-    async def _race_best_part(self, parent: Candidate, parts: Sequence[Candidate], step: int) -> None:
+    async def _race_best_part(self, parent: PromptCandidate, parts: Sequence[PromptCandidate], step: int) -> None:
         """Race the part of a beaten merge that did best on its tasks: another part may have spoilt the merge."""
         best = max(parts, key=lambda part: part.gate or 0.0)
-        if (best.gate or 0.0) > 0:
+        if (best.gate or 0.0) > 0:  # a part that showed no gain of its own is not worth a race
             await self.contest([best], parent, step=step, purpose="part")
 
     async def _merged(
-        self, parent: Candidate, passed: Sequence[Candidate], step: int
-    ) -> tuple[dict[str, str], Sequence[Candidate]] | None:
-        """All changes together, line by line; where two are in each other's way, the editor merges the best two texts.
+        self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
+    ) -> tuple[dict[str, str], Sequence[PromptCandidate]] | None:
+        """Return the texts with all changes together, and the children that they come from; ``None`` for a conflict.
 
-        Only one resource's texts are given to the editor, so the two children must have changed the same one.
+        Changes are merged line by line; where two conflict, the editor merges the texts of the two best children. Its
+        request holds one resource's texts, so the two must have changed the same one.
         """
         merged = merge_texts(parent.texts, [child.texts for child in passed])
         if merged is not None:
             return merged, passed
         first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
+        # The resources that both have changed: neither has the parent's text any more.
         names = [name for name, text in parent.texts.items() if text not in (first.texts[name], second.texts[name])]
         if len(names) != 1:
             return None
@@ -367,12 +405,12 @@ class APO(PromptSearch):
         return None if text is None else ({**first.texts, name: text}, (first, second))
 
     async def _try_shorter(self, step: int) -> None:
-        """Take one line out of the best candidate."""
+        """Take one line out of the best candidate, which stays out if the shorter text does no worse."""
         best, names = self.best, list(self.best.texts)
         name = names[(step // self.settings.delete_every) % len(names)]
         request = self.request("delete", name=name, text=best.texts[name])
         text = (await self.ask_for_texts([(request, self.question_seed(step, "delete"))]))[0]
-        if text is None or len(text) >= len(best.texts[name]):
+        if text is None or len(text) >= len(best.texts[name]):  # no shorter text: nothing to try
             return
         proposed = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
         child = await self.admit(proposed, best)

@@ -16,7 +16,7 @@ def write_best(workdir: Path, texts: Mapping[str, str]) -> None:
 
 
 def write_lineage(workdir: Path, rows: Iterable[Json]) -> None:
-    """Write ``lineage.jsonl``: one candidate a line, in order of their making."""
+    """Write ``lineage.jsonl``: one candidate a line, in the order in which they were made."""
     _write(workdir / "lineage.jsonl", b"".join(to_json(row) + b"\n" for row in rows))
 
 

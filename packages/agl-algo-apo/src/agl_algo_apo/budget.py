@@ -1,7 +1,9 @@
-"""A hard, pre-paid budget: what is not reserved cannot be spent, so nothing overshoots.
+"""A hard, pre-paid budget: only what was reserved can be spent, so nothing overshoots.
 
-Four currencies: rollouts of the agent, calls of the optimiser's model, its tokens, and money. A reservation takes the
-most that something can cost; what it did not cost is given back.
+It has four currencies: rollouts of the agent, calls of the optimiser's model, its tokens, and money. A reservation
+takes the most that something can cost, and what it did not cost is given back. At any time
+
+    spent + open reservations + rollouts held back <= limit        in every currency that has a limit
 """
 
 from typing import Literal
@@ -16,11 +18,11 @@ CURRENCIES: tuple[Currency, ...] = ("rollouts", "calls", "tokens", "money")
 
 
 class Prices(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What things cost, in one currency unit of the person's choice.
+    """Prices in a unit of money of the person's choice.
 
     Attributes:
-        input: Of a million tokens that the optimiser's model reads; ``output`` that it writes.
-        rollout: Of one rollout of the agent.
+        input: Price of a million tokens that the optimiser's model reads; ``output`` of a million that it writes.
+        rollout: Price of one rollout of the agent.
     """
 
     input: float = 0.0
@@ -28,14 +30,14 @@ class Prices(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout: float = 0.0
 
 
-class Limits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BudgetLimits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The most that may be spent; ``None`` for no limit.
 
     Attributes:
         rollouts: Rollouts started, those that infrastructure broke included.
-        calls: Answers of the optimiser's model, bad ones included.
+        calls: Answers of the optimiser's model, unusable ones included.
         tokens: Tokens that the optimiser's model reads and writes.
-        money: In the unit of the prices.
+        money: Money, in the unit of the prices.
     """
 
     rollouts: int | None = None
@@ -45,7 +47,7 @@ class Limits(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Spent(Record, frozen=True, kw_only=True):
-    """What was spent; the fields are those of :class:`Limits`."""
+    """The amounts spent; the fields are those of :class:`BudgetLimits`."""
 
     rollouts: int = 0
     calls: int = 0
@@ -57,7 +59,7 @@ class BudgetExhaustedError(Exception):
     """A reservation would exceed the budget; caught within this package, it ends the search.
 
     Attributes:
-        currency: Which limit is in the way.
+        currency: The currency whose limit it would exceed.
     """
 
     def __init__(self, currency: Currency, text: str) -> None:
@@ -66,17 +68,20 @@ class BudgetExhaustedError(Exception):
 
 
 class Budget:
-    """Reserves before something is started and counts what it cost.
+    """Reserves what something may cost before it starts, and counts what it did cost.
 
     Args:
         limits: The ceilings.
-        prices: For the money.
-        spent: From a saved state.
+        prices: The prices, for a limit in money.
+        spent: The amounts spent so far, from a saved state.
         kept: Rollouts held back for the final measurement, until :meth:`release`.
+
+    Raises:
+        ConfigError: A limit is negative, or there is a limit in money and no price.
     """
 
     def __init__(
-        self, limits: Limits, *, prices: Prices | None = None, spent: Spent | None = None, kept: int = 0
+        self, limits: BudgetLimits, *, prices: Prices | None = None, spent: Spent | None = None, kept: int = 0
     ) -> None:
         self.limits = limits
         self.prices = prices or Prices()
@@ -86,7 +91,7 @@ class Budget:
 
     @property
     def spent(self) -> Spent:
-        """What was spent, reservations that are still open included."""
+        """The amounts spent, open reservations included."""
         return self._spent
 
     def release(self) -> None:
@@ -94,16 +99,18 @@ class Budget:
         self._kept = 0
 
     def rollouts_left(self) -> int | None:
-        """Rollouts that may still be started now, ``None`` without a limit."""
+        """Return the rollouts that may still be started now, ``None`` without a limit."""
         left: list[int] = []
         if self.limits.rollouts is not None:
             left.append(self.limits.rollouts - self._spent.rollouts)
         if self.limits.money is not None and self.prices.rollout:
+            # Rounded down to whole rollouts; 1e-9 keeps 0.3 / 0.1 from being 2.
             left.append(int((self.limits.money - self._spent.money) / self.prices.rollout + 1e-9))
+        # The tighter limit counts, less what is held back; a run resumed with a lower budget may be below 0.
         return max(0, min(left) - self._kept) if left else None
 
     def take_rollouts(self, count: int) -> None:
-        """Pay for rollouts that are about to start; raises :class:`BudgetExhaustedError` and pays nothing."""
+        """Pay for rollouts that are about to start, all or none; raises :class:`BudgetExhaustedError`."""
         left = self.rollouts_left()
         if left is not None and count > left:
             raise BudgetExhaustedError("rollouts", f"{count} rollouts are needed and {left} are left in the budget")
@@ -113,13 +120,17 @@ class Budget:
         """Reserve one call of the optimiser's model; returns the reservation for :meth:`settle_call`.
 
         Args:
-            max_input: The most tokens that the request can be.
-            max_output: The most tokens that the answer can be.
+            max_input: The most tokens that the request can have.
+            max_output: The most tokens that the answer can have.
+
+        Raises:
+            BudgetExhaustedError: There is no room for it in one of the currencies; nothing was reserved.
         """
         cost = self._token_cost(max_input, max_output)
         wanted = Spent(calls=1, tokens=max_input + max_output, money=cost)
         for name in CURRENCIES:
             limit = getattr(self.limits, name)
+            # The final measurement's rollouts cost money too, which questions must leave untouched.
             held = self._kept * self.prices.rollout if name == "money" else 0
             if limit is not None and getattr(wanted, name) + getattr(self._spent, name) + held > limit + 1e-9:
                 raise BudgetExhaustedError(name, f"the budget of {limit:g} {name} has no room for another call")
@@ -132,7 +143,7 @@ class Budget:
         self._add(tokens=input_tokens + output_tokens - reserved.tokens, money=cost - reserved.money)
 
     def dump(self) -> Json:
-        """What was spent, as JSON."""
+        """Return the amounts spent, as JSON."""
         return msgspec.to_builtins(self._spent)
 
     def load(self, data: Json) -> None:
@@ -140,7 +151,7 @@ class Budget:
         self._spent = msgspec.convert(data, Spent)
 
     def _token_cost(self, input_tokens: int, output_tokens: int) -> float:
-        return (input_tokens * self.prices.input + output_tokens * self.prices.output) / 1e6
+        return (input_tokens * self.prices.input + output_tokens * self.prices.output) / 1e6  # prices are per million
 
     def _add(self, *, rollouts: int = 0, calls: int = 0, tokens: int = 0, money: float = 0.0) -> None:
         now = self._spent

@@ -1,7 +1,7 @@
-"""Candidates: one text per tuned resource, with where they came from and what became of them.
+"""Candidates: one text for each tuned resource, with their origin and their fate.
 
-A candidate is a value; what was measured of it is kept apart, in `evaluate.py`. Its id follows from its texts, so the
-same texts are the same candidate whoever proposes them.
+A candidate is a value; its rewards are kept apart, in `evaluation.py`. Its id follows from its texts, so the same
+texts are the same candidate whoever proposes them.
 """
 
 import hashlib
@@ -14,22 +14,22 @@ from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource, to_json
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
-"""In the pool; not tried to the end; refused by the static gate; tried and not better than its parent."""
+"""May be a parent; not tried to the end; refused by the static gate; tried and not better than its parent."""
 
 
-class Candidate(Record, frozen=True, kw_only=True):
+class PromptCandidate(Record, frozen=True, kw_only=True):
     """One proposal.
 
     Attributes:
         id: 10 hex digits of the texts' digest.
         texts: Text by resource name, all tuned resources included.
-        versions: Resource version by name that agents get; empty until it was proposed to the store.
+        versions: Version by resource name, which rollouts pin; empty until the texts are in the store.
         parents: Ids of the candidates that it was made from.
-        operator: What made it, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
+        operator: The way in which it was made, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
         step: The step that made it.
-        status: What became of it.
-        reason: Why it was rejected or beaten, in words.
-        critique: What the critic said.
+        status: Its fate so far.
+        reason: The reason for it, in words.
+        critique: The critic's answer that it was made from.
         tries: How often it was proposed and tried.
         gate: Mean reward difference to its parent on the gate's tasks, ``None`` without one.
     """
@@ -46,18 +46,18 @@ class Candidate(Record, frozen=True, kw_only=True):
     tries: int = 1
     gate: float | None = None
 
-    def replace(self, **changes: object) -> "Candidate":
-        """The same candidate with some attributes changed."""
+    def replace(self, **changes: object) -> "PromptCandidate":
+        """Return the same candidate with some attributes changed."""
         return msgspec.structs.replace(self, **changes)
 
 
 def candidate_id(texts: Mapping[str, str]) -> str:
-    """The id of a candidate with these texts."""
+    """Return the id of a candidate with these texts."""
     return hashlib.blake2b(to_json(dict(sorted(texts.items()))), digest_size=5).hexdigest()
 
 
 def text_of(resource: Resource, *, name: str) -> str:
-    """The text that is tuned: a template, or a JSON value that is a string or pretty-printed.
+    """Return the text that is tuned: a template, a JSON string, or another JSON value pretty-printed.
 
     Raises:
         ConfigError: The resource holds no text.
@@ -75,7 +75,7 @@ def text_of(resource: Resource, *, name: str) -> str:
 
 
 def resource_of(text: str, like: Resource) -> Resource:
-    """A resource with this text, of the same kind as ``like``; raises :class:`ValueError` for text that is no JSON."""
+    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` where it must be JSON."""
     if isinstance(like, PromptTemplate):
         return msgspec.structs.replace(like, template=text)
     if isinstance(like, JsonResource) and isinstance(like.value, str):
@@ -87,43 +87,43 @@ def resource_of(text: str, like: Resource) -> Resource:
 
 
 class Lineage:
-    """All candidates in order of their making.
+    """Holds all candidates, in the order in which they were made.
 
     Args:
-        candidates: From a saved state.
+        candidates: Those of a saved state.
     """
 
-    def __init__(self, candidates: Iterable[Candidate] = ()) -> None:
+    def __init__(self, candidates: Iterable[PromptCandidate] = ()) -> None:
         self._all = {candidate.id: candidate for candidate in candidates}
 
     def __contains__(self, candidate_id: str) -> bool:
         return candidate_id in self._all
 
-    def __getitem__(self, candidate_id: str) -> Candidate:
+    def __getitem__(self, candidate_id: str) -> PromptCandidate:
         return self._all[candidate_id]
 
-    def get(self, candidate_id: str) -> Candidate | None:
-        """The candidate of that id, ``None`` if there is none."""
+    def get(self, candidate_id: str) -> PromptCandidate | None:
+        """Return the candidate of that id, ``None`` if there is none."""
         return self._all.get(candidate_id)
 
-    def put(self, candidate: Candidate) -> Candidate:
-        """Add a candidate, or replace the one of that id in its place."""
+    def put(self, candidate: PromptCandidate) -> PromptCandidate:
+        """Add a candidate, or replace the one of that id where it stands; returns it."""
         self._all[candidate.id] = candidate
         return candidate
 
-    def all(self) -> list[Candidate]:
-        """Every candidate."""
+    def all(self) -> list[PromptCandidate]:
+        """Return every candidate, oldest first."""
         return list(self._all.values())
 
-    def pool(self) -> list[Candidate]:
-        """The candidates that may be parents, oldest first."""
+    def pool(self) -> list[PromptCandidate]:
+        """Return the candidates that may be parents, oldest first."""
         return [candidate for candidate in self._all.values() if candidate.status == "pool"]
 
     def dump(self) -> Json:
-        """What :meth:`load` reads."""
+        """Return everything as JSON, for :meth:`load`."""
         return msgspec.json.decode(msgspec.json.encode(list(self._all.values())))
 
     @classmethod
     def load(cls, data: Json) -> "Lineage":
-        """The lineage from :meth:`dump`."""
-        return cls(msgspec.convert(data, list[Candidate]))
+        """Return the lineage that :meth:`dump` gave."""
+        return cls(msgspec.convert(data, list[PromptCandidate]))

@@ -1,4 +1,4 @@
-"""What a critic is shown: failing runs, the part of them that read the text under review, and what was said of them.
+"""Evidence for a critic: failing runs, cut down to the calls that read the text under review, with their feedback.
 
 The text under review stands once in the request, so where an agent's messages repeat it they only refer to it.
 """
@@ -17,22 +17,22 @@ from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
-from agl_algo_apo.evaluate import Measured
+from agl_algo_apo.evaluation import Measured
 
 MESSAGE_CHARS = 600
-"""Characters of one message that are shown: its start and its end."""
+"""Most characters of one message that are shown, from its start and its end."""
 
 RUN_CHARS = 4000
-"""Characters of one run's messages that are shown."""
+"""Most characters of one run's messages that are shown."""
 
 
-class Run(Record, frozen=True, kw_only=True):
+class EvidenceRun(Record, frozen=True, kw_only=True):
     """One run as a critic may see it.
 
     Attributes:
         task: The task without its hidden keys, as JSON.
-        measured: Reward and feedback.
-        lines: What happened, one event a line.
+        measured: Its reward and feedback.
+        lines: Its events, one a line.
     """
 
     task: str
@@ -40,7 +40,7 @@ class Run(Record, frozen=True, kw_only=True):
     lines: tuple[str, ...] = ()
 
     def text(self, number: int) -> str:
-        """The run as text."""
+        """Return the run as text, under a heading with its number and reward."""
         parts = [f"## Run {number}: reward {self.measured.reward:.2f}", f"Task: {self.task}"]
         if self.measured.status != "ok":
             parts.append(f"The run ended as: {self.measured.status}")
@@ -51,30 +51,32 @@ class Run(Record, frozen=True, kw_only=True):
         return "\n".join(parts)
 
 
-def evidence_text(runs: Sequence[Run]) -> str:
-    """All runs as one text."""
+def evidence_text(runs: Sequence[EvidenceRun]) -> str:
+    """Return all runs as one text."""
     return "\n\n".join(["# Runs that fell short", *(run.text(i) for i, run in enumerate(runs, start=1))])
 
 
 async def read_run(
     context: AlgorithmContext, measured: Measured, *, name: str, resource: Resource, agents: str = ""
-) -> Run:
-    """A rollout as evidence about one resource.
+) -> EvidenceRun:
+    """Read a rollout from the store and return it as evidence about one resource.
+
+    A rollout that is no longer in the store has its reward and feedback alone.
 
     Args:
         context: Has the store.
-        measured: What the rollout said.
+        measured: The rollout's outcome.
         name: The resource under review.
         resource: Its content in that rollout.
-        agents: Regular expression over agent names whose calls are shown; by default those whose messages hold the
-            text, or all where none does.
+        agents: Regular expression over the names of the agents whose calls are shown; by default those whose messages
+            hold the text, or all where none does.
     """
     try:
         rollout = (await context.store.rollouts(RolloutQuery(ids=(measured.rollout,))))[0]
         spans = await all_spans(context.store, measured.rollout)
     except NotFoundError:
-        return Run(task="", measured=measured)
-    return Run(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))
+        return EvidenceRun(task="", measured=measured)
+    return EvidenceRun(task=_task(rollout), measured=measured, lines=tuple(_lines(spans, name, resource, agents)))
 
 
 def _task(rollout: Rollout) -> str:
@@ -121,7 +123,7 @@ def _messages(span: Span, name: str, pattern: "re.Pattern[str] | None") -> list[
 
 
 def _event(span: Span) -> list[str]:
-    """A tool's result, an observation, an exception or an emitted object outside the model calls."""
+    """Return the lines of a span that is no model call: a tool's result, an observation, an object, an error."""
     attributes = span.attributes
     lines: list[str] = []
     if semconv.TOOL_RESULT in attributes:
@@ -141,7 +143,11 @@ def _reads(span: Span, pattern: "re.Pattern[str]") -> bool:
 
 
 def rendered(resource: Resource) -> "re.Pattern[str] | None":
-    """Recognises a template after its placeholders were filled; ``None`` for what is no template or empty."""
+    """Return a pattern that recognises a template after its placeholders were filled.
+
+    ``None`` for a resource that is no template, or an empty one. Of jinja and plain text it knows the longest literal
+    line only.
+    """
     if not isinstance(resource, PromptTemplate) or not resource.template.strip():
         return None
     if resource.engine != "f-string":
@@ -151,13 +157,16 @@ def rendered(resource: Resource) -> "re.Pattern[str] | None":
     for literal, field, _, _ in string.Formatter().parse(resource.template):
         parts.append(re.escape(literal))
         if field is not None:
+            # A group per name, so that the reference can say what was filled in; a second use has no name of its own.
             is_named = field.isidentifier() and f"(?P<{field}>" not in "".join(parts)
             parts.append(f"(?P<{field}>.*?)" if is_named else ".*?")
+    # A placeholder at the end would match nothing, for it is not greedy: let it run to the end of the message.
     ends_open = parts[-1].endswith(".*?)") or parts[-1] == ".*?"
     return re.compile("".join(parts) + (r"\Z" if ends_open else ""), re.DOTALL)
 
 
 def _reference(name: str, filled: Mapping[str, str | None]) -> str:
+    """Return what stands in a message in place of the text under review."""
     values = "".join(f"; {key} = {value}" for key, value in filled.items() if value is not None)
     return f"(the text {name}{values})"
 

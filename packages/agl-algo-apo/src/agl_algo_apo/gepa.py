@@ -1,19 +1,23 @@
 """GEPA by the library of that name: reflective evolution on a Pareto front (Agrawal et al. 2025, arXiv 2507.19457).
 
+An iteration of the library (section 3 of the paper) takes a parent from the Pareto front over validation tasks, runs
+it on a minibatch of training tasks, lets a model reflect on what happened and write a new text, and runs that on the
+same minibatch. A text with a larger sum of rewards there is measured on all validation tasks and joins the pool.
+
 The library proposes, accepts and keeps its pool; rollouts, budget, templates, evidence, state and the final
-measurement are those of every optimiser here. One phase of the library is one step of the experiment: it cannot be
-stopped in between and continued, so a step that was cut is repeated from its start. It then makes the same requests in
-the same order and finds what was paid for, so a resumed run ends like an unbroken one.
+measurement are those of every optimiser here. One phase of the library is one step of the experiment. It cannot be
+interrupted and continued, so a step that was cut is repeated from its start. It then makes the same requests in the
+same order and finds the rollouts that were paid for, so a resumed run ends like an unbroken one.
 
 Deviations from the library's own way, and why:
 - The budget is hard. The library looks at it between iterations only, and exceeds it by a validation pass.
-- Its evaluation cache stays off, because it confuses validation tasks with training tasks of the same position. What is
-  paid once is known below it, by split, so a parent is not paid twice on one minibatch.
+- Its evaluation cache stays off, because it confuses validation tasks with training tasks of the same position.
+  Rewards are remembered below it, by split, so a parent is not paid twice on one minibatch.
 - A text that breaks its template scores below everything and costs nothing.
 - It stops at a perfect score, where the optimiser's model is down or writes nothing usable, and where nothing is left
   to learn; by itself it would spend the whole budget.
 - Its checkpoints are pickles and are not written.
-- The winner is measured again on fresh rollouts, and that is reported: the score that selected it flatters it.
+- The winner is measured again on fresh rollouts, and those are reported: the score that selected it flatters it.
 """
 
 import asyncio
@@ -22,11 +26,11 @@ from importlib import import_module
 from typing import Any
 
 from agl_algo_apo import artifacts
-from agl_algo_apo.budget import BudgetExhaustedError, Limits, Prices
-from agl_algo_apo.candidates import Candidate, candidate_id, resource_of
-from agl_algo_apo.evaluate import Job, Measured, Split
-from agl_algo_apo.evidence import Run, read_run
-from agl_algo_apo.gepa_adapter import Adapter, Place, Stopped, Texts
+from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices
+from agl_algo_apo.candidates import PromptCandidate, candidate_id, resource_of
+from agl_algo_apo.evaluation import Measured, MeasureJob, Split
+from agl_algo_apo.evidence import EvidenceRun, read_run
+from agl_algo_apo.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import MAX_BARREN, PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
@@ -44,17 +48,17 @@ class GEPA(PromptSearch):
             money=...}``. It is never exceeded.
         prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
         reflection_minibatch_size: Training tasks per proposal.
-        phases: Runs of the library, each from the best texts so far and with an equal share of what is left: in a
-            schedule that alternates, other algorithms take their turns in between.
+        phases: Number of runs of the library, each from the best texts so far and with an equal share of the budget
+            that is left. In a schedule that alternates, other algorithms take their turns in between.
         use_merge: Merge candidates that are good at different tasks.
         patience: Phases without an improvement that end the search.
         perfect_score: A reward that leaves nothing to improve.
-        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
         publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
         invariants: By resource, texts that must stay in it.
         filled: Placeholders that the agent fills with something else than a key of the task.
-        max_chars: Characters of a text at most; 0 for four times the first one's, and at least 4000.
+        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
         roles: By resource, a regular expression over the names of the agents that read it.
     """
 
@@ -62,7 +66,7 @@ class GEPA(PromptSearch):
         self,
         *,
         optimizer: str | OptimizerSettings,
-        budget: int | Preset | Limits = "light",
+        budget: int | Preset | BudgetLimits = "light",
         prices: Prices | None = None,
         reflection_minibatch_size: int = 3,
         phases: int = 1,
@@ -99,9 +103,9 @@ class GEPA(PromptSearch):
         self._use_merge = use_merge
 
     async def improve(self, step: int) -> None:
-        """One phase: run the library in a thread until its share of the budget is spent or it has to stop."""
+        """Take one phase: run the library in a thread until its share of the budget is spent or it has to stop."""
         phase = _Phase(self, step)
-        adapter = Adapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
+        adapter = GepaAdapter(phase, asyncio.get_running_loop(), patience=MAX_BARREN)
         try:
             await asyncio.to_thread(self._optimise, adapter, step)
         except asyncio.CancelledError:
@@ -111,10 +115,10 @@ class GEPA(PromptSearch):
             self.progress.stop("budget")
         finally:
             phase.close()
-        if adapter.stopped and adapter.stopped != "share":
+        if adapter.stopped and adapter.stopped != "share":  # a spent share ends the phase and not the search
             self.progress.stop(adapter.stopped, phase.detail if adapter.stopped == "no_proposals" else "")
 
-    def _optimise(self, adapter: Adapter, step: int) -> None:
+    def _optimise(self, adapter: GepaAdapter, step: int) -> None:
         size = min(self.settings.gradient_batch_size, len(self.context.train))
         _gepa.optimize(
             seed_candidate=dict(self.best.texts),
@@ -125,26 +129,27 @@ class GEPA(PromptSearch):
             reflection_minibatch_size=size,
             perfect_score=self.settings.perfect_score,
             use_merge=self._use_merge,
+            # The library stops between iterations only; within one, the budget stops the adapter.
             stop_callbacks=[adapter.should_stop],
-            logger=_Silent(),
+            logger=_NoLog(),
             track_best_outputs=False,
-            cache_evaluation=False,
+            cache_evaluation=False,  # it would take train task 3 for validation task 3
             seed=self.random(step, "gepa").randrange(2**31),
         )
 
 
-class _Silent:
-    """The library's log; what matters of it is in the lineage."""
+class _NoLog:
+    """Silences the library's log, whose facts are in the lineage as well."""
 
     def log(self, message: str, *_: Any, **__: Any) -> None:
         """Drop a line."""
 
 
 class _Phase:
-    """What the library's adapter asks of the search during one phase.
+    """Answers the library's adapter during one phase, out of the search.
 
     Attributes:
-        detail: Why the last refused text was refused.
+        detail: The reason why the last refused text was refused.
     """
 
     def __init__(self, search: GEPA, step: int) -> None:
@@ -158,14 +163,14 @@ class _Phase:
         self._share = self._share_of_budget()
 
     def close(self) -> None:
-        """Everything that was tried and did not get into the pool was beaten."""
+        """Mark as beaten every candidate that was tried and did not get into the pool."""
         lineage = self._search.lineage
         for candidate in lineage.all():
             if candidate.status == "proposed":
                 lineage.put(candidate.replace(status="beaten", reason="not better than its parent on its minibatch"))
 
     async def refusal(self, texts: Texts) -> str:
-        """Why these texts may not be tried."""
+        """Return the reason why these texts may not be tried, ``""`` if they may."""
         search = self._search
         key = candidate_id(texts)
         if key not in search.lineage:
@@ -178,22 +183,23 @@ class _Phase:
         self.detail = candidate.reason
         return candidate.reason
 
-    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
-        """Pay for what is not known; texts that were measured on all validation tasks join the pool."""
+    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
+        """Run what is not known yet; texts that were measured on all validation tasks join the pool."""
         search = self._search
         candidate = search.lineage[candidate_id(texts)]
         self._requests += 1
-        jobs = [Job(candidate, split, positions) for split, positions in _by_split(places).items()]
+        jobs = [MeasureJob(candidate, split, positions) for split, positions in _by_split(places).items()]
         await search.evaluator.measure(jobs, step=self._step, purpose=f"g{self._requests}")
+        # The library runs a proposal on all validation tasks only after accepting it on a few, so it is a new member.
         if len(places) == len(search.order) and places[0][0] == "val":
             self._enter(candidate)
 
-    def known(self, texts: Texts, place: Place) -> Measured | None:
-        """What is known of these texts on a task."""
+    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
+        """Return the outcome of these texts on a task, ``None`` if it is not known."""
         return self._search.evaluator.scores.get(candidate_id(texts), *place)
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
-        """What happened in rollouts, about one component."""
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
+        """Return rollouts as evidence about one component."""
         search = self._search
         self._parent = candidate_id(texts)
         resource = resource_of(texts[name], search.context.current(name).resource)
@@ -203,28 +209,29 @@ class _Phase:
         return runs
 
     async def ask(self, request: str, number: int) -> str:
-        """The optimiser's answer."""
+        """Return the optimiser's answer to the phase's ``number``-th request."""
         return await self._search.editor.ask(request, seed=f"{self._search.context.seed}/{self._step}/{number}")
 
     def spent_rollouts(self) -> int:
-        """Rollouts that were paid so far."""
+        """Return the number of rollouts that were paid so far."""
         return self._search.budget.spent.rollouts
 
     def stop_reason(self) -> Stopped:
-        """Whether the score is perfect, or the budget or this phase's share of it has no room for a proposal."""
+        """Return why to stop: a perfect score, or no room for a proposal in the budget or this phase's share of it."""
         search = self._search
         rewards = search.evaluator.scores.rewards(search.best.id, "val").values()
         if len(rewards) == len(search.order) and min(rewards) >= search.settings.perfect_score:
             return "perfect"
         left = search.budget.rollouts_left()
+        # A proposal takes a minibatch, and all validation tasks where it is accepted; the parent's part is known.
         if left is not None and left < search.settings.gradient_batch_size + len(search.order):
             return "budget"
         if self._share is not None and self.spent_rollouts() - self._began >= self._share:
             return "share"
         return ""
 
-    def _enter(self, candidate: Candidate) -> None:
-        """Put a candidate into the pool, and on disk where it is the best."""
+    def _enter(self, candidate: PromptCandidate) -> None:
+        """Put a candidate into the pool; the best one so far becomes the search's best and is written to disk."""
         search = self._search
         if candidate.status == "pool":
             return
@@ -235,12 +242,14 @@ class _Phase:
             artifacts.write_best(search.context.workdir, candidate.texts)
 
     def _share_of_budget(self) -> int | None:
+        """Return the rollouts of this phase: an equal share of those left; ``None`` for no limit but the budget."""
         left = self._search.budget.rollouts_left()
-        phases_left = self._search.settings.beam_rounds - (self._step - 2)
+        phases_left = self._search.settings.beam_rounds - (self._step - 2)  # step 1 measured the first prompt
         return None if left is None or phases_left <= 1 else left // phases_left
 
 
-def _by_split(places: Sequence[Place]) -> Mapping[Split, tuple[int, ...]]:
+def _by_split(places: Sequence[TaskPlace]) -> Mapping[Split, tuple[int, ...]]:
+    """Return the positions of tasks by split, in their order."""
     found: dict[Split, tuple[int, ...]] = {}
     for split, position in places:
         found[split] = (*found.get(split, ()), position)

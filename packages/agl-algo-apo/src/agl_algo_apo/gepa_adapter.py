@@ -1,11 +1,12 @@
-"""gepa's view of an experiment: its adapter, its reflection model, its stoppers.
+"""An experiment as the gepa library sees it: its adapter, its reflection model, its stopper.
 
 The library is synchronous and runs in a thread of its own; everything here that pays or waits is posted to the event
 loop. Nothing here reads a wall clock or draws a random number, so a phase that is repeated after a crash makes the
 same requests under the same names, finds the rollouts and answers that were paid for, and goes on where it was cut.
 
-Tolerates what later releases of the library add to calls; depends on two methods of its adapter protocol, on the
-attribute ``propose_new_texts``, on ``EvaluationBatch`` and on stoppers being asked between iterations.
+The adapter accepts arguments that later releases of the library add to its calls. It depends on two methods of the
+library's adapter protocol, on the attribute ``propose_new_texts``, on ``EvaluationBatch`` and on stoppers being asked
+between iterations.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ from gepa.core.adapter import EvaluationBatch
 
 from agl.errors import RunError
 from agl_algo_apo.budget import BudgetExhaustedError
-from agl_algo_apo.evaluate import Measured, Split
-from agl_algo_apo.evidence import Run
+from agl_algo_apo.evaluation import Measured, Split
+from agl_algo_apo.evidence import EvidenceRun
 from agl_algo_apo.optimizer import OptimizerDownError
 from agl_algo_apo.progress import StopReason
 
@@ -27,45 +28,45 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Stopped = StopReason | Literal["", "share"]
-"""Why a phase ended early: as a search does, or because its share of the budget is spent; ``""`` while it has not."""
+"""The reason why a phase ended early: that of a search, or its spent share of the budget; ``""`` while it goes on."""
 
 Texts = Mapping[str, str]
-Place = tuple[Split, int]
-"""gepa's data instance: a task by its split and position."""
+TaskPlace = tuple[Split, int]
+"""The library's data instance: a task by its split and position."""
 
-IDLE = 20
-"""Iterations in a row without a rollout after which nothing is left to learn."""
+MAX_IDLE = 20
+"""After so many iterations in a row without a rollout nothing is left to learn."""
 
 
-class Host(Protocol):
-    """What the algorithm does for the adapter, on the event loop."""
+class GepaHost(Protocol):
+    """The search as the adapter needs it; coroutines run on the event loop."""
 
     async def refusal(self, texts: Texts) -> str:
-        """Why these texts may not be tried, ``""`` if they may."""
+        """Return the reason why these texts may not be tried, ``""`` if they may."""
         ...
 
-    async def measure(self, texts: Texts, places: Sequence[Place]) -> None:
-        """Pay for the rewards that are not known yet; raises :class:`BudgetExhaustedError`."""
+    async def measure(self, texts: Texts, places: Sequence[TaskPlace]) -> None:
+        """Run what is not known yet; raises :class:`BudgetExhaustedError`."""
         ...
 
-    def known(self, texts: Texts, place: Place) -> Measured | None:
-        """What is known of these texts on a task."""
+    def known(self, texts: Texts, place: TaskPlace) -> Measured | None:
+        """Return the outcome of these texts on a task, ``None`` if it is not known."""
         ...
 
-    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[Run]:
-        """What happened in rollouts, about one component."""
+    async def evidence(self, name: str, texts: Texts, measured: Sequence[Measured]) -> list[EvidenceRun]:
+        """Return rollouts as evidence about one component."""
         ...
 
     async def ask(self, request: str, number: int) -> str:
-        """The optimiser's answer to the phase's ``number``-th request."""
+        """Return the optimiser's answer to the phase's ``number``-th request."""
         ...
 
     def spent_rollouts(self) -> int:
-        """Rollouts that were paid so far."""
+        """Return the number of rollouts that were paid so far."""
         ...
 
     def stop_reason(self) -> "Stopped":
-        """Why to stop now, ``""`` to go on."""
+        """Return the reason to stop now, ``""`` to go on."""
         ...
 
 
@@ -73,23 +74,23 @@ class PhaseCancelledError(BaseException):
     """Ends the library's thread after the step was cancelled; not an ``Exception``, which the library would catch."""
 
 
-class Adapter:
-    """What ``gepa.optimize`` gets as its adapter, its reflection model and its stopper.
+class GepaAdapter:
+    """Serves ``gepa.optimize`` as its adapter, its reflection model and its stopper.
 
     Attributes:
-        propose_new_texts: ``None``: the library's own proposer asks :meth:`reflect`. It has to be there.
-        stopped: Why the phase ended early, ``""`` while nothing speaks against going on.
-        refused: Proposals in a row that the static gate refused.
+        propose_new_texts: ``None``, so that the library's own proposer asks :meth:`reflect`; it must exist.
+        stopped: The reason why the phase ended early, ``""`` while it goes on.
+        refused: Number of proposals in a row that the static gate refused.
 
     Args:
-        host: Does what has to happen on the loop.
-        loop: The loop.
+        host: The search.
+        loop: The event loop that the search lives on.
         patience: Refused proposals in a row that end the phase.
     """
 
     propose_new_texts = None
 
-    def __init__(self, host: Host, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
+    def __init__(self, host: GepaHost, loop: asyncio.AbstractEventLoop, *, patience: int) -> None:
         self.stopped: Stopped = ""
         self.refused = 0
         self._host = host
@@ -109,10 +110,10 @@ class Adapter:
             self._waiting.cancel()
 
     def evaluate(
-        self, batch: list[Place], candidate: dict[str, str], capture_traces: bool = False, **_: Any
+        self, batch: list[TaskPlace], candidate: dict[str, str], capture_traces: bool = False, **_: Any
     ) -> "EvaluationBatch[Measured | None, str]":
-        """Rewards of a candidate; a refused one gets the lowest there is and costs nothing."""
-        del capture_traces  # what was measured is at hand anyway
+        """Return the rewards of a candidate on a batch; a refused one scores minus infinity and costs nothing."""
+        del capture_traces  # outcomes are returned as trajectories either way
         refusal = self._wait(lambda: self._host.refusal(candidate))
         if refusal:
             self._count_refusal(refusal)
@@ -130,19 +131,19 @@ class Adapter:
             outputs=[measured.rollout if measured else "" for measured in found],
             scores=_filled(found),
             trajectories=found,
-            num_metric_calls=self._host.spent_rollouts() - before,
+            num_metric_calls=self._host.spent_rollouts() - before,  # 0 where all was known
         )
 
     def make_reflective_dataset(
         self, candidate: dict[str, str], eval_batch: Any, components_to_update: list[str], **_: Any
     ) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-        """What happened in a minibatch, for each component under review."""
+        """Return the runs of a minibatch as records to reflect on, for each component under review."""
         found = cast("list[Measured | None]", eval_batch.trajectories)
         measured = [item for item in found if item is not None]
         return {name: self._records(name, candidate, measured) for name in components_to_update}
 
     def reflect(self, prompt: str | list[dict[str, Any]], **_: Any) -> str:
-        """Ask the optimiser's model; ends the phase when it is down or cannot be paid."""
+        """Ask the optimiser's model and return its answer; ends the phase when it is down or cannot be paid."""
         if self.stopped:
             raise RunError(self.stopped)
         request = prompt if isinstance(prompt, str) else "\n\n".join(str(part.get("content")) for part in prompt)
@@ -158,13 +159,13 @@ class Adapter:
             raise
 
     def should_stop(self, _state: Any = None, **_: Any) -> bool:
-        """The stopper: whether anything speaks against another iteration."""
+        """Return whether the library is to stop before its next iteration."""
         if self._is_cancelled:
             raise PhaseCancelledError
         paid = self._host.spent_rollouts()
         self._idle = self._idle + 1 if paid == self._paid else 0
         self._paid = paid
-        if not self.stopped and self._idle >= IDLE:
+        if not self.stopped and self._idle >= MAX_IDLE:
             self.stopped = "nothing_to_learn"
         self.stopped = self.stopped or self._host.stop_reason()
         return bool(self.stopped)
@@ -192,7 +193,7 @@ class Adapter:
             self.stopped = "no_proposals"
 
     def _wait(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run a coroutine on the event loop and block this thread until it is done."""
+        """Run a coroutine on the event loop, block this thread until it is done, and return its result."""
         if self._is_cancelled:
             raise PhaseCancelledError
 
@@ -201,7 +202,7 @@ class Adapter:
 
         waiting = asyncio.run_coroutine_threadsafe(run(), self._loop)
         self._waiting = waiting
-        if self._is_cancelled:  # between the check and the assignment
+        if self._is_cancelled:  # `cancel` may have come between the check and the assignment
             waiting.cancel()
         try:
             return waiting.result()
@@ -212,7 +213,10 @@ class Adapter:
 
 
 def _filled(found: Sequence[Measured | None]) -> list[float]:
-    """The rewards; a task that infrastructure broke every time gets the mean of the others, which moves no mean."""
+    """Return the rewards of a batch, for the library wants one per task.
+
+    A task that infrastructure broke every time gets the mean of the others, which does not change the batch's mean.
+    """
     rewards = [measured.reward for measured in found if measured is not None]
     if not rewards:
         raise RunError("infrastructure broke every rollout of a batch")

@@ -1,7 +1,7 @@
 """The optimiser's model: any endpoint that speaks OpenAI's chat completions, metered, retried and remembered.
 
-An answer is kept on disk by the content of its request, so that a step which is repeated after a crash asks the same,
-is told the same, and pays nothing twice.
+An answer is kept on disk by the content of its request, so that a step which is repeated after a crash asks the same
+questions, gets the same answers, and pays nothing twice.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from agl.schemas import Json, Record, to_json
 from agl_algo_apo.budget import Budget, BudgetExhaustedError, Spent
 
 TRIES = 4
-"""Times that a request is sent at most, where the endpoint or the network fails."""
+"""Most times that a request is sent where the endpoint or the network fails."""
 
 _RETRIED = frozenset({408, 409, 425, 429})
 
 
 class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the optimiser's model is.
+    """The address of the optimiser's model, and how to ask it.
 
     Attributes:
-        base_url: With its ``/v1``.
-        model: Name that the endpoint knows.
+        base_url: Base URL of the endpoint, with its ``/v1``.
+        model: Model name that the endpoint knows.
         api_key_env: Environment variable that holds the key; ``""`` if none is needed.
-        temperature: Of its answers; ``None`` leaves it to the endpoint.
-        max_tokens: Tokens of an answer at most.
+        temperature: Sampling temperature; ``None`` leaves it to the endpoint.
+        max_tokens: Most tokens of an answer.
         timeout_s: Seconds that one answer may take.
         retry_s: Seconds before the second try, doubled for each further one.
         extra: Further fields of the request's body.
@@ -53,15 +53,15 @@ class OptimizerDownError(Exception):
     """The optimiser's model does not answer; caught within this package, it ends the search."""
 
 
-class Answer(Record, frozen=True, kw_only=True):
-    """What the model said and how many tokens that took; ``tokens`` are ``(-1, -1)`` where it did not say."""
+class OptimizerAnswer(Record, frozen=True, kw_only=True):
+    """The model's answer and its tokens, read and written; these are ``(-1, -1)`` where the endpoint names none."""
 
     text: str
     tokens: tuple[int, int] = (-1, -1)
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
-    """The settings, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
+    """Return the settings given, or those of a policy that the experiment serves; raises :class:`ConfigError`."""
     if isinstance(optimizer, OptimizerSettings):
         return optimizer
     llm = context.endpoint(optimizer)
@@ -72,12 +72,12 @@ class Optimizer:
     """Asks the optimiser's model.
 
     Args:
-        settings: Where it is.
-        budget: Pays for every question, before it is asked.
+        settings: Its address.
+        budget: Pays for every question before it is asked.
         memory: File of the answers so far; made if missing.
 
     Raises:
-        ConfigError: The URL is none, or the key's environment variable is not set.
+        ConfigError: The base URL is no URL, or the key's environment variable is not set.
     """
 
     def __init__(self, settings: OptimizerSettings, *, budget: Budget, memory: Path) -> None:
@@ -94,11 +94,11 @@ class Optimizer:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of an answer at most."""
+        """Most tokens of an answer."""
         return self._settings.max_tokens
 
     async def check(self) -> None:
-        """Refuse an endpoint that does not answer or does not take the key; raises :class:`ConfigError`."""
+        """Check that the endpoint answers and takes the key; raises :class:`ConfigError`."""
         try:
             response = await self._client.get("models")
         except httpx.HTTPError as error:
@@ -113,7 +113,7 @@ class Optimizer:
             )
 
     async def ask(self, text: str, *, seed: str) -> str:
-        """The model's answer; the same text and seed get the same answer, over restarts too.
+        """Return the model's answer; the same text and seed get the same answer, over restarts too.
 
         Raises:
             BudgetExhaustedError: There is no room for another question; nothing was asked.
@@ -122,9 +122,9 @@ class Optimizer:
         return await self._answer(self._body(text, seed), self._reserve(text))
 
     async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
-        """The answers to (text, seed) pairs, asked at once; ``None`` where one failed or the budget had no room.
+        """Return the answers to (text, seed) pairs; ``None`` where one failed or the budget had no room for it.
 
-        All are paid for in order before the first is asked, so what is asked does not depend on who answers first.
+        All are asked at once and paid for before, in order, so which are asked does not depend on which come first.
 
         Raises:
             BudgetExhaustedError: There is no room for any of them.
@@ -155,8 +155,9 @@ class Optimizer:
         if answer is None:
             answer = await self._post(body)
             self._remember(key, answer)
+        # A remembered answer costs what it cost before: the step that is repeated pays it into a restored budget.
         read, written = answer.tokens
-        if read >= 0:
+        if read >= 0:  # else the whole reservation stays spent: it is the most that the answer can have cost
             self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
         return answer.text
 
@@ -166,7 +167,7 @@ class Optimizer:
 
     def _body(self, text: str, seed: str) -> dict[str, Json]:
         settings = self._settings
-        number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "big") >> 1
+        number = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=4).digest(), "big") >> 1  # 31 bits
         body: dict[str, Json] = {
             "model": settings.model,
             "messages": [{"role": "user", "content": text}],
@@ -177,7 +178,7 @@ class Optimizer:
             body["temperature"] = settings.temperature
         return {**body, **settings.extra}
 
-    async def _post(self, body: Mapping[str, Json]) -> Answer:
+    async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
         wait, why = self._settings.retry_s, ""
         for attempt in range(TRIES):
             if attempt:
@@ -200,7 +201,7 @@ class Optimizer:
         raise OptimizerDownError(f"the optimiser's model at {self._settings.base_url} did not answer: {why}")
 
     async def _send(self, body: Mapping[str, Json]) -> httpx.Response:
-        """Send a request; a field that the endpoint says it does not take is left out from then on."""
+        """Send a request; a field that the endpoint refuses by name is left out from then on."""
         response = await self._client.post("chat/completions", json=self._fitted(body))
         while response.status_code == 400:
             refused = [name for name in ("seed", "temperature", "max_tokens") if _is_refused(name, response.text)]
@@ -217,7 +218,7 @@ class Optimizer:
             fitted["max_completion_tokens"] = self._settings.max_tokens
         return fitted
 
-    def _remember(self, key: str, answer: Answer) -> None:
+    def _remember(self, key: str, answer: OptimizerAnswer) -> None:
         self._answers[key] = answer
         self._memory.parent.mkdir(parents=True, exist_ok=True)
         with self._memory.open("ab") as file:
@@ -239,16 +240,16 @@ def _headers(settings: OptimizerSettings) -> dict[str, str]:
 
 
 def most_tokens(text: str) -> int:
-    """No tokenizer makes more tokens than there are bytes; the chat format adds a few."""
+    """Return an upper bound of a text's tokens: no tokenizer makes more than there are bytes, plus the chat format."""
     return len(text.encode()) + 64
 
 
 def _is_refused(name: str, message: str) -> bool:
-    """Whether an error says that the endpoint does not take a field; newer models have another name for one."""
+    """Return whether an error refuses a field; for ``max_tokens`` it names the field that newer models want instead."""
     return ("max_completion_tokens" if name == "max_tokens" else name) in message
 
 
-def _read_answer(response: httpx.Response) -> Answer | None:
+def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
     try:
         body = response.json()
         text = body["choices"][0]["message"]["content"]
@@ -258,17 +259,17 @@ def _read_answer(response: httpx.Response) -> Answer | None:
     usage = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
     tokens = (read, written) if isinstance(read, int) and isinstance(written, int) else (-1, -1)
-    return Answer(text=text if isinstance(text, str) else "", tokens=tokens)
+    return OptimizerAnswer(text=text if isinstance(text, str) else "", tokens=tokens)
 
 
-def _read_answers(memory: Path) -> dict[str, Answer]:
-    """The remembered answers; a last line that a crash cut is left out."""
+def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:
+    """Return the remembered answers; a last line that a crash cut off is skipped."""
     if not memory.exists():
         return {}
-    answers: dict[str, Answer] = {}
+    answers: dict[str, OptimizerAnswer] = {}
     for line in memory.read_bytes().splitlines():
         try:
-            key, answer = msgspec.json.decode(line, type=tuple[str, Answer])
+            key, answer = msgspec.json.decode(line, type=tuple[str, OptimizerAnswer])
         except msgspec.DecodeError:
             continue
         answers[key] = answer

@@ -1,4 +1,4 @@
-"""What this distribution registers; nothing here imports an HTTP client or gepa."""
+"""Registers the algorithms `apo`, `gepa` and `random`; imports neither an HTTP client nor gepa."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def agl_algorithms() -> Iterable[AlgorithmEntry]:
-    """Algorithms over prompts and other texts that agents read."""
+    """Register the algorithms that tune prompts and other texts which agents read."""
     yield AlgorithmEntry(
         name="apo",
         factory="agl_algo_apo.apo:APO",

@@ -1,11 +1,11 @@
-"""Where a search stands, and why it stopped."""
+"""The counters of a search, and the reasons for which it stops."""
 
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
-from agl_algo_apo.evaluate import Measured
+from agl_algo_apo.evaluation import Measured
 
 StopReason = Literal[
     "budget",
@@ -30,26 +30,26 @@ STOP_WORDS: Mapping[str, str] = {
     "optimizer_garbage": "the optimiser's model does not answer the question",
     "infrastructure": "not one rollout of a step could be scored",
 }
-"""Each reason in words."""
+"""Each reason as a clause, for the stop reason that a person reads."""
 
 
-class Progress(msgspec.Struct, kw_only=True):
-    """The counters of a search; JSON.
+class SearchProgress(msgspec.Struct, kw_only=True):
+    """The counters of a search, saved as JSON.
 
     Attributes:
         step: Steps done.
         seed: Id of the first candidate; ``best`` of the best one.
         published: Id of the candidate that was made live last.
-        stop_reason: Why the search is over, ``None`` while it is not; the final measurement follows it.
-        stop_detail: More about it.
+        stop_reason: The reason for which the search is over, ``None`` while it is not; the final measurement follows.
+        stop_detail: Details of that reason.
         stale: Steps in a row without an improvement.
-        doubted: Value of ``stale`` at which the best candidate was measured once more; 0 since it is the best.
-        is_steady: Whether measuring it once more gave the same rewards, which will not change then.
+        doubted: The value of ``stale`` at which the best candidate was measured once more; 0 for a new best one.
+        is_steady: Whether measuring the best one once more gave the same rewards, as it then always will.
         barren: Answers in a row without a usable text.
         idle: Steps in a row without a proposal that could be tried.
-        shared_steps: Steps of other algorithms whose rollouts were looked at, by name.
-        shared: By training task, a rollout of another algorithm that fell short with the best candidate.
-        used: By candidate, the training tasks whose failures a critic has seen.
+        shared_steps: Steps of other algorithms whose rollouts were looked at, by algorithm.
+        shared: A rollout of another algorithm that fell short with the best candidate, by training task.
+        used: The training tasks whose failures a critic has seen, by candidate.
     """
 
     step: int = 0
@@ -68,6 +68,6 @@ class Progress(msgspec.Struct, kw_only=True):
     shared: dict[int, Measured] = {}
 
     def stop(self, reason: StopReason, detail: str = "") -> None:
-        """End the search; the first reason counts."""
+        """End the search; only the first reason is kept."""
         if self.stop_reason is None:
             self.stop_reason, self.stop_detail = reason, detail

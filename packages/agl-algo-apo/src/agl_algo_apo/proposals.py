@@ -1,6 +1,10 @@
-"""Requests to the optimiser's model, what is taken from its answers, and merging texts without it.
+"""Requests to the optimiser's model, the texts in its answers, and merging texts without it.
 
 The requests are data: text files with ``$name`` places, each of which a person can replace with a file of their own.
+
+:func:`merge3` is a three-way merge like that of diff3 (Khanna, Kunal and Pierce 2007): with the parent as the base,
+each side is a list of edits (start, stop, new lines) of the base's lines, and two edits conflict where they touch.
+Deviation: two insertions at one place do not conflict; both stand, as two rules added at the end of a prompt should.
 """
 
 import difflib
@@ -23,10 +27,10 @@ _PLACES = {
 
 
 class Requests:
-    """The requests by kind.
+    """Holds the text of each kind of request.
 
     Args:
-        replaced: File by kind, relative to ``folder``.
+        replaced: A person's own files by kind, relative to ``folder``.
         folder: The experiment's folder.
 
     Raises:
@@ -40,7 +44,7 @@ class Requests:
         self._texts = {kind: _read(kind, replaced.get(kind), folder) for kind in REQUESTS}
 
     def text(self, kind: str, **values: str) -> str:
-        """A request with its places filled."""
+        """Return a request with its places filled."""
         return string.Template(self._texts[kind]).safe_substitute(values)
 
 
@@ -61,10 +65,10 @@ def _read(kind: str, path: str | None, folder: Path) -> str:
 
 
 def extract(answer: str) -> str | None:
-    """The proposed text in an answer, ``None`` where there is none: between the tags, or in the only fenced block."""
+    """Return the proposed text in an answer: between the tags, or in the only fenced block; ``None`` without one."""
     tagged = re.findall(r"<new_text>[ \t]*\n?(.*?)\n?[ \t]*</new_text>", answer, re.DOTALL | re.IGNORECASE)
     if tagged:
-        return tagged[-1]
+        return tagged[-1]  # a model that corrects itself gives the final text last
     cut = re.search(r"<new_text>", answer, re.IGNORECASE)
     if cut is not None:  # the answer ended before the text did
         return None
@@ -73,26 +77,27 @@ def extract(answer: str) -> str | None:
 
 
 def merge3(base: str, ours: str, theirs: str) -> str | None:
-    """Both changes of ``base``, line by line; ``None`` where they are in each other's way.
+    """Return ``base`` with both changes, line by line; ``None`` where they conflict.
 
-    They are when they change the same lines, or when together they would lose a line that all three texts hold: each
-    side removed one of two copies, say. Lines that both insert at one place stand in order, ours first; equal ones
-    stand once.
+    They conflict where they change the same lines, and where together they would lose a line that all three texts
+    hold: each side removed one of two copies, say. Lines that both insert at one place stand in order, ours first;
+    equal ones stand once.
     """
     lines = base.splitlines()
     common = {*lines} & {*ours.splitlines()} & {*theirs.splitlines()}
     edits = _edits(lines, ours.splitlines())
     for start, stop, new in _edits(lines, theirs.splitlines()):
-        if (start, stop, new) in edits:
+        if (start, stop, new) in edits:  # both made the same change, which is made once
             continue
         clash = [edit for edit in edits if _touches(edit, start, stop)]
         if not clash:
             edits.append((start, stop, new))
-        elif len(clash) == 1 and start == stop == clash[0][0] == clash[0][1]:
+        elif len(clash) == 1 and start == stop == clash[0][0] == clash[0][1]:  # two insertions at one place
             kept = clash[0][2]
             edits[edits.index(clash[0])] = (start, stop, [*kept, *(line for line in new if line not in kept)])
         else:
             return None
+    # From the end to the start, so that the places of the edits that are still to come stay right.
     for start, stop, new in sorted(edits, key=lambda edit: (edit[0], edit[1]), reverse=True):
         lines[start:stop] = new
     if not common <= {*lines}:
@@ -101,8 +106,9 @@ def merge3(base: str, ours: str, theirs: str) -> str | None:
 
 
 def merge_texts(base: Mapping[str, str], others: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
-    """All changes of several candidates' texts together, ``None`` where two of them are in each other's way."""
+    """Return all changes of several candidates' texts together, ``None`` where two of them conflict."""
     merged = dict(others[0])
+    # One after the other into the same texts, each against the base that all of them started from.
     for other in others[1:]:
         for name, text in base.items():
             joined = merge3(text, merged[name], other[name])
@@ -113,17 +119,20 @@ def merge_texts(base: Mapping[str, str], others: Sequence[Mapping[str, str]]) ->
 
 
 Edit = tuple[int, int, list[str]]
+"""The base's lines [start, stop) become these lines; an insertion has start == stop."""
 
 
 def _edits(base: list[str], changed: list[str]) -> list[Edit]:
+    """Return the edits that turn the base into the changed lines."""
     matcher = difflib.SequenceMatcher(a=base, b=changed, autojunk=False)
     return [(i1, i2, changed[j1:j2]) for tag, i1, i2, j1, j2 in matcher.get_opcodes() if tag != "equal"]
 
 
 def _touches(edit: Edit, start: int, stop: int) -> bool:
-    """Whether two edits share a line; insertions touch at their own place and at the ends of a replacement."""
-    if edit[0] == edit[1] and start == stop:
+    """Return whether two edits conflict: they share a line, or one inserts into lines that the other replaces."""
+    if edit[0] == edit[1] and start == stop:  # two insertions, at one place or not
         return edit[0] == start
+    # Ranges overlap, or an insertion lies inside a range; one at the end of a range is beside it.
     return max(edit[0], start) < min(edit[1], stop) or (
         (edit[0] == edit[1] and start < edit[0] < stop) or (start == stop and edit[0] < start < edit[1])
     )

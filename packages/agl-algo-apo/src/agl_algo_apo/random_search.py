@@ -1,21 +1,22 @@
-"""Random search: rewrites that nobody asked for, kept if they are better. The floor that every optimiser must beat.
+"""Random search: rewrites without evidence, kept if they are better. Every other optimiser has to beat this one.
 
 One step: the editor rewrites one text of the best candidate without having seen a single run; the proposal passes the
 same static gate and the same race as those of `apo.py`. It pays nothing for training tasks, for it learns from none.
+So what another optimiser gains over this one at the same budget is what its evidence is worth.
 """
 
 from typing import TYPE_CHECKING
 
-from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.budget import BudgetLimits, Prices
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
 
 if TYPE_CHECKING:
-    from agl_algo_apo.candidates import Candidate
+    from agl_algo_apo.candidates import PromptCandidate
 
 MAX_IDLE = 8
-"""Rewrites in a row that could not be tried, which end the search."""
+"""The search ends after so many rewrites in a row that could not be tried."""
 
 
 class RandomSearch(PromptSearch):
@@ -24,25 +25,25 @@ class RandomSearch(PromptSearch):
     Args:
         optimizer: The model that rewrites; as for `apo`, like all that follow.
         budget: Rollouts, a preset, or limits.
-        prices: For a budget in money.
-        beam_rounds: Steps at most; 0 for no limit but the budget.
+        prices: Prices for a budget in money.
+        beam_rounds: Most steps; 0 for no limit but the budget.
         val_batch_size: Validation tasks in the first slice of a race.
         patience: Steps without an improvement that end the search.
         perfect_score: A reward that leaves nothing to improve.
-        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
         invariants: By resource, texts that must stay in it.
         filled: Placeholders that the agent fills with something else than a key of the task.
-        max_chars: Characters of a text at most.
-        requests: Own file for the request ``rewrite``.
+        max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
+        requests: A file of your own for the request ``rewrite``.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
         self,
         *,
         optimizer: str | OptimizerSettings,
-        budget: int | Preset | Limits = "light",
+        budget: int | Preset | BudgetLimits = "light",
         prices: Prices | None = None,
         beam_rounds: int = 0,
         val_batch_size: int = 8,
@@ -76,13 +77,13 @@ class RandomSearch(PromptSearch):
         super().__init__(settings, algorithm="random", calls=1)
 
     async def improve(self, step: int) -> None:
-        """Rewrite one text, race the result."""
+        """Rewrite one text and race the result against the best candidate."""
         best, names = self.best, list(self.best.texts)
-        name = names[step % len(names)]
+        name = names[step % len(names)]  # the texts take turns
         request = self.request("rewrite", name=name, text=best.texts[name])
         text = (await self.ask_for_texts([(request, self.question_seed(step, "rewrite"))]))[0]
-        child: Candidate | None = None
-        if text is not None:
+        child: PromptCandidate | None = None
+        if text is not None:  # the answer held a text; the static gate may still refuse it
             texts = {**best.texts, name: text}
             child = await self.admit(self.proposal([best], texts, step=step, operator="rewrite"), best)
         if child is None:

@@ -1,8 +1,8 @@
-"""What the optimisers here share around their own way to propose: baseline, stopping, files, state, final measurement.
+"""The search around an optimiser's own way to propose: first measurement, stopping, files, state, final measurement.
 
-A search takes these steps: measure the first prompt; improve, as often as the budget lets it; measure the winner again
-on fresh rollouts and report that. Everything that a step needs is in the state before it, and all randomness follows
-from (seed, step, purpose), so a step that is repeated does the same.
+A search takes these steps: measure the first prompt; improve, as often as the budget allows; measure the winner again
+on fresh rollouts and report those. Everything that a step needs is in the state before it, and all randomness follows
+from (seed, step, purpose), so a step that is repeated does the same, under the same rollout ids.
 """
 
 import random
@@ -16,40 +16,43 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo import artifacts
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
-from agl_algo_apo.candidates import Candidate, Lineage, candidate_id, resource_of, text_of
-from agl_algo_apo.evaluate import (
+from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
+from agl_algo_apo.evaluation import (
     Evaluator,
-    Job,
+    MeasureJob,
     check_splits,
     dataset_digest,
     environment_of,
     estimate,
     nothing_scored,
 )
-from agl_algo_apo.finish import Result, measure_again
-from agl_algo_apo.known import version_scores
+from agl_algo_apo.final_measurement import Result, measure_again
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
-from agl_algo_apo.progress import STOP_WORDS, Progress, StopReason
+from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
 from agl_algo_apo.proposals import Requests, extract
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
-from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
+from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
+from agl_algo_apo.version_scores import version_scores
 from agl_run.experiment.measured import VersionScore, save_scores
 
 MAX_TRIES = 4
-"""Times that one candidate is tried."""
+"""Most tries of one candidate."""
 
 MAX_BARREN = 6
-"""Answers in a row without a usable text that end the search."""
+"""The search ends after so many answers in a row without a usable text."""
 
 
 class PromptSearch:
-    """The base of an optimiser: override :meth:`improve`.
+    """The base of an optimiser, which overrides :meth:`improve`.
 
     Args:
-        settings: What the person set.
-        algorithm: Its registered name, for errors.
+        settings: The person's settings.
+        algorithm: The optimiser's registered name, for errors.
         calls: Questions to the optimiser's model per proposal.
+
+    Raises:
+        ConfigError: A setting is out of its range.
     """
 
     def __init__(self, settings: SearchSettings, *, algorithm: str, calls: int) -> None:
@@ -59,18 +62,18 @@ class PromptSearch:
         self._calls = calls
         self._optimizers: list[Optimizer] = []
         self.lineage = Lineage()
-        self.progress = Progress()
+        self.progress = SearchProgress()
         self.result: Result | None = None
         self._told: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
-        """One step of the search; overridden."""
+        """Take one step of the search; to be overridden."""
         raise NotImplementedError
 
     # --- the algorithm contract ---------------------------------------------------------------------------------
 
     async def check(self, context: AlgorithmContext) -> None:
-        """Refuse what cannot work: tasks, prompts, budget, requests, the optimiser's endpoint."""
+        """Check tasks, prompts, budget, requests and the optimiser's endpoint; raises :class:`ConfigError`."""
         self.context = context
         check_splits(context)
         self.rules = self._rules(context)
@@ -83,24 +86,25 @@ class PromptSearch:
         )
         self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final)
         self.requests = Requests(self.settings.requests, folder=context.folder)
-        self.editor = self._open(self.settings.optimizer)
-        self.critic = self.editor if self.settings.critic is None else self._open(self.settings.critic)
+        self.editor = self._open_optimizer(self.settings.optimizer)
+        self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
         self._check_question()
         for optimizer in self._optimizers:
             await optimizer.check()
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check everything that can be, and say what will be spent."""
+        """Check everything that can be checked now, and say what will be spent."""
         await self.check(context)
         self.evaluator = Evaluator(context, self.budget, failure_reward=self.settings.failure_reward)
         order = list(range(len(context.val)))
+        # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
         self.random(0, "validation order").shuffle(order)
         self.order: tuple[int, ...] = tuple(order)
         self.rungs = slices(order, self.settings.val_batch_size)
         context.say(self.plan.words)
 
     async def step(self) -> StepReport:
-        """Measure the first prompt, improve, or finish."""
+        """Measure the first prompt, improve, or finish with the final measurement."""
         step = self.progress.step + 1
         before, paid, scored = self.progress.best, self.budget.spent.rollouts, len(self.evaluator.scores)
         is_final = bool(self.progress.stop_reason)
@@ -117,16 +121,17 @@ class PromptSearch:
         except OptimizerDownError as error:
             self.progress.stop("optimizer_unreachable", str(error))
         self.progress.step = step
-        if self.progress.best != before:
+        if self.progress.best != before:  # what was known of the old best one says nothing about the new
             self.progress.shared.clear()
             self.progress.doubted, self.progress.is_steady = 0, False
+        # Rollouts were paid and none brought a reward: the agent or its server is down, and more would be wasted.
         is_paid = self.budget.spent.rollouts > paid
         if is_paid and len(self.evaluator.scores) == scored:
             self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
-        self._judge(is_improved=self.progress.best != before, is_paid=is_paid)
+        self._decide_stop(is_improved=self.progress.best != before, is_paid=is_paid)
         published = await self._publish(step, is_final=is_final)
         self._write(is_improved=self.progress.best != before)
-        await self._tell_scores()
+        await self._save_new_scores()
         return StepReport(
             step=step,
             is_finished=is_final,
@@ -136,7 +141,7 @@ class PromptSearch:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """Candidates, rewards, spending and counters."""
+        """Return candidates, rewards, spending and counters."""
         return {
             "version": 1,
             "progress": msgspec.to_builtins(self.progress),
@@ -149,13 +154,13 @@ class PromptSearch:
         }
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from :meth:`state`; refuses a state that belongs to other tasks."""
+        """Continue from :meth:`state`; raises :class:`ConfigError` for a state that belongs to other tasks."""
         if state["dataset"] != dataset_digest(self.context):
             raise ConfigError(
-                f"{self._algorithm} cannot continue: the training or validation tasks are not those that it started "
-                "with, so its scores say nothing about them; put them back, or start again with --fresh"
+                f"{self._algorithm} cannot continue: the training or validation tasks have changed since it started, "
+                "so its scores say nothing about them; put the old ones back, or start again with --fresh"
             )
-        self.progress = msgspec.convert(state["progress"], Progress)
+        self.progress = msgspec.convert(state["progress"], SearchProgress)
         self.lineage = Lineage.load(state["lineage"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
@@ -167,32 +172,34 @@ class PromptSearch:
         ]
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the optimiser's model."""
         for optimizer in self._optimizers:
             await optimizer.close()
 
     # --- what improving steps use -------------------------------------------------------------------------------
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> PromptCandidate:
         """The best candidate so far."""
         return self.lineage[self.progress.best]
 
     @property
     def is_perfect(self) -> bool:
-        """Whether the best candidate scores the perfect score on every validation task."""
+        """True if the best candidate scores the perfect score on every validation task."""
         known = self.evaluator.scores.rewards(self.progress.best, "val")
         return len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score
 
     def random(self, step: int, purpose: str) -> random.Random:
-        """A generator that follows from seed, step and purpose."""
+        """Return a random generator that follows from seed, step and purpose alone."""
         return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
 
-    async def admit(self, child: Candidate, parent: Candidate, *, shown: Sequence[str] = ()) -> Candidate | None:
-        """The candidate to go on with, with versions that rollouts can pin; ``None`` if it may not be tried.
+    async def admit(
+        self, child: PromptCandidate, parent: PromptCandidate, *, shown: Sequence[str] = ()
+    ) -> PromptCandidate | None:
+        """Return the candidate with versions that rollouts can pin, or ``None`` if it may not be tried.
 
         A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
-        tried again when it is proposed again: chance may have been against it, and what was paid for it counts.
+        tried again when it is proposed again: chance may have been against it, and its rewards so far still count.
         """
         known = self.lineage.get(child.id)
         if known is not None:
@@ -207,10 +214,16 @@ class PromptSearch:
         return self.lineage.put(await self.evaluator.register(child, parent=parent))
 
     def proposal(
-        self, parents: Sequence[Candidate], texts: Mapping[str, str], *, step: int, operator: str, critique: str = ""
-    ) -> Candidate:
-        """A candidate with these texts."""
-        return Candidate(
+        self,
+        parents: Sequence[PromptCandidate],
+        texts: Mapping[str, str],
+        *,
+        step: int,
+        operator: str,
+        critique: str = "",
+    ) -> PromptCandidate:
+        """Return a candidate with these texts, which is not in the lineage yet."""
+        return PromptCandidate(
             id=candidate_id(texts),
             texts=dict(texts),
             parents=tuple(parent.id for parent in parents),
@@ -220,37 +233,43 @@ class PromptSearch:
         )
 
     async def ask_for_texts(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
-        """New texts from the editor for (request, seed) pairs, ``None`` where an answer holds none."""
+        """Return the editor's new texts for (request, seed) pairs, ``None`` where an answer holds none."""
         texts: list[str | None] = []
         for answer in await self.editor.ask_all(questions):
             texts.append(None if answer is None else extract(answer))
-            if answer is not None:
+            if answer is not None:  # a model that does not answer is counted elsewhere
                 self.progress.barren = 0 if texts[-1] is not None else self.progress.barren + 1
         return texts
 
     def request(self, kind: str, *, name: str, **values: str) -> str:
-        """A request to the editor about one resource."""
+        """Return a request to the editor about one resource, with the rules that its text must keep."""
         constraints = "\n".join(next(rules for rules in self.rules if rules.name == name).words())
         return self.requests.text(kind, component=name, constraints=constraints, **values)
 
     def question_seed(self, step: int, purpose: str) -> str:
-        """What makes the same request in another step another question."""
+        """Return a seed that makes the same request in another step another question, with an answer of its own."""
         return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
 
-    async def measure_whole(self, candidate: Candidate, step: int) -> None:
-        """All validation tasks that are not known yet; raises :class:`RunError` when not one can be scored."""
-        await self.evaluator.measure([Job(candidate, "val", self.order)], step=step, purpose="whole")
+    async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
+        """Run the validation tasks that are not known yet; raises :class:`RunError` when not one can be scored."""
+        await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
         if not self.evaluator.scores.rewards(candidate.id, "val"):
             raise nothing_scored(len(self.order), self.evaluator.broken)
 
     async def contest(
-        self, entrants: Sequence[Candidate], rival: Candidate, *, step: int, purpose: str, may_tie: bool = False
-    ) -> list[Candidate]:
+        self,
+        entrants: Sequence[PromptCandidate],
+        rival: PromptCandidate,
+        *,
+        step: int,
+        purpose: str,
+        may_tie: bool = False,
+    ) -> list[PromptCandidate]:
         """Race proposals against their parent; winners join the pool and are returned, the best one first."""
         verdicts: dict[str, Verdict] = await race(
             self.evaluator, entrants, rival, rungs=self._rungs(entrants), step=step, purpose=purpose, may_tie=may_tie
         )
-        winners: list[Candidate] = []
+        winners: list[PromptCandidate] = []
         for entrant in entrants:
             verdict = verdicts[entrant.id]
             status = "pool" if verdict.has_won else "beaten"
@@ -259,11 +278,11 @@ class PromptSearch:
                 winners.append(decided)
         winners.sort(key=lambda winner: verdicts[winner.id].difference, reverse=True)
         if winners:
-            await self._crown(winners[0], rival, step=step, may_tie=may_tie)
+            await self._promote(winners[0], rival, step=step, may_tie=may_tie)
         return winners
 
-    def _rungs(self, entrants: Sequence[Candidate]) -> Sequence[tuple[int, ...]]:
-        """The slices of a race: where an entrant runs again, those that are longer than what decided it before."""
+    def _rungs(self, entrants: Sequence[PromptCandidate]) -> Sequence[tuple[int, ...]]:
+        """Return the slices of a race; an entrant that runs again starts beyond those that decided it before."""
         again = [entrant for entrant in entrants if entrant.tries > 1]
         known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
         return [rung for rung in self.rungs if len(rung) > known] or self.rungs[-1:]
@@ -273,18 +292,20 @@ class PromptSearch:
     async def _start(self, step: int) -> None:
         self.evaluator.environment = environment_of(self.context)  # others may have had their turn since the setup
         texts = {rules.name: text_of(rules.seed, name=rules.name) for rules in self.rules}
-        seed = await self.evaluator.register(Candidate(id=candidate_id(texts), texts=texts, status="pool", step=step))
+        seed = await self.evaluator.register(
+            PromptCandidate(id=candidate_id(texts), texts=texts, status="pool", step=step)
+        )
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
         await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
-        """Forget all rewards when what they depended on has changed, and measure the incumbent again."""
+        """Forget all rewards when other resources have changed, and measure the best candidate again."""
         now, before = environment_of(self.context), self.evaluator.environment
         if now == before:
             return
         changed = sorted(name for name in now if now.get(name) != before.get(name))
-        self.context.say(f"{', '.join(changed)} changed; what was measured before is out of date and is measured again")
+        self.context.say(f"{', '.join(changed)} changed; rewards from before are out of date and are measured again")
         self.evaluator.environment = now
         self.evaluator.scores.clear()
         for candidate in self.lineage.pool():
@@ -293,8 +314,8 @@ class PromptSearch:
         self.progress.used.clear()
         await self.measure_whole(self.best, step)
 
-    async def _crown(self, winner: Candidate, rival: Candidate, *, step: int, may_tie: bool) -> None:
-        """Make a winner the best one, after a race against the best one where its rival was another."""
+    async def _promote(self, winner: PromptCandidate, rival: PromptCandidate, *, step: int, may_tie: bool) -> None:
+        """Make a winner the best candidate; where its rival was another, it has to beat the best one first."""
         if rival.id != self.progress.best:
             verdicts = await race(
                 self.evaluator, [winner], self.best, rungs=self.rungs, step=step, purpose="crown", may_tie=may_tie
@@ -303,9 +324,10 @@ class PromptSearch:
                 return
         self.progress.best = winner.id
 
-    def _judge(self, *, is_improved: bool, is_paid: bool) -> None:
-        """Stop where there is a reason to; a step that ran nothing says nothing about patience."""
+    def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
+        """Stop where there is a reason to; a step that ran no rollout does not count against patience."""
         progress = self.progress
+        # A bool counts as 0 or 1: one more stale step where rollouts were paid for no improvement.
         progress.stale = 0 if is_improved or progress.step == 1 else progress.stale + is_paid
         if self.is_perfect:
             progress.stop("perfect")
@@ -317,8 +339,8 @@ class PromptSearch:
             progress.stop("patience")
 
     async def _finish(self, step: int) -> None:
-        """Measure the two best and the first prompt on fresh rollouts, and keep the winner if it is better."""
-        self.budget.release()
+        """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
+        self.budget.release()  # the rollouts that were held back for this
         await self._refresh(step)
         self.result = await measure_again(
             self.evaluator,
@@ -326,6 +348,7 @@ class PromptSearch:
             best=self.best,
             seed=self.lineage[self.progress.seed],
             order=self.order,
+            # a third of the rollouts for each of three finalists; none where they would fail anyway
             size=0 if self.progress.stop_reason == "infrastructure" else self.plan.final // 3,
             step=step,
         )
@@ -333,7 +356,7 @@ class PromptSearch:
             self.progress.best = self.result.winner
 
     async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
-        """Make the best texts live where they are not: at every improvement, or at the end."""
+        """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
         is_new = self.progress.best != self.progress.published
         if not is_new or (self.settings.publish == "end" and not is_final):
             return ()
@@ -348,8 +371,8 @@ class PromptSearch:
         self.progress.published = self.progress.best
         return tuple(published)
 
-    async def _tell_scores(self) -> None:
-        """Let the store know what is known of each version, where that is new."""
+    async def _save_new_scores(self) -> None:
+        """Save the score of each version in the store, where it is new."""
         scores = version_scores(
             self.lineage,
             self.evaluator,
@@ -380,7 +403,7 @@ class PromptSearch:
             spent = {"spent": msgspec.structs.asdict(self.budget.spent), "texts": self.best.texts}
             artifacts.write_result(workdir, {**msgspec.structs.asdict(self.result), **reason, **spent})
 
-    def _row(self, candidate: Candidate) -> Json:
+    def _row(self, candidate: PromptCandidate) -> Json:
         rewards = list(self.evaluator.scores.rewards(candidate.id, "val").values())
         return {**msgspec.structs.asdict(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
 
@@ -404,7 +427,7 @@ class PromptSearch:
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
-    def _rules(self, context: AlgorithmContext) -> list[Rules]:
+    def _rules(self, context: AlgorithmContext) -> list[TextRules]:
         if not context.tunes:
             raise ConfigError(
                 f"{self._algorithm} has no prompt to tune; set tunes to a [resource.NAME] with a template or a value"
@@ -413,13 +436,13 @@ class PromptSearch:
         unknown = sorted({*settings.invariants, *settings.roles} - set(context.tunes))
         if unknown:
             raise ConfigError(f"invariants or roles name {unknown}; this algorithm tunes {list(context.tunes)}")
-        rules: list[Rules] = []
+        rules: list[TextRules] = []
         for name in context.tunes:
             resource = context.current(name).resource
             text = text_of(resource, name=name)
             longest = settings.max_chars or max(4000, 4 * len(text))
             rules.append(
-                Rules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
+                TextRules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
             )
             check_seed(rules[-1])
             check_fields(name, resource, [*context.train, *context.val], filled=settings.filled)
@@ -435,7 +458,7 @@ class PromptSearch:
             algorithm=self._algorithm,
         )
 
-    def _open(self, optimizer: Any) -> Optimizer:
+    def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
         opened = Optimizer(settings_of(optimizer, self.context), budget=self.budget, memory=memory)
         self._optimizers.append(opened)

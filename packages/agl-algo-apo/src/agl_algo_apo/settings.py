@@ -1,24 +1,32 @@
-"""What a person may set, shared by the optimisers here, and what a run will cost by it."""
+"""The settings that the optimisers share, and the spending plan that follows from them.
+
+The plan counts rollouts. With V validation tasks, B training tasks of a step (``gradient_batch_size``), F tasks in the
+first slice of a race (``val_batch_size``) and K children of a step (``branch_factor``):
+
+    first measurement   V
+    one proposal        (2 * B + (F + V) / 2) / K    the parent's batch and the gate, and half of a race on average
+    final measurement   from 3 * min(8, V) to 3 * V  the best, the runner-up and the first prompt, once per task
+"""
 
 from collections.abc import Mapping
 from typing import Literal
 
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_algo_apo.budget import Limits, Prices
+from agl_algo_apo.budget import BudgetLimits, Prices
 from agl_algo_apo.optimizer import OptimizerSettings
 
 Selector = Literal["mixed", "best", "pareto", "beam", "ucb"]
 Publish = Literal["improvement", "end"]
 Preset = Literal["light", "medium", "heavy"]
 PROPOSALS: Mapping[str, int] = {"light": 10, "medium": 25, "heavy": 60}
-"""Proposals that a preset pays for."""
+"""Number of proposals that each preset pays for."""
 
 FEWEST_PROPOSALS = 3
-"""A budget that does not reach for so many is refused."""
+"""A budget that does not reach for so many proposals is refused."""
 
 FEWEST_FINAL = 8
-"""Fresh rollouts per candidate in the final measurement at least, where there are so many validation tasks."""
+"""Fewest fresh rollouts of each candidate in the final measurement, where there are so many validation tasks."""
 
 
 class SearchSettings(Record, frozen=True, kw_only=True):
@@ -26,7 +34,7 @@ class SearchSettings(Record, frozen=True, kw_only=True):
 
     optimizer: str | OptimizerSettings
     critic: str | OptimizerSettings | None = None
-    budget: int | Preset | Limits = "light"
+    budget: int | Preset | BudgetLimits = "light"
     prices: Prices = Prices()
     beam_width: int = 4
     branch_factor: int = 3
@@ -48,7 +56,7 @@ class SearchSettings(Record, frozen=True, kw_only=True):
     requests: dict[str, str] = {}
 
     def check(self, algorithm: str) -> None:
-        """Refuse numbers that make no sense; raises :class:`ConfigError`."""
+        """Check that numbers are in their ranges; raises :class:`ConfigError`."""
         names = ("beam_width", "branch_factor", "gradient_batch_size", "val_batch_size", "patience")
         low = {name: getattr(self, name) for name in names if getattr(self, name) < 1}
         if low:
@@ -61,18 +69,18 @@ class SearchSettings(Record, frozen=True, kw_only=True):
 
 
 class SpendingPlan(Record, frozen=True, kw_only=True):
-    """What a search may spend, and on what.
+    """The rollouts and questions that a search may spend, and on what.
 
     Attributes:
         limits: The ceilings.
         seed: Rollouts of the first measurement.
-        proposal: Rollouts that one proposal takes on average, until it is decided.
+        proposal: Rollouts that one proposal takes on average until it is decided.
         final: Rollouts held back for the final measurement.
-        fewest: Rollouts that the method needs.
-        calls: Questions that one proposal takes.
+        fewest: Rollouts that the method needs at least.
+        calls: Questions to the optimiser's model that one proposal takes.
     """
 
-    limits: Limits
+    limits: BudgetLimits
     seed: int
     proposal: float
     final: int
@@ -88,7 +96,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
         line = f"plan: at most {', '.join(parts)}"
         if limits.rollouts is None:
             return line
-        search = limits.rollouts - self.seed - self.final
+        search = limits.rollouts - self.seed - self.final  # left for proposals
         return (
             f"{line}; rollouts: {self.seed} on the first prompt, {search} on about "
             f"{int(search / self.proposal)} proposals, {self.final} on the final measurement"
@@ -96,29 +104,32 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
 
 
 def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int, algorithm: str) -> SpendingPlan:
-    """The plan; raises :class:`ConfigError` when the budget is less than the method needs.
+    """Return the spending plan; raises :class:`ConfigError` when the budget is less than the method needs.
 
     Args:
-        settings: With the budget.
+        settings: The settings, with the budget.
         tasks: Number of training tasks; ``val`` of validation tasks.
         calls: Questions to the optimiser's model per proposal.
-        algorithm: Its name, for the error.
+        algorithm: The algorithm's name, for the error.
     """
-    batch = min(settings.gradient_batch_size, tasks)
-    first = min(settings.val_batch_size, val)
+    batch = min(settings.gradient_batch_size, tasks)  # B
+    first = min(settings.val_batch_size, val)  # F
+    # Once B for the parent and once for its children together, which share the failures; a race ends between its
+    # first slice F and all of V. A step makes K children, and all of it is paid once per step.
     proposal = (2 * batch + (first + val) / 2) / settings.branch_factor
-    fewest_final = 3 * min(FEWEST_FINAL, val)
+    fewest_final = 3 * min(FEWEST_FINAL, val)  # three finalists
     budget = settings.budget
     if isinstance(budget, str):
         rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val
-        budget = Limits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
-    limits = Limits(rollouts=budget) if isinstance(budget, int) else budget
-    if limits == Limits():
+        # Twice the questions that the proposals take: answers without a usable text cost one as well.
+        budget = BudgetLimits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
+    limits = BudgetLimits(rollouts=budget) if isinstance(budget, int) else budget
+    if limits == BudgetLimits():
         raise ConfigError(
             f'{algorithm} has no budget; set budget = 400 (rollouts), a preset such as "light", or limits'
         )
     final = min(3 * val, max(fewest_final, int((limits.rollouts or 0) * settings.reserve)))
-    needed = val + final + 2 * batch + first
+    needed = val + final + 2 * batch + first  # one whole step, which makes the fewest proposals
     if limits.rollouts is not None and limits.rollouts < needed:
         raise ConfigError(
             f"{algorithm} has a budget of {limits.rollouts} rollouts and needs at least {needed}: {val} to measure the "
@@ -134,14 +145,14 @@ def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int,
 
 
 def check_question(plan: SpendingPlan, prices: Prices, *, max_input: int, max_output: int, algorithm: str) -> None:
-    """Refuse a budget that has no room for one question to the optimiser's model; raises :class:`ConfigError`.
+    """Check that the budget has room for one question to the optimiser's model; raises :class:`ConfigError`.
 
     Args:
-        plan: With the limits, and the rollouts that have to be paid beside the question.
-        prices: For a budget in money.
-        max_input: The most tokens that the shortest question can be.
-        max_output: The most tokens that its answer can be.
-        algorithm: Its name, for the error.
+        plan: The limits, and the rollouts that have to be paid beside the question.
+        prices: Prices for a budget in money.
+        max_input: The most tokens that the shortest question can have.
+        max_output: The most tokens that its answer can have.
+        algorithm: The algorithm's name, for the error.
     """
     limits, tokens = plan.limits, max_input + max_output
     sizes = f"up to {max_input} tokens of the request and {max_output} of the answer"
@@ -150,7 +161,7 @@ def check_question(plan: SpendingPlan, prices: Prices, *, max_input: int, max_ou
             f"{algorithm} has a budget of {limits.tokens} tokens, and one question to the optimiser's model takes "
             f"{sizes}. Raise the budget, or lower optimizer.max_tokens"
         )
-    cost = plan.fewest * prices.rollout + (max_input * prices.input + max_output * prices.output) / 1e6
+    cost = plan.fewest * prices.rollout + (max_input * prices.input + max_output * prices.output) / 1e6  # per million
     if limits.money is not None and limits.money < cost:
         raise ConfigError(
             f"{algorithm} has a budget of {limits.money:g} in money and needs at least {cost:.6g}, for {plan.fewest} "

@@ -1,7 +1,7 @@
-"""The static gate: what a proposed text must keep before a single rollout is paid for it.
+"""The static gate: the rules that a proposed text must keep before a single rollout is paid for it.
 
-A text that breaks a rule is rejected with the rule's words and never repaired: a repaired prompt is one that nobody
-proposed. Candidates come from a model, so nothing here formats or renders one.
+A text that breaks a rule is rejected with a reason and never repaired, because nobody proposed the repaired text.
+Candidates come from a model and are not trusted, so nothing here formats or renders one.
 """
 
 import string
@@ -14,20 +14,20 @@ from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
 from agl_algo_apo.candidates import resource_of, text_of
 
 OVERLAP_WORDS = 8
-"""So many words in a row from a shown task are a copy of it."""
+"""A text with so many words in a row from a shown task counts as a copy of it."""
 
 EDITABLE_KEYS = frozenset({"description", "help", "instructions", "prompt", "summary", "text", "title"})
-"""Keys of a JSON resource whose strings may change; all else is code to the agent."""
+"""Keys of a JSON resource whose strings may change; everything else is code to the agent."""
 
 
-class Rules(Record, frozen=True, kw_only=True):
-    """What a text of one resource must keep.
+class TextRules(Record, frozen=True, kw_only=True):
+    """The rules for the texts of one resource.
 
     Attributes:
         name: The resource's name.
-        seed: The resource that the search started from.
-        invariants: Texts that must stay in it.
-        max_chars: Characters at most.
+        seed: The resource that the search started from, whose placeholders and structure must stay.
+        invariants: Passages that every text must hold.
+        max_chars: Most characters of a text; 0 for no limit.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Rules(Record, frozen=True, kw_only=True):
     max_chars: int = 0
 
     def words(self) -> list[str]:
-        """The rules for the model that writes, one line each."""
+        """Return the rules as the model that writes reads them, one line each."""
         lines = [f"- Write at most {self.max_chars} characters."] if self.max_chars else []
         names = sorted(placeholders(self.seed, name=self.name))
         if isinstance(self.seed, PromptTemplate) and self.seed.engine != "plain":
@@ -51,8 +51,8 @@ class Rules(Record, frozen=True, kw_only=True):
         return lines
 
 
-def check_seed(rules: Rules) -> None:
-    """Refuse rules that the seed itself breaks; raises :class:`ConfigError`."""
+def check_seed(rules: TextRules) -> None:
+    """Check that the first text keeps the rules itself; raises :class:`ConfigError`."""
     try:
         placeholders(rules.seed, name=rules.name)
     except ValueError as error:
@@ -62,13 +62,13 @@ def check_seed(rules: Rules) -> None:
         raise ConfigError(f"the prompt {rules.name!r} breaks a rule itself: {broken}; change the prompt or the rule")
 
 
-def violation(text: str, rules: Rules, *, shown: Sequence[str] = ()) -> str:
-    """Why a text may not be tried, ``""`` if it may.
+def violation(text: str, rules: TextRules, *, shown: Sequence[str] = ()) -> str:
+    """Return the reason why a text may not be tried, ``""`` if it may.
 
     Args:
         text: The proposal.
-        rules: What it must keep.
-        shown: Texts of the tasks that its author saw, which it may not copy.
+        rules: The rules for it.
+        shown: Texts of the tasks that its author saw, which it may not copy: it would score on these tasks alone.
     """
     if not text.strip():
         return "the text is empty"
@@ -84,12 +84,15 @@ def violation(text: str, rules: Rules, *, shown: Sequence[str] = ()) -> str:
     except ValueError as error:
         return f"the text is no valid template: {error}"
     if kept != had:
-        return _difference(kept, had)
+        return _placeholder_difference(kept, had)
     return _changed_json(resource, rules.seed) or _copied(text, rules, shown)
 
 
 def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
-    """The placeholders as they are written, format and attribute access included; raises :class:`ValueError`."""
+    """Return the placeholders as they are written, format and attribute access included.
+
+    Raises :class:`ValueError` for a template that cannot be parsed.
+    """
     if not isinstance(resource, PromptTemplate) or resource.engine == "plain":
         return frozenset()
     if resource.engine == "jinja":
@@ -98,16 +101,16 @@ def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
 
 
 def field_names(resource: Resource, *, name: str) -> frozenset[str]:
-    """Names of the values that a template needs."""
+    """Return the names of the values that a template needs."""
     if isinstance(resource, PromptTemplate) and resource.engine == "f-string":
         return resource.fields
     return frozenset(field.strip("{} ") for field in placeholders(resource, name=name) if "{{" in field)
 
 
 def check_fields(name: str, resource: Resource, tasks: Sequence[Json], *, filled: Iterable[str]) -> None:
-    """Refuse a template with a placeholder that no task can fill; raises :class:`ConfigError`.
+    """Check that every task can fill the template's placeholders; raises :class:`ConfigError`.
 
-    Tasks that are no objects are not looked at: what the agent fills in is then its own affair.
+    Nothing is checked where a task is not an object: the agent then decides what it fills in.
     """
     keys = [cast("dict[str, Json]", task).keys() for task in tasks if isinstance(task, dict)]
     if not keys or len(keys) < len(tasks):
@@ -117,8 +120,8 @@ def check_fields(name: str, resource: Resource, tasks: Sequence[Json], *, filled
     if lacking:
         raise ConfigError(
             f"the prompt {name!r} has the placeholders {lacking}, which not every task has; the tasks share "
-            f"{sorted(known)}. Correct the prompt or the tasks, or say that the agent fills them in itself with "
-            f"filled = {lacking}"
+            f"{sorted(known)}. Correct the prompt or the tasks, or write filled = {lacking} if the agent fills them in "
+            "itself"
         )
 
 
@@ -148,13 +151,15 @@ def _jinja_placeholders(template: str, *, name: str) -> frozenset[str]:
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f"line {error.lineno}: {error.message}") from None
     variables: set[str] = meta.find_undeclared_variables(tree)
+    # Statements that read other files, and attributes that lead out of the sandbox, count as placeholders: a proposal
+    # that adds one then differs from the first version and is rejected.
     foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
     reaching = [type(node).__name__.lower() for node in tree.find_all(foreign)]
     private = [node.attr for node in tree.find_all(nodes.Getattr) if node.attr.startswith("_")]
     return frozenset({"{{ " + v + " }}" for v in variables} | {f"{{% {kind} %}}" for kind in reaching} | {*private})
 
 
-def _difference(kept: frozenset[str], had: frozenset[str]) -> str:
+def _placeholder_difference(kept: frozenset[str], had: frozenset[str]) -> str:
     lost, new = sorted(had - kept), sorted(kept - had)
     parts = [f"lost the placeholders {lost}"] if lost else []
     if new:
@@ -189,12 +194,12 @@ def _json_difference(new: Any, old: Any, *, path: str, may_change: bool) -> str:
 
 
 def _is_same(new: object, old: object) -> bool:
-    """Equal and of one type: to JSON, ``true`` is not ``1``."""
+    """Return whether two JSON values are equal and of one type: in Python ``True == 1``, in JSON they differ."""
     return type(new) is type(old) and new == old
 
 
-def _copied(text: str, rules: Rules, shown: Sequence[str]) -> str:
-    """A run of words that came from a shown task and not from the first version."""
+def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
+    """Return the reason where a run of words comes from a shown task and not from the first version, else ``""``."""
     known = _runs(text_of(rules.seed, name=rules.name))
     ours = _runs(text) - known
     for task in shown:
@@ -205,13 +210,14 @@ def _copied(text: str, rules: Rules, shown: Sequence[str]) -> str:
 
 
 def _runs(text: str) -> set[tuple[str, ...]]:
+    """Return every run of ``OVERLAP_WORDS`` words, without punctuation and case."""
     words = [word.strip(".,;:!?\"'()[]{}<>").casefold() for word in text.split()]
     words = [word for word in words if word]
     return {tuple(words[i : i + OVERLAP_WORDS]) for i in range(len(words) - OVERLAP_WORDS + 1)}
 
 
 def task_text(task: Json) -> str:
-    """A task's strings, one a line: the text that a copy of it would be recognised by."""
+    """Return a task's strings, one a line, by which a copy of it is recognised."""
     if isinstance(task, str):
         return task
     if isinstance(task, dict):

@@ -1,5 +1,9 @@
 """From samples to the batches that VERL's engine reads: updates that keep rollouts whole, micro-batches, jagged rows.
 
+VERL's losses are sums over tokens with a weight per token, divided by one number for the whole update. Nothing here
+may change that sum by how rows are cut: micro-batches add up, padding rows have no trained token, and the mean over
+sequences is one over rollouts.
+
 T is the length of a row, R of its response.
 """
 
@@ -19,61 +23,68 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.rows import Sample
+    from agl_algo_verl.rows import RowSample
 
 
 def updates(
-    samples: Sequence[Sample], rollouts: Sequence[tuple[str, int]], *, tasks: int
-) -> list[tuple[list[Sample], int]]:
+    samples: Sequence[RowSample], rollouts: Sequence[tuple[str, int]], *, tasks: int
+) -> list[tuple[list[RowSample], int]]:
     """Cut a step into updates of `tasks` tasks: the rows of each and the number of its rollouts.
 
     Rollouts whose rows were all left out count; an update without rows is left out.
     """
-    parts: dict[int, tuple[list[Sample], int]] = {}
+    parts: dict[int, tuple[list[RowSample], int]] = {}
+    # The count divides a mean over sequences. It includes rollouts without rows: leaving out a row that is too long
+    # must not make the others weigh more.
     for _, group in rollouts:
         rows, count = parts.get(group // tasks, ([], 0))
         parts[group // tasks] = (rows, count + 1)
+    # Groups are numbered in a step's order, so the first `tasks` of them are update 0. Cutting by task keeps all rows
+    # of a rollout, and all rollouts of a group, in one update.
     for sample in samples:
         parts[sample.group // tasks][0].append(sample)
     return [part for _, part in sorted(parts.items()) if part[0]]
 
 
-def per_rollout(samples: Sequence[Sample]) -> list[Sample]:
+def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
     """Scale advantages so that a mean over the tokens of each row becomes one over the tokens of its rollout.
 
     VERL's losses are proportional to a positive factor of the advantages, so this is exact.
     """
+    # VERL takes sum over rows of (1 / n_row) * sum of its token losses; wanted is 1 / n_rollout for each of them.
+    # A * n_row / n_rollout turns the one into the other: clipping looks at the ratio and the sign of A alone.
     tokens: Counter[str] = Counter()
     for sample in samples:
         tokens[sample.rollout] += sample.trained_tokens
     return [replace(s, advantages=s.advantages * (s.trained_tokens / tokens[s.rollout])) for s in samples]
 
 
-def fill_up(samples: Sequence[Sample], *, multiple: int) -> list[Sample]:
+def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
     """Append copies without a trained token until the number of rows is a multiple; they change no sum."""
     missing = -len(samples) % multiple
     return [*samples, *(replace(samples[-1], mask=torch.zeros_like(samples[-1].mask)) for _ in range(missing))]
 
 
 def micro_batched(
-    samples: Sequence[Sample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
+    samples: Sequence[RowSample], *, rows: int | None, tokens: int, device: torch.device, **options: Any
 ) -> TensorDict:
     """Return a batch on a device that VERL cuts into micro-batches of `rows` rows, or of at most `tokens` tokens.
 
-    VERL refuses a budget below the longest row, so that a row beyond it comes alone.
+    A single row longer than `tokens` raises the budget to its length and comes alone.
     """
     sizes: dict[str, Any] = {
         "use_dynamic_bsz": rows is None,
-        "max_token_len_per_gpu": max(tokens, *(len(s.ids) for s in samples)),
+        "max_token_len_per_gpu": max(tokens, *(len(s.ids) for s in samples)),  # VERL refuses a row beyond its budget
     }
     if rows is not None:
-        samples = fill_up(samples, multiple=rows)
+        samples = fill_up(samples, multiple=rows)  # VERL wants whole micro-batches
         sizes["micro_batch_size_per_gpu"] = rows
     return cast("Any", batch(samples, **sizes, **options)).to(device)
 
 
-def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
+def batch(samples: Sequence[RowSample], **options: Any) -> TensorDict:
     """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
+    # Every entry is jagged, one vector per row: [T] in the first two, then [T - R], and [R] from `responses` on.
     tensors: dict[str, Tensor] = {
         "input_ids": ragged([s.ids for s in samples]),
         "position_ids": ragged([torch.arange(len(s.ids)) for s in samples]),
@@ -82,7 +93,10 @@ def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
         "response_mask": ragged([s.mask.long() for s in samples]),
         "loss_mask": ragged([s.mask.long() for s in samples]),
         "advantages": ragged([s.advantages for s in samples]),
+        # pi_old of PPO's ratio pi / pi_old: the engine's own, so that the ratio starts at 1. Before it was computed
+        # the recorded ones stand in, which a forward pass needs but does not read.
         "old_log_probs": ragged([s.behaviour if s.old is None else s.old for s in samples]),
+        # [B]: the engine divides logits by it, as the server did when it drew the tokens
         "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
     }
     for name, found in {
@@ -90,7 +104,7 @@ def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
         "values": [s.values for s in samples if s.values is not None],
         "returns": [s.returns for s in samples if s.returns is not None],
     }.items():
-        if len(found) == len(samples):
+        if len(found) == len(samples):  # all rows have it or none, as the settings ask
             tensors[name] = ragged(found)
     if "is_threshold" in options:
         threshold = options.pop("is_threshold")
@@ -98,13 +112,20 @@ def batch(samples: Sequence[Sample], **options: Any) -> TensorDict:
     return verl_part("verl.utils.tensordict_utils:get_tensordict")(tensor_dict=tensors, non_tensor_dict=options)
 
 
-def responses(found: Any, samples: Sequence[Sample]) -> list[Tensor]:
+def responses(found: Any, samples: Sequence[RowSample]) -> list[Tensor]:
     """Return what a model said before each token of the responses, [R] per sample on the CPU, of jagged [T] rows."""
+    # `offsets` is where each row starts in the flat values; rows that only filled up a micro-batch come last and are
+    # dropped. The model's output at place i is about token i + 1, so the window lies one place before the response.
     values, offsets = found.values().float().cpu(), integers(found.offsets())
     return [values[start + s.prompt - 1 : start + len(s.ids) - 1] for s, start in zip(samples, offsets, strict=False)]
 
 
-def importance(sample: Sample, threshold: float) -> Tensor:
-    """Truncated importance weights of the engine's over the recorded probabilities, [R]."""
+def importance(sample: RowSample, threshold: float) -> Tensor:
+    """Return truncated importance weights min(pi_old / pi_behaviour, threshold), [R].
+
+    pi_behaviour is what the server recorded, pi_old what the engine finds. Weighting a token's loss with their ratio
+    corrects for tokens that other weights, or another engine, drew. The bound trades a bias for less variance
+    (truncated importance sampling, Ionides 2008): one token with a huge ratio would otherwise decide an update.
+    """
     old_R = sample.behaviour if sample.old is None else sample.old
-    return torch.exp(old_R - sample.behaviour).clamp(max=threshold)
+    return torch.exp(old_R - sample.behaviour).clamp(max=threshold)  # in logs: both may be tiny; no lower bound

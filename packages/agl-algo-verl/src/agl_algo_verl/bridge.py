@@ -1,7 +1,7 @@
-"""Between VERL's trainer, which decides when a step begins, and agl, which runs the agents: a Ray actor and its words.
+"""A Ray actor between VERL's trainer, which decides when a step begins, and agl, which runs the agents.
 
-VERL's agent loop manager asks for the rollouts of a step and waits; agl takes the question, runs the agents against
-the addresses in it, and answers with the rows to train.
+VERL's agent loop manager (`ray_loops.py`) asks for the rollouts of a step and waits. agl (`ray_engine.py`) takes the
+request, runs the agents against the addresses in it, and answers with the rows to train.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NAME = "agl_bridge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """VERL is ready for a step.
+class StepRequest:
+    """VERL's request for the rollouts of a step.
 
     Attributes:
-        step: VERL's count, from 1.
+        step: VERL's count of steps, from 1.
         addresses: Where the current weights serve, `host:port` each.
     """
 
@@ -31,26 +31,32 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The rows of a step.
+class StepRows:
+    """agl's answer: the rows of a step.
 
     Attributes:
-        rows: What to train.
-        temperature: At which all of them were drawn.
-        rollouts: What a loss that is a mean over sequences divides by; 0 for a loss that is a mean over tokens.
+        rows: The rows to train.
+        temperature: The temperature at which all of their tokens were drawn.
+        rollouts: The number that a mean over sequences divides by; 0 for a mean over tokens, which counts its tokens.
     """
 
-    rows: tuple[AnswerRow, ...]
+    rows: tuple[BridgeRow, ...]
     temperature: float
     rollouts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRow:
-    """One row; `ids` int64 [T]; `mask` int64, `scores` and `logprobs` float32 [R], the last R of its tokens.
+class BridgeRow:
+    """One row of T tokens, of which the last R are the response.
 
-    `scores` are advantages, or rewards where VERL's critic makes advantages of them. `group` is the row's place among
-    the step's tasks, `rollout` that of its rollout within the group and `part` its own within the rollout.
+    Attributes:
+        group: Place of the row's task in the step.
+        rollout: Place of its rollout in the group.
+        part: Place of the row in its rollout.
+        ids: Prompt and response; int64, [T].
+        mask: 1 on trained tokens; int64, [R].
+        scores: Advantages, or rewards where VERL's critic makes advantages of them; float32, [R].
+        logprobs: Log-probabilities that the server recorded; float32, [R].
     """
 
     group: int
@@ -63,21 +69,24 @@ class AnswerRow:
 
 
 class Bridge:
-    """One question at a time; run it as a Ray actor."""
+    """Passes one request at a time, and its answer; run it as a Ray actor."""
 
     def __init__(self) -> None:
-        self._questions: asyncio.Queue[Question] = asyncio.Queue()
+        self._requests: asyncio.Queue[StepRequest] = asyncio.Queue()
         self._answers: asyncio.Queue[list[Any]] = asyncio.Queue()
 
-    async def ask(self, question: Question) -> list[Any]:
-        """VERL's side: wait for the answer, a list of one reference to it."""
-        await self._questions.put(question)
+    async def ask(self, request: StepRequest) -> list[Any]:
+        """Ask, and wait for the answer; called by VERL's side. Returns a list of one reference to the rows."""
+        await self._requests.put(request)
         return await self._answers.get()
 
-    async def question(self) -> Question:
-        """agl's side: wait for a question."""
-        return await self._questions.get()
+    async def request(self) -> StepRequest:
+        """Wait for a request and return it; called by agl's side."""
+        return await self._requests.get()
 
     async def answer(self, reference: list[Any]) -> None:
-        """agl's side: give a reference to the rows, in a list, so that this process never reads them."""
+        """Answer with a reference to the rows; called by agl's side.
+
+        The reference comes in a list: Ray would fetch a bare one, and this process need not read the rows.
+        """
         await self._answers.put(reference)

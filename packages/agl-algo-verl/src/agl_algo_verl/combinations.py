@@ -1,6 +1,7 @@
-"""Which settings go together: what VERL would ignore, and what would count rows instead of rollouts, is refused.
+"""Checks of settings against each other: those that VERL would ignore, or that would count rows, are refused.
 
-Every check raises ConfigError with what was found and what to write instead.
+Means and statistics count rollouts here and never rows, so that how often an agent calls its model does not change its
+weight. Every check raises ConfigError with what was found and what to write instead.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from agl.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 
-def check_settings(settings: Settings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings that cannot train together; `given` are the keys that a person wrote, nested."""
+def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings that cannot train together; `given` holds the keys that a person wrote, nested."""
     _check_numbers(settings)
     _check_batches(settings)
     _check_loss(settings)
@@ -28,7 +29,7 @@ def check_settings(settings: Settings, given: Mapping[str, Any]) -> None:
 
 
 def is_given(given: Mapping[str, Any], name: str) -> bool:
-    """Whether a dotted key, or one below it, was written."""
+    """Return whether a dotted key, or one below it, was written."""
     level: Any = given
     for part in name.split("."):
         if not isinstance(level, dict) or part not in level:
@@ -37,7 +38,7 @@ def is_given(given: Mapping[str, Any], name: str) -> bool:
     return True
 
 
-def _check_numbers(settings: Settings) -> None:
+def _check_numbers(settings: VerlSettings) -> None:
     actor, trainer = settings.actor, settings.trainer
     counts = {
         "data.train_batch_size": settings.data.train_batch_size,
@@ -60,15 +61,15 @@ def _check_numbers(settings: Settings) -> None:
         raise ConfigError(f"The VERL configuration has {low}; each must be at least 1.")
 
 
-def _check_batches(settings: Settings) -> None:
+def _check_batches(settings: VerlSettings) -> None:
     actor, batch = settings.actor, settings.data.train_batch_size
     for name, mini in (
         ("actor_rollout_ref.actor", actor.ppo_mini_batch_size),
         ("critic", settings.critic.ppo_mini_batch_size),
     ):
         if mini is not None and (mini > batch or batch % mini):
-            raise ConfigError(
-                f"data.train_batch_size = {batch} is no multiple of {name}.ppo_mini_batch_size = {mini}; "
+            raise ConfigError(  # a last mini-batch with fewer tasks would weigh each of them more
+                f"data.train_batch_size = {batch} is not a multiple of {name}.ppo_mini_batch_size = {mini}; "
                 "both count tasks. Make one divide the other, or remove ppo_mini_batch_size for one update per step."
             )
     if actor.use_dynamic_bsz is False and not actor.ppo_micro_batch_size_per_gpu:
@@ -83,18 +84,20 @@ def _check_batches(settings: Settings) -> None:
         )
 
 
-def _check_loss(settings: Settings) -> None:
+def _check_loss(settings: VerlSettings) -> None:
     actor = settings.actor
     if actor.loss_scale_factor is not None and actor.loss_agg_mode != "seq-mean-token-sum-norm":
         raise ConfigError(
             f"VERL ignores loss_scale_factor with loss_agg_mode = {actor.loss_agg_mode!r}. Remove it, or use "
             "seq-mean-token-sum-norm."
         )
+    # Gradients of micro-batches add up, so each must be divided by the same number.
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
         raise ConfigError(
             "loss_agg_mode = 'seq-mean-token-sum-norm' without loss_scale_factor divides by the longest row of a "
             "micro-batch, which differs between micro-batches. Give loss_scale_factor, such as the response length."
         )
+    # Advantages are scaled from a mean over rows to one over rollouts; the entropy has no advantage to scale.
     if actor.entropy_coeff and actor.loss_agg_mode == "seq-mean-token-mean":
         raise ConfigError(
             "entropy_coeff with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
@@ -102,13 +105,14 @@ def _check_loss(settings: Settings) -> None:
         )
 
 
-def _check_estimator(settings: Settings) -> None:
+def _check_estimator(settings: VerlSettings) -> None:
     algorithm, rollouts = settings.algorithm, settings.actor_rollout_ref.rollout.n
+    # With one rollout the baseline is its own score, and every advantage is 0.
     if rollouts == 1 and algorithm.adv_estimator not in ("gae", "reinforce_plus_plus"):
         raise ConfigError(
             f"algorithm.adv_estimator = {algorithm.adv_estimator!r} compares the rollouts of a task, but "
             "actor_rollout_ref.rollout.n is 1. Give at least 2, or use reinforce_plus_plus, which compares over the "
-            "batch, or gae, whose critic stands in for the comparison."
+            "batch, or gae, which compares with its critic."
         )
     if algorithm.adv_estimator != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
         raise ConfigError(
@@ -117,7 +121,7 @@ def _check_estimator(settings: Settings) -> None:
         )
 
 
-def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     algorithm = settings.algorithm
     if not settings.has_critic:
         unused = ["critic"] if is_given(given, "critic") else []
@@ -126,8 +130,8 @@ def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
         if unused:
             raise ConfigError(
                 f"{', '.join(unused)} would be ignored: algorithm.adv_estimator = {algorithm.adv_estimator!r} has no "
-                'critic. Use "gae", or remove them; discounting without a critic is the credit\'s: credit = "turn" '
-                "with gamma."
+                'critic. Use "gae", or remove them. Without a critic it is credit that discounts: credit = "turn" with '
+                "gamma."
             )
         return
     if not (0.0 <= algorithm.gamma <= 1.0 and 0.0 <= algorithm.lam <= 1.0) or settings.critic.cliprange_value <= 0:
@@ -138,9 +142,10 @@ def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_kl(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_kl(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     actor, algorithm = settings.actor, settings.algorithm
     own = "actor_rollout_ref.actor"
+    # The KL term has no advantage to scale either.
     if actor.use_kl_loss and actor.loss_agg_mode == "seq-mean-token-mean":
         raise ConfigError(
             "use_kl_loss with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
@@ -148,8 +153,8 @@ def _check_kl(settings: Settings, given: Mapping[str, Any]) -> None:
         )
     if algorithm.use_kl_in_reward and algorithm.adv_estimator == "reinforce_plus_plus":
         raise ConfigError(
-            "use_kl_in_reward with adv_estimator = 'reinforce_plus_plus' would need a return per token, and here the "
-            "statistics of that estimator are over rollouts. Use actor_rollout_ref.actor.use_kl_loss = true, or "
+            "use_kl_in_reward with adv_estimator = 'reinforce_plus_plus' would need a return per token, and here that "
+            "estimator compares whole rollouts. Use actor_rollout_ref.actor.use_kl_loss = true, or "
             "reinforce_plus_plus_baseline."
         )
     unused: list[str] = []
@@ -162,12 +167,12 @@ def _check_kl(settings: Settings, given: Mapping[str, Any]) -> None:
         unused += ["algorithm.kl_penalty"] if is_given(given, "algorithm.kl_penalty") else []
     if unused:
         raise ConfigError(
-            f"VERL would ignore {', '.join(unused)}, for no KL penalty is asked for. Remove them, or set "
+            f"VERL would ignore {', '.join(unused)}, because no KL penalty is switched on. Remove them, or set "
             "actor_rollout_ref.actor.use_kl_loss = true or algorithm.use_kl_in_reward = true."
         )
 
 
-def _check_adapters(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_adapters(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     model = settings.actor_rollout_ref.model
     if model.lora_rank < 0:
         raise ConfigError(f"actor_rollout_ref.model.lora_rank is {model.lora_rank}; give 0 for none, or a rank.")
@@ -180,21 +185,22 @@ def _check_adapters(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_staleness(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_staleness(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     v1 = settings.trainer.v1
     if not v1.is_async:
         names = [f"trainer.v1.{name}" for name in ("colocate_async", "sampler")]
         unused = [name for name in names if is_given(given, name)]
         if unused:
             raise ConfigError(
-                f'VERL would ignore {", ".join(unused)} with trainer.v1.trainer_mode = "sync", whose groups are never '
-                'old. Remove them, or set trainer_mode = "colocate_async".'
+                f'VERL would ignore {", ".join(unused)} with trainer.v1.trainer_mode = "sync", where every group is '
+                'new. Remove them, or set trainer_mode = "colocate_async".'
             )
         return
     ahead, threshold = v1.colocate_async.num_warmup_batches, v1.sampler.max_off_policy_threshold
+    # A group asked for in step s for step s + ahead spans ahead + 1 versions; none may be too old on arrival.
     if not 1 <= ahead < threshold:
         raise ConfigError(
             f"trainer.v1.colocate_async.num_warmup_batches = {ahead} and sampler.max_off_policy_threshold = "
-            f"{threshold}: a group that is asked for so many steps ahead spans one version more. Give at least 1 batch "
-            "and a threshold above it."
+            f"{threshold}: a group that is asked for N steps ahead spans N + 1 versions. Give at least 1 batch, and a "
+            "threshold above it."
         )

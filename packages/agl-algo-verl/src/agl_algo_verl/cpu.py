@@ -1,7 +1,7 @@
 """A CPU platform for VERL, which ships none; VERL loads this module as one of its `verl.plugins`.
 
-It does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs is left as it is.
-Memory and stream functions answer as a device without memory of its own would.
+It does nothing unless VERL_PLATFORM is `cpu`, so that an installation with GPUs stays as it is.
+Functions about memory and streams answer for a device that has none of its own.
 """
 
 # ruff: noqa: D102 - VERL's PlatformBase describes the methods
@@ -24,7 +24,7 @@ NAME = "cpu"
 
 
 class _Device(ModuleType):
-    """The namespace that VERL expects of a device, such as `torch.cuda`, for the CPU."""
+    """A namespace of device functions for the CPU, with the names that VERL expects, such as those of `torch.cuda`."""
 
     def is_available(self) -> bool:
         return True
@@ -75,7 +75,7 @@ class _Device(ModuleType):
 
 
 class CpuPlatform(PlatformBase):
-    """VERL on the CPU: gloo, one device, no memory management."""
+    """Describes the CPU to VERL: gloo, one device, no memory management."""
 
     _device = _Device("agl_algo_verl.cpu.device")
 
@@ -153,7 +153,7 @@ class CpuPlatform(PlatformBase):
 
 
 def register() -> None:
-    """Tell VERL of the platform; may be called again."""
+    """Register the platform with VERL; idempotent."""
     PlatformRegistry.register(platform=NAME)(CpuPlatform)
 
 

@@ -1,7 +1,17 @@
 """VERL's critic in this process: the policy's network with a value per token, trained by VERL's `value_loss`.
 
-VERL opens a value model with flash-attention and nothing else. Here its engine is asked for a token classifier with one
-label, which is the same network, by VERL's own loader of language models, with the attention that the policy has.
+With V the value, V_old the one before the step's first update and R the return, the loss of a trained token is PPO's
+with a clipped value, as OpenAI's baselines have it; it stays near V_old, as the policy's ratio stays near 1:
+
+    L_t = 0.5 * max((V - R)^2, (clip(V, V_old - eps_v, V_old + eps_v) - R)^2)        eps_v = critic.cliprange_value
+
+and the loss of an update is its mean over tokens, or over rollouts of the sum over tokens, by `critic.loss_agg_mode`.
+
+Deviation from VERL, which opens a value model with flash-attention and nothing else: here its engine is asked for a
+token classifier with one label, which is the same network, by VERL's own loader of language models, with the
+attention that the policy has.
+
+R is also the axis of a response's tokens in `[R]`.
 """
 
 from __future__ import annotations
@@ -14,9 +24,9 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl_algo_verl.batches import micro_batched, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.numbers import reported
-from agl_algo_verl.opening import engine_config, model_config, start, use_rate_of_schedule
+from agl_algo_verl.opening import engine_config, model_config, open_worker, use_rate_of_schedule
 from agl_algo_verl.typed import verl_part
+from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -25,42 +35,47 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from agl_algo_verl.rows import Sample
-    from agl_algo_verl.settings import Critic as CriticSettings
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.rows import RowSample
+    from agl_algo_verl.settings import CriticKeys, VerlSettings
 
 
-class Critic:
+class VerlCritic:
     """A value model in training.
 
     Args:
         path: The policy's weights, whose network the critic starts from, with a value head of its own.
         settings: VERL's configuration.
-        steps: Steps in all, which a schedule of the learning rate is stretched over.
+        steps: Steps of the whole run, over which the learning rate is scheduled.
         device: Where the policy is trained.
 
     Raises:
         ConfigError: The model's family has no token classifier.
     """
 
-    def __init__(self, path: str, *, settings: Settings, steps: int, device: torch.device) -> None:
+    def __init__(self, path: str, *, settings: VerlSettings, steps: int, device: torch.device) -> None:
         self._settings, self._device = settings.critic, device
         self._worker = _open(path, settings, steps=steps, device=device)
 
-    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def values(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the value before each token of the responses, [R] per sample on the CPU."""
         if not samples:
             return []
+        # V_t must not know token t: `responses` takes the outputs one place before each token.
         return responses(self._worker.infer_batch(self._batch(samples, compute_loss=False))["values"], samples)
 
-    def update(self, samples: Sequence[Sample], *, rollouts: int, is_last: bool) -> dict[str, float]:
-        """Do one optimizer update towards the samples' `returns`; `is_last` of its step moves the schedule."""
+    def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+        """Do one optimizer update towards the samples' `returns` and return what to log.
+
+        `is_last` says that it is the last of its step, which moves the schedule of the learning rate.
+        """
+        # VERL divides a mean over sequences by `global_batch_size`: here rollouts and not rows, as for the policy.
         batch = self._batch(samples, global_batch_size=rollouts, update_lr_scheduler=is_last)
-        found = reported(self._worker.train_batch(batch)["metrics"])
+        found = plain_metrics(self._worker.train_batch(batch)["metrics"])
+        # vf_loss, vf_clipfrac and vpred_mean are the critic's alone; grad_norm and lr the policy reports as well.
         return {name if name.startswith("v") else f"critic_{name}": value for name, value in found.items()}
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a checkpoint beside the policy's and remove old ones; the one before the last stays."""
+        """Write a checkpoint beside the policy's and remove old ones; the last `keep` stay, and two at least."""
 
         def fill(directory: Path) -> None:
             self._worker.save_checkpoint(str(directory), global_step=step)
@@ -79,24 +94,24 @@ class Critic:
         self._worker.load_checkpoint(str(source), del_local_after_load=False)
         use_rate_of_schedule(self._worker.engine)
 
-    def _batch(self, samples: Sequence[Sample], **options: Any) -> Any:
+    def _batch(self, samples: Sequence[RowSample], **options: Any) -> Any:
         critic = self._settings
         rows, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
         return micro_batched(samples, rows=rows, tokens=tokens, device=self._device, **options)
 
 
-def critic_config(critic: CriticSettings) -> Any:
+def critic_config(critic: CriticKeys) -> Any:
     """Return VERL's own configuration of the value loss."""
     return verl_part("verl.workers.config:FSDPCriticConfig")(
         strategy="fsdp2",
-        use_dynamic_bsz=True,
-        cliprange_value=critic.cliprange_value,
+        use_dynamic_bsz=True,  # how micro-batches are really cut is said per batch (`batches.micro_batched`)
+        cliprange_value=critic.cliprange_value,  # eps_v
         loss_agg_mode=critic.loss_agg_mode,
     )
 
 
 def check_model(path: str) -> None:
-    """Raise ConfigError for a model that cannot be found, or of whose family there is no token classifier."""
+    """Raise ConfigError for a model that cannot be found, or whose family has no token classifier."""
     from transformers import AutoConfig
 
     try:
@@ -110,7 +125,7 @@ def check_model(path: str) -> None:
 
 
 def check_family(config: Any, *, path: str) -> None:
-    """Raise ConfigError for a model of whose family there is no token classifier."""
+    """Raise ConfigError for a model whose family has no token classifier."""
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     if type(config) not in cast("Any", MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING):
@@ -120,7 +135,7 @@ def check_family(config: Any, *, path: str) -> None:
         )
 
 
-def _open(path: str, settings: Settings, *, steps: int, device: torch.device) -> Any:
+def _open(path: str, settings: VerlSettings, *, steps: int, device: torch.device) -> Any:
     critic, remove_padding = settings.critic, settings.actor_rollout_ref.model.use_remove_padding
     loaded = model_config(
         path,
@@ -129,6 +144,7 @@ def _open(path: str, settings: Settings, *, steps: int, device: torch.device) ->
     )
     config = loaded.hf_config
     check_family(config, path=path)
+    # One label per token is the value. No dropout: V_old and V would differ by it alone.
     config.num_labels, config.classifier_dropout = 1, 0.0
     config.architectures = [config.architectures[0].replace("ForCausalLM", "ForTokenClassification")]
     engine = engine_config(
@@ -140,7 +156,7 @@ def _open(path: str, settings: Settings, *, steps: int, device: torch.device) ->
     # Values are a view of the head's output; FSDP2 warns of in-place changes to it, and VERL makes none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP\w+ForTokenClassification\) returned a view")
     with _quietly():
-        worker = start("value_model", loaded, engine=engine, optim=critic.optim, steps=steps)
+        worker = open_worker("value_model", loaded, engine=engine, optim=critic.optim, steps=steps)
     loss = verl_part("verl.workers.utils.losses:value_loss")
     worker.set_loss_fn(partial(loss, config=critic_config(critic)))
     return worker
@@ -148,7 +164,7 @@ def _open(path: str, settings: Settings, *, steps: int, device: torch.device) ->
 
 @contextmanager
 def _quietly() -> Generator[None]:
-    """Keep transformers from reporting inside the block that the value head is new, as every critic's is."""
+    """Keep transformers, inside the block, from reporting that the value head is new, as every critic's is."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""The algorithm `verl`, by the engine that it is asked for."""
+"""The algorithm `verl`, built for the engine that the experiment asks for."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def step_directory(parent: Path, step: int) -> Path:
-    """Return where a step's files are; names sort as steps do."""
+    """Return the directory of a step's files; the names sort as the steps do."""
     return parent / f"{step:06d}"
 
 

@@ -3,17 +3,18 @@
 One step:
 
     1. take a batch of groups: every task run `rollout.n` times, for this step or ahead of it (`supply.py`)
-    2. old log-probabilities: VERL's engine recomputes those of every row; the largest difference to what the server
-       recorded is `logprob_gap`; the reference's log-probabilities and the critic's values where they are needed
-    3. advantages: credit per call through VERL's estimators over rollouts (`advantages.py`), less a KL penalty, or
-       through VERL's GAE (`shaping.py`)
-    4. update: `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times over (`learning.py`)
-    5. save a checkpoint, publish the weights, which the policy then serves
+    2. rows with advantages: credit per call, through VERL's estimators over rollouts (`rows.py`, `advantages.py`)
+    3. log pi_old of every row, recomputed by VERL's engine; its largest distance from what the server recorded is
+       `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learning.py`)
+    4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`shaping.py`)
+    5. updates by VERL's losses (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
+    6. save a checkpoint and publish the weights, which the policy then serves
 
 Deviations from VERL's own trainer, and why:
 - Agents run outside of it and speak to the policy of the experiment, so VERL has no rollout worker here.
-- A row is a branch of the call forest. Statistics, mini-batches and the mean over sequences count rollouts, never
-  rows; the rows of a rollout share an update, and no row is dropped or doubled to fill one.
+- A row is a branch of the call forest, and a rollout has as many as it needs. Statistics, mini-batches and the mean
+  over sequences count rollouts, never rows: how often an agent calls its model must not change its weight. The rows
+  of a rollout share an update, and no row is dropped or doubled to fill one.
 - The reference is the policy that training was opened from; with adapters it is the same weights without them.
 """
 
@@ -25,19 +26,19 @@ from typing import TYPE_CHECKING, Any
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
-from agl_algo_verl.learning import Learner
+from agl_algo_verl.learning import VerlLearner
 from agl_algo_verl.runtime import check_attention, check_version, own_device
 from agl_algo_verl.settings import read_settings
-from agl_algo_verl.supply import Supply
-from agl_algo_verl.tuned import own_weights, tuned_policy
+from agl_algo_verl.supply import VerlSupply
+from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.rows import Prepared
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.rows import PreparedStep
+    from agl_algo_verl.settings import VerlSettings
 
 
 class VERL:
@@ -45,10 +46,13 @@ class VERL:
 
     Args:
         algorithm: VERL's `algorithm` keys; `data`, `actor_rollout_ref`, `critic` and `trainer` are VERL's as well.
-        engine: `inproc`, the only one of this class.
+        engine: `inproc`, the only engine of this class.
         threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
-        keep: Saved states and exported weights that stay on disk.
+        keep: Number of saved states and exported weights that stay on disk.
         others: Further groups of VERL's configuration, which are refused by name.
+
+    Raises:
+        ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
     def __init__(
@@ -82,15 +86,18 @@ class VERL:
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check that one policy with reachable weights is tuned and that there are tasks; say what others decide."""
+        """Check that one policy with reachable weights is tuned and that there are tasks; say which keys others decide.
+
+        Raises ConfigError for what cannot be trained here.
+        """
         self._tuned, _ = tuned_policy(context)
         self._context = context
         await asyncio.to_thread(check_machine, self.settings)
         self._steps = self.settings.steps(len(context.train))
-        self._learner = Learner(
+        self._learner = VerlLearner(
             self.settings, workdir=context.workdir, steps=self._steps, threads=self._threads, keep=self._keep
         )
-        self._supply = Supply(context, self.settings, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
@@ -101,13 +108,15 @@ class VERL:
         started = time.perf_counter()
         supplied = await self._supply.take(step)
         metrics = supplied.metrics | {"collect_s": time.perf_counter() - started}
+        # In a thread: while groups are collected ahead, agents go on in this event loop.
         prepared = await asyncio.to_thread(self._prepare, supplied.groups)
         metrics |= prepared.metrics
 
         started = time.perf_counter()
         metrics |= await self._learner.train(prepared, step=step, progress=context.progress)
-        metrics["update_s"] = time.perf_counter() - started
+        metrics["update_s"] = time.perf_counter() - started  # seconds, log-probabilities and values included
 
+        # The checkpoint is on disk before the weights are live: no version serves that training cannot continue from.
         resource = await self._learner.publishable(step=step)
         version = await context.publish(self._tuned, resource, step=step)
         self._step = step
@@ -116,23 +125,23 @@ class VERL:
             step=step,
             is_finished=is_finished,
             metrics=metrics,
-            trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),
+            trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
             published=(f"{self._tuned}@{version.version}",),
             stop_reason=f"{self._steps} steps done" if is_finished else "",
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, what training continues from, and the groups that are under way."""
+        """Return the step count, what training continues from, and the groups that are under way."""
         return {"step": self._step, "supply": self._supply.state(), **self._learner.state(step=self._step)}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
-        """Continue from a checkpoint, optimizer moments, schedule and random state included."""
+        """Continue from a checkpoint: weights, optimizer moments, schedule and random state."""
         self._step = int(state["step"])
         self._supply.restore(state["supply"])
         await self._learner.restore(state, step=self._step)
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether VERL's configuration asks for more steps than were done."""
+        """Return whether VERL's configuration asks for more steps than were done."""
         del sources_go_on
         return int(state["step"]) < self.settings.steps(tasks)
 
@@ -142,21 +151,21 @@ class VERL:
             await self._supply.close()
             self._learner.close()
 
-    def _prepare(self, groups: Any) -> Prepared:
+    def _prepare(self, groups: Any) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
         return prepare(groups, credit=self._context.credit, settings=self.settings)
 
     async def _open(self) -> None:
-        """Open the policy, again when another algorithm has published weights since."""
+        """Open the policy, and open it anew when another algorithm has published weights since."""
         version = self._context.current(self._tuned)
         is_foreign = version.algorithm != self._context.name and version.version != self._learner.opened
         if not self._learner.opened or is_foreign:
             await self._learner.open(own_weights(version.resource, name=self._tuned), version=version.version)
 
 
-def advice(settings: Settings) -> list[str]:
-    """What to tell the person about settings that work, and worse than others."""
+def advice(settings: VerlSettings) -> list[str]:
+    """Return what to tell the person about settings that work and have a better alternative."""
     if settings.trainer.v1.is_async and settings.algorithm.rollout_correction.rollout_is is None:
         return [
             "old rollouts are trained as if they were new; correct them with "
@@ -165,7 +174,7 @@ def advice(settings: Settings) -> list[str]:
     return []
 
 
-def check_machine(settings: Settings) -> None:
+def check_machine(settings: VerlSettings) -> None:
     """Raise ConfigError for settings that this machine cannot run, before anything is paid for."""
     from agl_algo_verl.worker import check_device
 

@@ -1,7 +1,7 @@
-"""Which of VERL's configuration keys are used here, which others decide, and which do not exist.
+"""VERL's configuration keys: those used here, those that something else decides, and those that do not exist.
 
-Every key that a person writes is accounted for: it is used, or it says what happens anyway, or it is answered with
-where the experiment decides it, or it is refused. The keys that exist are read from the configuration that VERL ships.
+Every key that a person writes is accounted for. It is used, or it asks for what happens anyway, or a note says what
+in the experiment decides it, or it is refused. The keys that exist are read from the configuration that VERL ships.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DECIDED_ELSEWHERE: dict[str, str] = {
     "trainer.default_local_dir": "the experiment's `workdir`",
     "trainer.max_actor_ckpt_to_keep": "this algorithm's `keep`",
 }
-"""Keys that guides set, and who decides them in an experiment; a key here covers those below it."""
+"""Keys that guides for VERL set, and what decides them in an experiment; a key here covers those below it."""
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.model.lora_adapter_path": (
@@ -92,14 +92,14 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "critic.grad_clip": ((), "VERL's engine reads critic.optim.clip_grad instead"),
     "trainer.balance_batch": ((True, False), "one device has nothing to balance"),
 }
-"""Keys with the values that say what happens anyway, and what to do for another."""
+"""Keys with the values that ask for what happens anyway, and the answer to any other value."""
 
 
 def check_keys(config: Mapping[str, Any], shape: type[msgspec.Struct]) -> tuple[dict[str, Any], list[str]]:
-    """Return the part of VERL's nested keys that `shape` has, and a sentence for every key that others decide.
+    """Return the part of VERL's nested keys that `shape` has, and a note for every key that something else decides.
 
-    Raises ConfigError for a key that does not exist, that this engine would ignore, or that asks for what it does
-    not do; every such key is in one message.
+    Raises ConfigError for keys that do not exist, that this engine would ignore, or that ask for what it cannot do;
+    one message names them all.
     """
     used: dict[str, Any] = {}
     notes: list[str] = []
@@ -123,7 +123,7 @@ def check_keys(config: Mapping[str, Any], shape: type[msgspec.Struct]) -> tuple[
 
 @cache
 def verl_keys() -> frozenset[str]:
-    """The dotted names of all keys in the configuration that VERL ships, groups included; imports nothing of it."""
+    """Return the dotted names of all keys in the configuration that VERL ships, groups included; imports nothing."""
     spec = find_spec("verl")
     folder = Path(next(iter(spec.submodule_search_locations or ["."]))) if spec else Path()
     file = folder / "trainer" / "config" / "_generated_ppo_trainer.yaml"
@@ -134,7 +134,7 @@ def verl_keys() -> frozenset[str]:
 
 
 def is_verl_key(name: str) -> bool:
-    """Whether VERL has this key, or takes any key at this place."""
+    """Return whether VERL has this key, or takes any key at this place."""
     known = verl_keys()
     return name in known or any(name.startswith(f"{key}.") for key in _open_keys(known))
 
@@ -149,18 +149,18 @@ def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
         return f"{name}: this is Agent Lightning's own; calls become rows by their tokens here, without a setting"
     if is_verl_key(name):
         return f"{name}: VERL has this key, and the engine 'inproc' would ignore it; remove it"
-    return misspelt(name, shape)
+    return misspelling(name, shape)
 
 
-def misspelt(name: str, shape: type[msgspec.Struct]) -> str:
-    """What to say of a key that does not exist."""
+def misspelling(name: str, shape: type[msgspec.Struct]) -> str:
+    """Return the answer to a key that does not exist, with the closest one that does."""
     known = verl_keys()
     near = get_close_matches(name, sorted(known | set(_paths(shape))), n=1, cutoff=0.75)
     return f"{name}: VERL has no such key; " + (f"did you mean {near[0]}?" if near else "remove it")
 
 
 def _open_keys(known: frozenset[str]) -> Iterator[str]:
-    """Keys whose value is a mapping of the person's own."""
+    """Yield the keys whose value is a mapping of the person's own."""
     return (key for key in known if key.endswith(("_kwargs", "override_config", "engine_kwargs.vllm")))
 
 
@@ -175,6 +175,7 @@ def leaves(config: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[
 
 
 def _every(content: Any, before: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key of nested mappings, those with mappings below them included."""
     if isinstance(content, dict):
         for name, value in cast("dict[Any, Any]", content).items():
             yield (*before, str(name))
@@ -186,7 +187,7 @@ def _fields(shape: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
-    """Whether a struct has the key at `path`."""
+    """Return whether a struct has the key at `path`."""
     kind = _fields(shape).get(path[0])
     if kind is None:
         return False
@@ -196,6 +197,7 @@ def has(shape: type[msgspec.Struct], path: tuple[str, ...]) -> bool:
 
 
 def _paths(shape: type[msgspec.Struct], before: str = "") -> Iterator[str]:
+    """Yield the dotted name of every key of a struct and of those below it."""
     for name, kind in _fields(shape).items():
         yield before + name
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):

@@ -1,6 +1,28 @@
 """VERL's training workers, opened for a role: the policy in training, its frozen reference, its critic.
 
-All three are VERL's `TrainingWorker` with its FSDP2 engine; what differs is the configuration that they are given.
+All three are VERL's `TrainingWorker` with its FSDP2 engine; they differ in the configuration that they get. The policy
+learns by VERL's `ppo_loss`. With rho_t = pi(y_t) / pi_old(y_t), A_t the advantage and w_t the importance weight of
+`batches.importance` (1 without a correction), the loss of a trained token is L_t = w_t * l_t with
+
+    vanilla   l_t = max(-A_t * rho_t, -A_t * clip(rho_t, 1 - eps_low, 1 + eps_high)), at most -c * A_t where A_t < 0
+    gspo      the same without the bound c, and with the row's s in place of rho_t:
+              s = exp(mean over the row's trained tokens of log pi(y_t) - log pi_old(y_t))
+
+and the loss of an update is mean(L_t) - entropy_coeff * mean(entropy_t) + kl_loss_coef * mean(KL_t), the last two
+where they are asked for. `loss_agg_mode` says which mean:
+
+    token-mean               sum over the update's tokens / their number
+    seq-mean-token-sum       sum over the update's tokens / its rollouts
+    seq-mean-token-sum-norm  the same / loss_scale_factor
+    seq-mean-token-mean      the mean over rollouts of the mean over each one's tokens
+
+Sources: the clipped objective is PPO's (Schulman et al. 2017, arXiv 1707.06347, section 3); the bound c is that of
+dual-clip PPO (Ye et al. 2020, arXiv 1912.09729); apart eps_low and eps_high, and the mean over tokens, are DAPO's (Yu
+et al. 2025, arXiv 2503.14476, sections 3.1 and 3.3); the constant divisor is that of Dr. GRPO (arXiv 2503.20783); the
+sequence's ratio is GSPO's (Zheng et al. 2025, arXiv 2507.18071, section 4).
+
+Deviations from VERL: its sequences are rows. Here means over sequences are over rollouts (`batches.py`), and only
+GSPO's s is one per row, because a row is what the model reads in one piece.
 
 The reference is forward-only on a GPU, where VERL keeps such a model in the CPU's memory. On the CPU VERL would ask
 for pinned memory, which needs a GPU, so there it is a worker whose optimizer never steps and so never holds moments.
@@ -18,18 +40,19 @@ from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
-    from agl_algo_verl.settings import FsdpConfig, Optim, Settings
+    from agl_algo_verl.settings import FsdpKeys, OptimKeys, VerlSettings
 
 Role = Literal["actor", "reference"]
 Kind = Literal["language_model", "value_model"]
 
 
-def open_policy(path: str, settings: Settings, *, role: Role, steps: int, device: torch.device) -> Any:
-    """Return a worker on the language model at `path`, with VERL's `ppo_loss`; `steps` stretch the schedule.
+def open_policy(path: str, settings: VerlSettings, *, role: Role, steps: int, device: torch.device) -> Any:
+    """Return a worker on the language model at `path`, with VERL's `ppo_loss`.
 
-    Raises ConfigError for a model that cannot be loaded.
+    The learning rate is scheduled over `steps`. Raises ConfigError for a model that cannot be loaded.
     """
     model, actor = settings.actor_rollout_ref.model, settings.actor
+    # A reference gets no adapters: it is the model at the start, where B = 0 and adapters change nothing.
     is_lora = role == "actor" and settings.is_lora
     adapters: dict[str, Any] = {"lora_rank": model.lora_rank, "lora_alpha": model.lora_alpha} if is_lora else {}
     if is_lora:
@@ -42,7 +65,7 @@ def open_policy(path: str, settings: Settings, *, role: Role, steps: int, device
         enable_gradient_checkpointing=model.enable_gradient_checkpointing and role == "actor",
         **adapters,
     )
-    worker = start(
+    worker = open_worker(
         "language_model",
         loaded,
         engine=engine_config(
@@ -75,38 +98,40 @@ def model_config(path: str, *, use_remove_padding: bool, **options: Any) -> Any:
         ) from error
 
 
-def actor_config(settings: Settings) -> Any:
-    """Return VERL's own configuration of the policy loss."""
+def actor_config(settings: VerlSettings) -> Any:
+    """Return VERL's own configuration of the policy loss, whose symbols the module explains."""
     actor = settings.actor
     return verl_part("verl.workers.config:FSDPActorConfig")(
         strategy="fsdp2",
         rollout_n=settings.actor_rollout_ref.rollout.n,
-        use_dynamic_bsz=True,
-        clip_ratio=actor.clip_ratio,
-        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
+        use_dynamic_bsz=True,  # how micro-batches are really cut is said per batch (`batches.micro_batched`)
+        clip_ratio=actor.clip_ratio,  # eps, where the two below are not given
+        # VERL's own defaults of these two are 0.2, whatever clip_ratio says, so they are always given.
+        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,  # eps_low
+        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,  # eps_high
+        clip_ratio_c=actor.clip_ratio_c,  # c; a bad token that has become likely would have no bound on its loss
         loss_agg_mode=actor.loss_agg_mode,
-        loss_scale_factor=actor.loss_scale_factor,
-        entropy_coeff=actor.entropy_coeff,
+        loss_scale_factor=actor.loss_scale_factor,  # a constant, such as the longest response
+        entropy_coeff=actor.entropy_coeff,  # weight of a bonus for entropy
         use_kl_loss=actor.use_kl_loss,
-        kl_loss_coef=actor.kl_loss_coef,
-        kl_loss_type=actor.kl_loss_type,
+        kl_loss_coef=actor.kl_loss_coef,  # beta of the KL to the reference in the loss
+        kl_loss_type=actor.kl_loss_type,  # its estimate; with "+" the gradient is k2's, which is unbiased
         policy_loss=verl_part("verl.workers.config:PolicyLossConfig")(loss_mode=actor.policy_loss.loss_mode),
     )
 
 
 def engine_config(
-    fsdp: FsdpConfig, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
+    fsdp: FsdpKeys, *, device: torch.device, tokens: int, rows: int | None, is_forward_only: bool = False
 ) -> Any:
     """Return VERL's configuration of its FSDP2 engine: micro-batches of `rows` rows, or cut by `tokens`."""
     precision = fsdp.mixed_precision
     return verl_part("verl.workers.config:FSDPEngineConfig")(
         strategy="fsdp2",
-        model_dtype=fsdp.model_dtype,
+        model_dtype=fsdp.model_dtype,  # of the weights that the optimizer updates
         mixed_precision={
+            # of the forward and backward pass; bfloat16 is slow on CPUs
             "param_dtype": precision.param_dtype or ("fp32" if device.type == "cpu" else "bf16"),
-            "reduce_dtype": precision.reduce_dtype,
+            "reduce_dtype": precision.reduce_dtype,  # gradients are summed in it
             "buffer_dtype": precision.buffer_dtype,
         },
         param_offload=fsdp.param_offload,
@@ -121,9 +146,9 @@ def engine_config(
     )
 
 
-def start(kind: Kind, model: Any, *, engine: Any, optim: Optim, steps: int) -> Any:
-    """Return a training worker with its model loaded; adapters and value heads start from the same numbers always."""
-    cast("Any", torch).manual_seed(0)
+def open_worker(kind: Kind, model: Any, *, engine: Any, optim: OptimKeys, steps: int) -> Any:
+    """Return a training worker with its model loaded."""
+    cast("Any", torch).manual_seed(0)  # adapters and value heads are drawn at random; here always the same ones
     worker = verl_part("verl.workers.engine_workers:TrainingWorker")(
         verl_part("verl.workers.config:TrainingWorkerConfig")(
             model_type=kind,
@@ -139,7 +164,7 @@ def start(kind: Kind, model: Any, *, engine: Any, optim: Optim, steps: int) -> A
     return worker
 
 
-def _optimizer(optim: Optim, *, steps: int) -> Any:
+def _optimizer(optim: OptimKeys, *, steps: int) -> Any:
     return verl_part("verl.workers.config:FSDPOptimizerConfig")(
         lr=optim.lr,
         betas=optim.betas,
@@ -155,12 +180,12 @@ def _optimizer(optim: Optim, *, steps: int) -> Any:
 
 
 def use_rate_of_schedule(engine: Any) -> None:
-    """Give the optimizer the rate of its schedule's next update.
+    """Give the optimizer the learning rate of its schedule's next update, after a checkpoint was loaded.
 
     A checkpoint brings the rate that was next when it was saved. Where the run has more steps than it had then, the
-    schedule falls more slowly.
+    schedule falls more slowly and that rate is too low.
     """
     scheduler = engine.lr_scheduler
     places = zip(engine.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     for group, rate, shape in places:
-        group["lr"] = rate * shape(scheduler.last_epoch)
+        group["lr"] = rate * shape(scheduler.last_epoch)  # `last_epoch` is torch's name for the updates so far

@@ -1,4 +1,4 @@
-"""What this distribution registers; nothing here imports verl or torch."""
+"""Registers the algorithm `verl` and the policy `verl`; imports neither verl nor torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def agl_algorithms() -> Iterable[AlgorithmEntry]:
-    """VERL's policy-gradient training, configured by VERL's own keys."""
+    """Register VERL's policy-gradient training, configured by VERL's own keys."""
     yield AlgorithmEntry(
         name="verl",
         factory="agl_algo_verl.engines:make",
@@ -23,7 +23,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
 
 @hookimpl
 def agl_policies() -> Iterable[PolicyEntry]:
-    """What stands in front of VERL's replicas."""
+    """Register the address in front of VERL's replicas."""
     yield PolicyEntry(
         name="verl",
         factory="agl_algo_verl.policy:VerlPolicy",

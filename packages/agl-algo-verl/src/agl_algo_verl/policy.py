@@ -1,10 +1,10 @@
-"""The policy `verl`: one address for the weights that VERL trains, whoever serves them at the moment.
+"""The policy `verl`: one address for the weights that VERL trains, whichever server has them at the moment.
 
 While VERL's cluster runs, its replicas serve, and the algorithm says where (`attach`). Before and after, as during
-another algorithm's turn or the last validation, the policy named by `home` serves here; it is started when the first
+another algorithm's turn or the last validation, the policy named by `home` serves here. It is started when the first
 call comes, so that it takes no memory from VERL. Both give token ids and log-probabilities.
 
-Everything that changes belongs to one event loop in a thread of its own, so that a busy agent delays nobody's answer.
+All mutable state belongs to one event loop in a thread of its own, so that a busy agent delays no answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from agl import PluginManager
 from agl.errors import AglError, ConfigError, PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
-from agl_algo_verl.relay import Backend, Relay
+from agl_algo_verl.relay import Backend, ReplicaRelay
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
 
 
 class VerlPolicy:
-    """The role `Policy` in front of VERL's replicas.
+    """Plays the role `Policy` in front of VERL's replicas.
 
     Args:
         name: The policy's name, which is also the model name that requests give.
         model: Directory or hub name of the weights to start from.
-        home: The policy that serves while no cluster does, and must take weights.
+        home: The kind of policy that serves while no cluster does; it must be able to load weights.
         host: Interface to listen on.
         port: Port; 0 for a free one.
         params: Parameters of `home`, such as `threads`.
+
+    Raises:
+        ConfigError: `home` is `verl` itself, or `model` is a path without a directory.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class VerlPolicy:
         self._host, self._port = host, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agl-verl-policy", daemon=True)
-        self._relay = Relay(self._backend)
+        self._relay = ReplicaRelay(self._backend)
         self._lock = asyncio.Lock()
         self._replicas: Backend | None = None
         self._home: Policy | None = None
@@ -62,7 +65,7 @@ class VerlPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Always: VERL's replicas and `torch` give them."""
+        """Always true: VERL's replicas and `torch` give token ids."""
         return True
 
     @property
@@ -71,7 +74,7 @@ class VerlPolicy:
         return self._live.version if self._live else ""
 
     def resource(self) -> Weights:
-        """The weights to start from, by their place."""
+        """Return the weights to start from, by their place."""
         return Weights(uri=self._model)
 
     async def start(self) -> LLM:
@@ -108,13 +111,13 @@ class VerlPolicy:
         await self._there(self._load(version))
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
-        """Send calls to VERL's replicas from now on, `host:port` each; calls that were held go there.
+        """Send calls to VERL's replicas from now on; calls that were held go there.
 
         Args:
-            addresses: Where they serve.
-            version: Their weights' name, for answers that do not say it.
+            addresses: The replicas, `host:port` each.
+            version: Version of their weights, for answers that do not name it.
 
-        Raises PolicyError when the first of them does not say which model it serves.
+        Raises PolicyError when the first replica does not say which model it serves.
         """
         urls = tuple(f"http://{address}/v1" for address in addresses)
         known = self._replicas
@@ -123,19 +126,22 @@ class VerlPolicy:
         await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
 
     async def hold(self) -> None:
-        """Let calls that are under way end, and new ones wait until `attach`, `detach` or `stop`."""
+        """Hold new calls until `attach`, `detach` or `stop`; returns once the calls under way have ended."""
         await self._there(self._relay.gate.hold())
 
     async def detach(self) -> None:
-        """Send calls home from now on; idempotent. Calls whose replicas are gone wait on, for `attach` or `stop`."""
+        """Send calls home from now on; idempotent.
+
+        Calls that wait because their replicas are gone go on waiting, for `attach` or `stop`.
+        """
         await self._there(self._attach(None))
 
     async def lost(self) -> None:
-        """Return when none of the replicas can be reached any more, which the first call finds out."""
+        """Return once a call has found that none of the replicas can be reached any more."""
         await self._there(self._relay.lost.wait())
 
     def counts(self) -> dict[str, int]:
-        """Calls that replicas answered, and calls that went to another because one could not be reached."""
+        """Return how many calls replicas have answered, and how many times one could not be reached."""
         relay = self._relay
         return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
 
@@ -165,6 +171,7 @@ class VerlPolicy:
             await home.stop()
 
     async def _backend(self) -> Backend:
+        """Return the servers of this moment: VERL's replicas, or the policy at home, which the first call starts."""
         async with self._lock:
             if self._replicas is not None:
                 return self._replicas
@@ -174,7 +181,7 @@ class VerlPolicy:
                 try:
                     self._home_llm = await self._start_home()
                 except AglError as error:
-                    self._failure = error  # every later call would wait for the same end
+                    self._failure = error  # later calls fail at once; starting would fail again
                     raise
             return Backend(urls=(self._home_llm.endpoint,), model=self._home_llm.model)
 
@@ -189,7 +196,7 @@ class VerlPolicy:
 
 
 def is_absent(model: str) -> bool:
-    """Whether this names a directory, rather than a model of the hub, and there is none."""
+    """Return whether this is a path, rather than a hub name, and no directory is there."""
     path = Path(model).expanduser()
     is_place = model.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
     return is_place and not path.is_dir()

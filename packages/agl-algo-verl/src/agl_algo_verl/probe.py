@@ -1,7 +1,10 @@
-"""How probable weights find a fixed text, put beside them for whoever serves them elsewhere to compare with.
+"""A probe beside saved weights: a fixed text and its log-probabilities by them, for servers to be compared with.
 
-See `agl.schemas._probe`. In one process VERL's engine is asked, which has the weights in memory. After a step on Ray
-the files are: VERL's trainer says nothing of its weights after the last update, and its replicas are what is checked.
+A server whose log-probabilities differ serves other weights (`agl.schemas.WeightsProbe`). In one process VERL's engine
+scores the text, for it has the weights in memory. After a step on Ray the saved files are loaded and score it: VERL's
+trainer says nothing of its weights after the last update, and its replicas are what is to be checked.
+
+Axes: T tokens of the text, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -20,15 +23,16 @@ if TYPE_CHECKING:
 
 TEXT = 'Water boils at 100 degrees, and 12 + 30 is 42. {"name": "probe"} is an object in JSON.'
 MOST_TOKENS, FEWEST_TOKENS = 48, 8
+"""Length of the probe: one pass must be cheap, and a few tokens alone could agree by chance."""
 
 
 def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Sequence[float]]) -> None:
-    """Write the probe into `folder`; nothing where the tokenizer cannot write the text.
+    """Write the probe into `folder`; writes none where the tokenizer makes too few tokens of the text.
 
     Args:
         folder: A directory of weights.
-        tokenizer: Theirs.
-        score: Gives the log-probability of every token but the first of a text, [N - 1].
+        tokenizer: The tokenizer of these weights.
+        score: Returns the log-probability of every token but the first of T tokens, [T - 1].
     """
     token_ids = list(tokenizer.encode(TEXT, add_special_tokens=False))[:MOST_TOKENS]
     if len(token_ids) >= FEWEST_TOKENS:
@@ -36,17 +40,18 @@ def put_probe(folder: Path, tokenizer: Any, score: Callable[[Sequence[int]], Seq
 
 
 def probe_files(weights: Weights) -> None:
-    """Load what was saved and put the probe beside it: one forward pass on the CPU, in the saved precision."""
+    """Load saved weights and put the probe beside them: one forward pass on the CPU, in the saved precision."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(weights.uri)
     model: Any = cast("Any", AutoModelForCausalLM).from_pretrained(folder, dtype="auto")
     tokenizer = cast("Any", AutoTokenizer).from_pretrained(folder)
-    put_probe(folder, tokenizer, lambda token_ids: _score(model.eval(), token_ids))
+    put_probe(folder, tokenizer, lambda token_ids: _score_tokens(model.eval(), token_ids))
 
 
 @torch.no_grad()
-def _score(model: Any, token_ids: Sequence[int]) -> list[float]:
+def _score_tokens(model: Any, token_ids: Sequence[int]) -> list[float]:
     ids_T = torch.tensor(token_ids)
+    # [T - 1, V]: the logits at token t are about token t + 1, so the last ones are about none
     logp_TV = model(input_ids=ids_T[None]).logits[0, :-1].float().log_softmax(-1)
-    return logp_TV.gather(-1, ids_T[1:, None])[:, 0].tolist()
+    return logp_TV.gather(-1, ids_T[1:, None])[:, 0].tolist()  # [T - 1]: of the token that really follows

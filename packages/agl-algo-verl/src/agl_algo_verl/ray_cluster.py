@@ -1,4 +1,4 @@
-"""A Ray cluster with VERL's trainer on it, seen from the experiment: start, wait for a question, answer, stop.
+"""A Ray cluster with VERL's trainer on it, as the experiment uses it: start, wait for a request, answer, stop.
 
 All calls that start or stop Ray run in one thread of this object's own. Ray's processes are children of that thread
 and die with it, so that neither an error nor `kill -9` of the experiment leaves any of them behind.
@@ -24,7 +24,7 @@ from agl_algo_verl.typed import verl_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from agl_algo_verl.bridge import Answer, Question
+    from agl_algo_verl.bridge import StepRequest, StepRows
     from agl_algo_verl.ray_keys import RaySettings
 
 LOGICAL_CPUS = 16
@@ -35,17 +35,17 @@ STORE_MB = 256
 
 
 STARTS = 3
-"""Times that Ray may start: it gives its own processes 30 seconds, too few on a machine that is busy."""
+"""Attempts to start Ray, which gives its own processes 30 seconds: too few on a busy machine."""
 
 _log = logging.getLogger(__name__)
 
 
 class Cluster:
-    """VERL's trainer on Ray.
+    """Runs VERL's trainer on Ray.
 
     Args:
-        read: The configuration as it was read.
-        environment: Variables of every process.
+        read: The configuration.
+        environment: Environment variables of every process of the cluster.
     """
 
     def __init__(self, read: RaySettings, *, environment: Mapping[str, str]) -> None:
@@ -57,19 +57,19 @@ class Cluster:
         self._run: asyncio.Future[None] | None = None
 
     async def start(self, config: Callable[[], Any]) -> None:
-        """Start Ray, or attach to it, and let VERL's trainer run on the configuration that `config` makes.
+        """Start Ray, or attach to it, and start VERL's trainer on the configuration that `config` makes.
 
         Raises ConfigError when Ray cannot start or the cluster has too few GPUs.
         """
         reference = await self._in_thread(lambda: self._launch(config))
         self._run = asyncio.wrap_future(reference.future())
 
-    async def question(self) -> Question | None:
-        """Return VERL's next question, or None once its trainer has taken its last step.
+    async def request(self) -> StepRequest | None:
+        """Return VERL's next request, or None once its trainer has taken its last step.
 
-        Raises AglError with what ended VERL's trainer.
+        Raises AglError with the cause when VERL's trainer ends too early.
         """
-        return await self._unless_over(asyncio.wrap_future(self._bridge.question.remote().future()))
+        return await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.request.remote().future()))
 
     async def ended(self) -> None:
         """Return when VERL's trainer has ended, for whatever reason."""
@@ -77,19 +77,19 @@ class Cluster:
             await asyncio.wait({self._run})
 
     def failure(self) -> AglError | None:
-        """What ended VERL's trainer too early; None while it runs, and after its last step."""
+        """Return the error that ended VERL's trainer too early; None while it runs, and after its last step."""
         run = self._run
         error = run.exception() if run is not None and run.done() else None
-        return None if error is None else _ended(error)
+        return None if error is None else _trainer_error(error)
 
-    async def answer(self, answer: Answer) -> None:
-        """Give the rows of a step."""
+    async def answer(self, answer: StepRows) -> None:
+        """Give VERL the rows of a step; raises AglError when its trainer has ended."""
         ray: Any = verl_part("importlib:import_module")("ray")
         self._given = await self._in_thread(lambda: ray.put(answer))  # kept: Ray drops what nobody refers to
-        await self._unless_over(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
+        await self._unless_trainer_ended(asyncio.wrap_future(self._bridge.answer.remote([self._given]).future()))
 
     async def stop(self) -> None:
-        """End VERL's trainer, and Ray where it was started here; call it once, whatever `start` did."""
+        """End VERL's trainer, and Ray where it was started here; call it once, even where `start` failed."""
         run, self._run = self._run, None
         await self._in_thread(self._shut_down)
         if run is not None:
@@ -101,7 +101,8 @@ class Cluster:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def _unless_over(self, wanted: asyncio.Future[Any]) -> Any:
+    async def _unless_trainer_ended(self, wanted: asyncio.Future[Any]) -> Any:
+        """Return what `wanted` brings, None if VERL's trainer ends well before; raises AglError for either's error."""
         run = self._run
         if run is None:
             raise AglError("VERL's trainer is not running; this is a defect of agl-algo-verl")
@@ -109,10 +110,10 @@ class Cluster:
             await asyncio.wait({wanted, run}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             is_asked = wanted.done()
-            wanted.cancel()  # nobody hears of it any more when this is cancelled
+            wanted.cancel()  # otherwise it would wait on when this call is cancelled
         error = wanted.exception() if is_asked else run.exception()
         if error is not None:
-            raise _ended(error) from error
+            raise _trainer_error(error) from error
         return wanted.result() if is_asked else None
 
     def _launch(self, config: Callable[[], Any]) -> Any:
@@ -144,7 +145,7 @@ class Cluster:
         defaults: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if not given.get("address"):
             defaults["include_dashboard"] = False
-            defaults |= _small(self._read.ranks) if self._read.is_cpu else {}
+            defaults |= _one_machine(self._read.ranks) if self._read.is_cpu else {}
         arguments = {**defaults, **given, "runtime_env": runtime_env}
         before = set(psutil.Process().children())
         for attempt in range(1, STARTS + 1):
@@ -153,12 +154,12 @@ class Cluster:
                 return
             except Exception as error:
                 ray.shutdown()
-                _end(set(psutil.Process().children()) - before)  # Ray forgets those of a start that failed
+                _kill(set(psutil.Process().children()) - before)  # Ray forgets those of a start that failed
                 if attempt < STARTS and "timed out during startup" in str(error):
                     _log.warning("Ray's processes did not start in time; starting them again (%d)", attempt)
                     continue
                 raise ConfigError(
-                    f"Ray cannot start with ray_kwargs.ray_init = {self._read.ray_init}: {_told(error)} "
+                    f"Ray cannot start with ray_kwargs.ray_init = {self._read.ray_init}: {_last_line(error)} "
                     "Without an address it starts a cluster here; with one, a cluster must listen there: ray status."
                 ) from error
 
@@ -180,7 +181,7 @@ class Cluster:
         ray.shutdown()
 
 
-def _end(processes: set[psutil.Process]) -> None:
+def _kill(processes: set[psutil.Process]) -> None:
     """Kill processes that this one started."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -188,8 +189,11 @@ def _end(processes: set[psutil.Process]) -> None:
     psutil.wait_procs(list(processes), timeout=10)
 
 
-def _small(ranks: int) -> dict[str, Any]:
-    """A cluster for a laptop: Ray's memory monitor would kill workers for what other programs use."""
+def _one_machine(ranks: int) -> dict[str, Any]:
+    """Return the arguments of a cluster on one machine without GPUs.
+
+    Its memory monitor is off, for it would kill workers for memory that other programs use.
+    """
     return {
         "num_cpus": LOGICAL_CPUS + 4 * ranks,
         "num_gpus": ranks,
@@ -198,14 +202,14 @@ def _small(ranks: int) -> dict[str, Any]:
     }
 
 
-def _ended(error: BaseException) -> AglError:
+def _trainer_error(error: BaseException) -> AglError:
     return AglError(
-        f"VERL's trainer on Ray ended with an error: {_told(error)} Every finished step is kept; mend the cause if it "
-        "was no accident, and continue with: agl run --resume"
+        f"VERL's trainer on Ray ended with an error: {_last_line(error)} Every finished step is kept. Mend the "
+        "cause unless it was an accident, and continue with: agl run --resume"
     )
 
 
-def _told(error: BaseException) -> str:
-    """The last line of an error that came from another process, which names its cause."""
+def _last_line(error: BaseException) -> str:
+    """Return the type and last line of an error from another process; that line names its cause."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1].strip() if lines else ''}"

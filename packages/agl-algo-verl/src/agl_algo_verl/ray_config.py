@@ -1,4 +1,7 @@
-"""VERL's whole configuration for a run of agl: VERL's own file, what the person wrote, and what this engine needs."""
+"""VERL's whole configuration for a run of agl: VERL's own file, the person's keys, and those that this engine needs.
+
+Later ones win: VERL's defaults, this package's, those of a machine without a GPU, the person's, the needed ones.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ CHECKPOINTS = "global_step_{}"
 """VERL's name for the directory of a step."""
 
 METRICS = "metrics.jsonl"
-"""Where VERL's file logger writes, in the directory of the checkpoints."""
+"""File that VERL's file logger writes, in the directory of the checkpoints."""
 
 FLOAT32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 """Precision on the CPU, where bfloat16 is slow."""
@@ -37,14 +40,14 @@ def compose(
     """Return VERL's configuration, an OmegaConf `DictConfig`.
 
     Args:
-        read: What the person wrote.
+        read: The person's configuration.
         model: Directory of the weights to start from.
         folder: Where checkpoints go; on several machines, one that all of them see.
-        steps: Steps in all.
+        steps: Steps that VERL has to take.
         tasks: Tasks of a step.
-        checkpoint: The directory of a step to continue after.
-        threads: Torch's threads in a process on the CPU.
-        before: Steps that were done before VERL's count begins.
+        checkpoint: The directory of a step to continue after; None to start from `model`.
+        threads: Torch's threads in a process on the CPU; 0 for one.
+        before: Steps that were done before VERL's count began.
     """
     initialize, compose_file = verl_part("hydra:initialize_config_module"), verl_part("hydra:compose")
     omega, open_dict = verl_part("omegaconf:OmegaConf"), verl_part("omegaconf:open_dict")
@@ -63,14 +66,15 @@ def compose(
 
 
 def _defaults(read: RaySettings) -> dict[str, Any]:
-    """Where this package's defaults differ from VERL's; docs/how-to/verl.md has them."""
+    """Return this package's defaults where they differ from VERL's; docs/how-to/verl.md lists them."""
     actor, settings = read.settings.actor, read.settings
     low, high = actor.clip_ratio_low, actor.clip_ratio_high
     return {
         "trainer.nnodes": 1,
         "trainer.n_gpus_per_node": 1,
         "actor_rollout_ref.rollout.n": settings.actor_rollout_ref.rollout.n,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,  # VERL's 2 needs two GPUs
+        # VERL's own bounds are 0.2 whatever clip_ratio says, so they are always given.
         "actor_rollout_ref.actor.clip_ratio_low": actor.clip_ratio if low is None else low,
         "actor_rollout_ref.actor.clip_ratio_high": actor.clip_ratio if high is None else high,
         "actor_rollout_ref.model.use_remove_padding": settings.actor_rollout_ref.model.use_remove_padding,
@@ -84,7 +88,7 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
 
 
 def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
-    """VERL's critic on the network of the policy, with VERL's own GAE."""
+    """Return the keys of VERL's critic on the network of the policy, with VERL's own GAE."""
     critic = read.settings.critic
     own: dict[str, Any] = {
         "algorithm.adv_estimator": "gae",
@@ -98,7 +102,7 @@ def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
         ),
         "critic.model.enable_gradient_checkpointing": critic.model.enable_gradient_checkpointing,
         "critic.ppo_infer_max_token_len_per_gpu": critic.ppo_max_token_len_per_gpu,  # what VERL reads for training
-        "trainer.critic_warmup": max(0, read.settings.trainer.critic_warmup - before),
+        "trainer.critic_warmup": max(0, read.settings.trainer.critic_warmup - before),  # in VERL's count of steps
     }
     if read.is_cpu:
         own |= {
@@ -109,7 +113,7 @@ def _critic(read: RaySettings, *, model: str, before: int) -> dict[str, Any]:
 
 
 def _on_cpu(threads: int) -> dict[str, Any]:
-    """What has no other value on the CPU, or would be slow."""
+    """Return the keys that have one possible value on the CPU, or one that is not slow."""
     return {
         "trainer.device": "cpu",
         "actor_rollout_ref.model.external_lib": "agl_algo_verl.ray_model",
@@ -124,17 +128,17 @@ def _on_cpu(threads: int) -> dict[str, Any]:
 
 
 def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Path | None) -> dict[str, Any]:
-    """What makes VERL's trainer agl's: its tasks, rollouts, advantages, checkpoints and metrics."""
+    """Return the keys that give VERL's trainer agl's tasks, rollouts, advantages, checkpoints and metrics."""
     contents = ["model", "optimizer", "extra", "hf_model"]
     return {
-        "algorithm.adv_estimator": "agl",
+        "algorithm.adv_estimator": "agl",  # advantages come with the rows (`ray_loops.as_given`)
         "data.train_files": [],
         "data.val_files": [],
         "data.shuffle": False,
         "data.train_batch_size": tasks,
         "data.dataloader_num_workers": 0,
         "data.custom_cls.path": "pkg://agl_algo_verl.ray_loops",
-        "data.custom_cls.name": "Places",
+        "data.custom_cls.name": "EmptyTasks",
         "reward.num_workers": 0,
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.actor.strategy": "fsdp2",
@@ -149,7 +153,7 @@ def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Pat
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class": "agl_algo_verl.ray_loops.AgentLoops",
         "trainer.v1.trainer_mode": "sync",  # what is collected ahead is agl's
         "trainer.total_training_steps": steps,
-        "trainer.total_epochs": steps + 1,
+        "trainer.total_epochs": steps + 1,  # an epoch is one step here; total_training_steps is what ends the run
         "trainer.save_freq": 1,
         "trainer.test_freq": -1,
         "trainer.val_before_train": False,
@@ -162,7 +166,7 @@ def _needed(*, model: str, folder: Path, steps: int, tasks: int, checkpoint: Pat
 
 
 def environment(read: RaySettings, *, folder: Path, threads: int) -> dict[str, str]:
-    """Variables of every process of the cluster."""
+    """Return the environment variables of every process of the cluster."""
     common = {
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS),
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARNING"),

@@ -4,17 +4,20 @@ VERL's trainer owns the loop; it runs in an actor of the cluster. One step:
 
     1. VERL asks for rollouts, with the addresses of its replicas, which serve the current weights (`ray_loops.py`)
     2. agl sends the policy's calls there (`policy.py`), runs the agents, and makes rows with advantages from credit
+       (`rows.py`, `ray_rows.py`)
     3. VERL recomputes log-probabilities, updates, saves a checkpoint, and hands the new weights to its replicas
     4. VERL asks for the next step: this one is finished, and its weights are published
 
 Groups that were asked for ahead (`supply.py`) go on meanwhile. Replicas that share the trainer's GPUs cannot serve
 while it trains: calls are held then, and the agents go on with everything else. The replicas on the CPU have memory of
-their own and serve the old weights until they have the new.
+their own and serve the old weights until they have the new ones.
 
-Deviations from VERL as it is usually run: advantages come with the rows, all rows of a step share one update (VERL
-would cut after a number of rows, through the middle of a rollout), and a checkpoint is saved in every step, because a
-step that agl counts as done is never repeated. VERL's trainer runs in its mode `sync` with groups collected ahead, too:
-in VERL's own asynchronous modes replicas break off calls in the middle, and only VERL's own client would take them up.
+Deviations from VERL as it is usually run, and why:
+- Advantages come with the rows, because credit knows which call earned what; VERL sees only tokens.
+- All rows of a step share one update. VERL would cut after a number of rows, through the middle of a rollout.
+- A checkpoint is saved in every step, because a step that agl counts as done is never repeated.
+- VERL's trainer runs in its mode `sync`, also where groups are collected ahead. In VERL's own asynchronous modes its
+  replicas break off calls in the middle, and only VERL's own client would resume them.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from agl.contracts import StepReport
 from agl.errors import AglError, ConfigError
 from agl.schemas import Weights
-from agl_algo_verl.bridge import Question
+from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
 from agl_algo_verl.policy import VerlPolicy
@@ -38,17 +41,17 @@ from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
 from agl_algo_verl.ray_keys import check_machine, read_ray_settings
 from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.runtime import check_version
-from agl_algo_verl.supply import Supply
-from agl_algo_verl.tuned import own_weights, tuned_policy
+from agl_algo_verl.supply import VerlSupply
+from agl_algo_verl.tuned_policy import own_weights, tuned_policy
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
     from agl.contracts import AlgorithmContext
     from agl.schemas import Json
-    from agl_algo_verl.bridge import Answer
+    from agl_algo_verl.bridge import StepRows
     from agl_algo_verl.ray_cluster import Cluster
-    from agl_algo_verl.rows import Prepared
+    from agl_algo_verl.rows import PreparedStep
 
 T = TypeVar("T")
 
@@ -76,7 +79,7 @@ REPORTED = {
     "timing_s/save_checkpoint": "save_s",
     "timing_s/update_weights": "weight_sync_s",
 }
-"""Numbers of VERL's that are logged, and their names here."""
+"""VERL's metrics that are logged, and the names that they get; the same numbers have the same names in one process."""
 
 
 class RayVERL:
@@ -84,10 +87,13 @@ class RayVERL:
 
     Args:
         threads: Torch's threads in each process on the CPU; 0 for one.
-        keep: Checkpoints that stay on disk.
+        keep: Number of checkpoints that stay on disk.
         probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
             they serve. The weights are read once more for it, on the CPU of this machine.
         config: VERL's configuration, by its groups.
+
+    Raises:
+        ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
     def __init__(self, *, threads: int = 0, keep: int = 2, probe: bool = True, **config: Any) -> None:
@@ -98,14 +104,17 @@ class RayVERL:
         self.settings, self.notes = self.read.settings, self.read.notes
         self._threads, self._keep, self._probes = threads, keep, probe
         self._cluster: Cluster | None = None
-        self._question: Question | None = None
-        self._step = self._base = 0  # `_base` steps were done before VERL's count began
+        self._request: StepRequest | None = None
+        self._step = self._base = 0  # `_base` steps were done before VERL's count began; VERL is at `_step - _base`
         self._opened: str = ""
         self._origin: str = ""
         self._checkpoint: str = ""
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check the policy, the tasks and the machine; say what others decide. Ray starts with the first step."""
+        """Check the policy, the tasks and the machine; say which keys others decide. Ray starts with the first step.
+
+        Raises ConfigError for what cannot be trained here.
+        """
         import torch
 
         self._tuned, weights = tuned_policy(context)
@@ -122,18 +131,18 @@ class RayVERL:
         self._policy = policy
         self._steps = self.settings.steps(len(context.train))
         self._tasks = min(self.settings.data.train_batch_size, len(context.train))
-        self._supply = Supply(context, self.settings, steps=self._steps)
+        self._supply = VerlSupply(context, self.settings, steps=self._steps)
         for note in (*self.notes, *advice(self.settings)):
             context.say(note)
 
     async def step(self) -> StepReport:
-        """Answer VERL's question with a step's rows and wait until it has trained them."""
+        """Answer VERL's request with a step's rows, wait until it has trained them, and publish the new weights."""
         context, step = self._context, self._step + 1
         cluster = await self._open()
-        question = self._question
-        if question is None or question.step != step - self._base:
+        request = self._request
+        if request is None or request.step != step - self._base:
             raise AglError(
-                f"VERL asked for its step {question.step if question else 'none'} where agl is at step {step}; "
+                f"VERL asked for its step {request.step if request else 'none'} where agl is at step {step}; "
                 "continue with agl run --resume"
             )
         started = time.perf_counter()
@@ -143,14 +152,15 @@ class RayVERL:
         answer = self._answer(prepared, step=step)
 
         started = time.perf_counter()
-        self._question = await self._train(cluster, answer, after=question)  # the one of the next step: this is done
-        metrics |= prepared.metrics | self._trained(question.step) | {"train_s": time.perf_counter() - started}
-        folder = self._folder / CHECKPOINTS.format(question.step)
-        weights = await asyncio.to_thread(self._published, folder)
+        # VERL asks for the next step only when this one is trained, saved and served.
+        self._request = await self._train(cluster, answer, after=request)
+        metrics |= prepared.metrics | self._trained(request.step) | {"train_s": time.perf_counter() - started}
+        folder = self._folder / CHECKPOINTS.format(request.step)
+        weights = await asyncio.to_thread(self._published, folder)  # reading and merging them would block the agents
         if self._probes:
             await asyncio.to_thread(probe_files, weights)
         version = await context.publish(self._tuned, weights, step=step)
-        await asyncio.to_thread(prune, self._folder, step=question.step, keep=max(2, self._keep))
+        await asyncio.to_thread(prune, self._folder, step=request.step, keep=max(2, self._keep))
         self._step, self._checkpoint = step, str(folder)
         is_finished = step >= self._steps
         return StepReport(
@@ -163,7 +173,7 @@ class RayVERL:
         )
 
     def state(self) -> Mapping[str, Json]:
-        """The step count, VERL's newest checkpoint, and the version and weights that training started from."""
+        """Return the step count, VERL's newest checkpoint, and the version and weights that training started from."""
         names = {"checkpoint": self._checkpoint, "opened": self._opened, "origin": self._origin}
         return {"step": self._step, "base": self._base, "supply": self._supply.state(), **names}
 
@@ -180,7 +190,7 @@ class RayVERL:
             )
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether VERL's configuration asks for more steps than were done."""
+        """Return whether VERL's configuration asks for more steps than were done."""
         del sources_go_on
         return int(state["step"]) < self.settings.steps(tasks)
 
@@ -198,11 +208,11 @@ class RayVERL:
 
     @property
     def _folder(self) -> Path:
-        """Where VERL writes: one directory for every start from weights that were not VERL's own."""
+        """Directory that VERL writes to: a new one for each start, as VERL then counts its steps from 1 again."""
         return self._context.workdir.absolute() / f"verl-{self._base:06d}"
 
     async def _open(self) -> Cluster:
-        """The running cluster, started anew when another algorithm has published weights since."""
+        """Return the running cluster; it is started anew when another algorithm has published weights since."""
         version = self._context.current(self._tuned)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._cluster is not None and not is_foreign:
@@ -210,6 +220,7 @@ class RayVERL:
         await self._stop()
         if is_foreign or not self._origin:
             self._origin = own_weights(version.resource, name=self._tuned).uri
+            # New weights: VERL counts from 1 again, and there is no checkpoint of its own to continue from.
             self._opened, self._base, self._checkpoint = version.version, self._step, ""
         self._cluster = await self._start()
         return self._cluster
@@ -223,23 +234,27 @@ class RayVERL:
         cluster = Cluster(self.read, environment=environment(self.read, folder=self._folder, threads=self._threads))
         self._cluster = cluster
         await cluster.start(self._config)
-        self._question = await cluster.question()
-        if self._question is None:
+        self._request = await cluster.request()
+        if self._request is None:
             raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with agl run --resume")
-        await self._attach(self._question)
+        await self._attach(self._request)
         return cluster
 
-    async def _train(self, cluster: Cluster, answer: Answer, *, after: Question) -> Question | None:
-        """Give a step's rows and wait until VERL has trained them; returns its next question, None after the last."""
+    async def _train(self, cluster: Cluster, answer: StepRows, *, after: StepRequest) -> StepRequest | None:
+        """Give a step's rows and wait until VERL has trained them; returns its next request, None after the last."""
         if not self.read.is_cpu:
-            await self._policy.hold()
+            await self._policy.hold()  # the replicas' GPUs train now
         await cluster.answer(answer)
-        question = await cluster.question()
-        await self._attach(question or Question(step=after.step + 1, addresses=after.addresses))
-        return question
+        request = await cluster.request()
+        # After the last step VERL asks no more; its replicas serve the final weights until they stop.
+        await self._attach(request or StepRequest(step=after.step + 1, addresses=after.addresses))
+        return request
 
     async def _while_served(self, cluster: Cluster, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns; raises AglError, and leaves its rollouts to be repeated, when VERL is gone meanwhile."""
+        """Return what `work` returns; raises AglError, and ends `work`, when VERL is gone before.
+
+        Rollouts that were under way are repeated when the run is resumed.
+        """
         task = asyncio.ensure_future(work)
         gone = {asyncio.ensure_future(self._policy.lost()), asyncio.ensure_future(cluster.ended())}
         try:
@@ -255,8 +270,8 @@ class RayVERL:
             "are repeated: continue with agl run --resume"
         )
 
-    async def _attach(self, question: Question) -> None:
-        await self._policy.attach(question.addresses, version=f"global_step_{question.step - 1}")
+    async def _attach(self, request: StepRequest) -> None:
+        await self._policy.attach(request.addresses, version=f"global_step_{request.step - 1}")
 
     def _config(self) -> Any:
         return compose(
@@ -270,18 +285,19 @@ class RayVERL:
             threads=self._threads,
         )
 
-    def _prepare(self, groups: Any) -> Prepared:
+    def _prepare(self, groups: Any) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
         return prepare(groups, credit=self._context.credit, settings=self.settings)
 
-    def _answer(self, prepared: Prepared, *, step: int) -> Answer:
+    def _answer(self, prepared: PreparedStep, *, step: int) -> StepRows:
         from agl_algo_verl.ray_rows import rows_for_verl
 
         settings = self.settings
         return rows_for_verl(prepared, mode=settings.actor.loss_agg_mode, step=step, has_critic=settings.has_critic)
 
     def _published(self, folder: Path) -> Weights:
+        """Return the weights in a step's checkpoint as they are published; raises AglError where there are none."""
         weights = folder / "actor" / "huggingface"
         if not any(weights.glob("*.safetensors")):
             raise AglError(
@@ -295,7 +311,7 @@ class RayVERL:
         return Weights(uri=str(weights), format="hf")
 
     def _trained(self, step: int) -> dict[str, float]:
-        """VERL's numbers of its step."""
+        """Return VERL's metrics of its step, by the names of `REPORTED`; none where it logged nothing."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)
@@ -309,7 +325,7 @@ def _number(path: Path) -> int:
 
 
 def forget_after(folder: Path, *, step: int) -> None:
-    """Remove what VERL saved after `step`: agl never heard that those steps were done, and they are repeated."""
+    """Remove what VERL saved after `step`: those steps never counted as done for agl, and they are repeated."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(CHECKPOINTS.format("*")):
         if _number(path) > step:

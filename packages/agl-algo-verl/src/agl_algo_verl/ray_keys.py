@@ -1,7 +1,7 @@
-"""VERL's configuration keys with `engine = "ray"`: what agl decides, what is refused, and what VERL gets as it is.
+"""VERL's configuration keys with `engine = "ray"`: those that agl decides, those refused, and those passed on to VERL.
 
-The keys of training in one process keep their meaning. Beyond them every key that VERL has goes to VERL untouched,
-except those below.
+The keys of training in one process keep their meaning. Every other key that VERL has goes to VERL untouched, except
+those below.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
-from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelt, put
+from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelling, put
 from agl_algo_verl.runtime import check_attention
-from agl_algo_verl.settings import Settings, read_settings
+from agl_algo_verl.settings import VerlSettings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CPU = "agl_hf"
-"""The replica for machines without a GPU."""
+"""Name of the replica for machines without a GPU."""
 
 ROLLOUTS = (CPU, "vllm", "sglang")
+"""Replicas that may serve: values of `actor_rollout_ref.rollout.name`."""
 
 CONNECT_S = 5.0
 """Seconds to wait for a cluster's head to accept a connection."""
 
 SERVING = "actor_rollout_ref.rollout."
-"""Keys of serving, which VERL does here; the few of them that others decide are in `DECIDED`."""
+"""Start of the keys of serving, which go to VERL; the few of them that others decide are in `DECIDED`."""
 
 REFERENCE = "actor_rollout_ref.ref"
-"""Keys of the frozen reference, which has an engine of its own on the cluster."""
+"""Start of the keys of the frozen reference, which has an engine of its own on the cluster."""
 
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 BY_TOKENS = (
-    "ppo_max_token_len_per_gpu, by which micro-batches are cut, as rows differ in number and length; no update depends "
-    "on the cut"
+    "ppo_max_token_len_per_gpu: micro-batches are cut by tokens, for rows differ in number and length, and no update "
+    "depends on the cut"
 )
 
 DECIDED = {
@@ -52,9 +53,9 @@ DECIDED = {
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": BY_TOKENS,
     "critic.ppo_micro_batch_size_per_gpu": BY_TOKENS,
 }
-"""Keys that guides set, and who decides them with this engine."""
+"""Keys that guides for VERL set, and what decides them with this engine."""
 
-WHOLE_CRITIC = "the critic is trained whole, for VERL would leave its value head as it began"
+WHOLE_CRITIC = "the critic is trained without adapters, because VERL would then never train its value head"
 
 REFUSED = {
     "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
@@ -66,7 +67,7 @@ REFUSED = {
     "custom_reward_function": "rewards are the experiment's: [[reward]]",
     "distillation": "this engine collects for policy gradients only",
     "data.custom_cls": "tasks are the experiment's `train`",
-    "algorithm.filter_groups": "groups without a difference have no gradient anyway and are counted",
+    "algorithm.filter_groups": "groups whose rollouts score the same have no gradient anyway, and are counted",
     "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
     "actor_rollout_ref.model.lora": "adapters are described by model.lora_rank, lora_alpha, target_modules and "
     "exclude_modules, and merged for serving",
@@ -81,7 +82,7 @@ REFUSED = {
     "transfer_queue": "VERL's queue is set up by this engine",
     "skip": "rollouts are agl's and are never skipped",
 }
-"""Keys of VERL that would not do what they say, and what to do instead; a key here covers those below it."""
+"""Keys of VERL that would have no effect here, with the reason and what to do instead; each covers those below it."""
 
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "algorithm.use_kl_in_reward": (False,),
@@ -89,7 +90,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "actor_rollout_ref.model.lora_adapter_path": (None,),
     "trainer.use_v1": (True,),
 }
-"""Values of refused keys that say what happens anyway."""
+"""Values of refused keys that are accepted, because they ask for what happens anyway."""
 
 HERE = (
     "actor_rollout_ref.actor.use_kl_loss",
@@ -98,21 +99,21 @@ HERE = (
     "trainer.n_gpus_per_node",
     "trainer.balance_batch",
 )
-"""Keys that training in one process fixes, and this engine hands to VERL."""
+"""Keys that training in one process fixes, and this engine passes on to VERL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
-    """What was read.
+    """A configuration for `engine = "ray"`.
 
     Attributes:
         settings: The part that agl uses itself.
-        given: Every key for VERL, dotted, as the person wrote it.
+        given: Every key for VERL by its dotted name, as the person wrote it.
         ray_init: Arguments of `ray.init`.
-        notes: What to tell the person about keys that others decide.
+        notes: A note for the person on every key that something else decides.
     """
 
-    settings: Settings
+    settings: VerlSettings
     given: dict[str, Any]
     ray_init: dict[str, Any]
     notes: list[str]
@@ -124,17 +125,17 @@ class RaySettings:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the cluster trains without GPUs."""
+        """True if the cluster trains without GPUs."""
         return self.rollout == CPU
 
     @property
     def ranks(self) -> int:
-        """Training workers, on all nodes together."""
+        """Number of training workers, on all nodes together."""
         return int(self.given.get("trainer.nnodes", 1)) * int(self.given.get("trainer.n_gpus_per_node", 1))
 
 
 def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
-    """Return the settings of VERL's nested keys.
+    """Return the settings in VERL's nested keys.
 
     Raises ConfigError for keys that are unknown or would be ignored, all in one message, and for combinations that
     cannot train.
@@ -146,7 +147,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     written = {".".join(path): value for path, value in leaves(config) if path[0] != "ray_kwargs"}
     for name, value in written.items():
         holds = name == MINI_BATCH and value == written.get("data.train_batch_size")
-        problem, note = ("", f"{name} holds anyway") if holds else _judge(name, value)
+        problem, note = ("", f"{name} holds anyway") if holds else _classify(name, value)
         if problem:
             wrong.append(problem)
         elif note:
@@ -157,16 +158,16 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
         raise ConfigError('The VERL configuration cannot be used with engine = "ray":\n- ' + "\n- ".join(wrong))
     own: dict[str, Any] = {}
     for name, value in given.items():
-        if has(Settings, tuple(name.split("."))):
+        if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
     settings = read_settings(own)[0]
-    _check(settings, given)
+    _check_together(settings, given)
     return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
 
 
-def _judge(name: str, value: Any) -> tuple[str, str]:
-    """What is wrong with a key, and what to say of it otherwise; both `""` for a key that goes to VERL."""
-    if name.startswith("trainer.v1.") and has(Settings, tuple(name.split("."))):
+def _classify(name: str, value: Any) -> tuple[str, str]:
+    """Return what is wrong with a key, and what else to say of it; both are `""` for a key that goes to VERL."""
+    if name.startswith("trainer.v1.") and has(VerlSettings, tuple(name.split("."))):
         return "", ""
     if refused := _covering(REFUSED, name):
         return ("" if value in ALLOWED.get(name, ()) else f"{name}: {REFUSED[refused]}"), f"{name} holds anyway"
@@ -175,16 +176,18 @@ def _judge(name: str, value: Any) -> tuple[str, str]:
     if name in FIXED and name not in HERE:
         allowed, why = FIXED[name]
         return ("" if value in allowed else f"{name} = {value!r}: {why}"), f"{name} holds anyway"
-    if is_verl_key(name) or has(Settings, tuple(name.split("."))):
+    if is_verl_key(name) or has(VerlSettings, tuple(name.split("."))):
         return "", ""
-    return misspelt(name, Settings), ""
+    return misspelling(name, VerlSettings), ""
 
 
 def _covering(table: Mapping[str, str], name: str) -> str:
+    """Return the key of the table that is `name` or stands above it; `""` where there is none."""
     return next((key for key in table if name == key or name.startswith(f"{key}.")), "")
 
 
-def _check(settings: Settings, given: Mapping[str, Any]) -> None:
+def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys that contradict each other, or would count rows instead of rollouts."""
     rollout = given.get("actor_rollout_ref.rollout.name")
     if rollout not in ROLLOUTS:
         raise ConfigError(
@@ -205,8 +208,8 @@ def _check(settings: Settings, given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for keys of a critic that there is not, and for losses of one that would count rows."""
+def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys of a critic where there is none, and for losses with one that would count rows."""
     if not settings.has_critic:
         unused = [name for name in given if name.startswith("critic.")]
         if unused:
@@ -217,8 +220,9 @@ def _check_critic(settings: Settings, given: Mapping[str, Any]) -> None:
         return
     if settings.is_lora and settings.actor.use_kl_loss:
         raise ConfigError(
-            "With a critic, adapters and actor.use_kl_loss VERL 0.9.1 switches off adapters that the critic has not. "
-            'Remove one of the three: use_kl_loss, model.lora_rank or adv_estimator = "gae"; or use engine = "inproc".'
+            "With a critic, adapters and actor.use_kl_loss together, VERL 0.9.1 tries to switch off adapters of the "
+            "critic, which has none. Remove one of the three: use_kl_loss, model.lora_rank or "
+            'adv_estimator = "gae"; or use engine = "inproc".'
         )
     modes = {
         "actor_rollout_ref.actor.loss_agg_mode": settings.actor.loss_agg_mode,
@@ -236,10 +240,11 @@ INSTALL_SERVER = {
     "vllm": 'it with: pip install "agl-algo-verl[vllm]"',
     "sglang": "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)",
 }
+"""The package to install for each server, as the end of a sentence that begins with Install."""
 
 
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
-    """Raise ConfigError for what is missing on this machine; a cluster elsewhere is asked later."""
+    """Raise ConfigError for what this machine lacks; a cluster elsewhere is checked when it is started."""
     absent = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
     if absent:
         raise ConfigError(
@@ -264,13 +269,13 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     check_attention(read.settings)
     if read.settings.has_critic and find_spec("flash_attn") is None:
         raise ConfigError(
-            'algorithm.adv_estimator = "gae" needs flash-attn on GPUs, for VERL opens critics with nothing else. '
+            'algorithm.adv_estimator = "gae" needs flash-attn on GPUs, because VERL opens critics with nothing else. '
             'Run: pip install flash-attn --no-build-isolation, or use engine = "inproc".'
         )
 
 
 def _check_address(address: str) -> None:
-    """Raise ConfigError where nothing listens at `host:port`; Ray itself would try for minutes, and then say less."""
+    """Raise ConfigError where nothing listens at `host:port`; Ray itself would try for minutes and then say less."""
     host, _, port = address.rpartition(":")
     if address.startswith("ray://"):
         raise ConfigError(

@@ -1,17 +1,21 @@
-"""VERL's end of the bridge, in the process of VERL's trainer: tasks are places, rollouts are agl's, rows arrive whole.
+"""VERL's end of the bridge, in the process of VERL's trainer: it asks agl for rollouts and hands their rows to VERL.
 
-Three of VERL's plug-in points, named in its configuration:
+It fills three of VERL's plug-in points, named in its configuration:
 
     AgentLoops   rollout.agent.agent_loop_manager_class: asks agl for a step's rollouts and puts the rows into VERL's
                  queue, which the trainer samples next
-    Places       data.custom_cls: as many empty tasks as a step has; agl decides which tasks they are
+    EmptyTasks   data.custom_cls: as many empty tasks as a step has; agl decides which tasks they are
     as_given     algorithm.adv_estimator = "agl": advantages come with the rows, as agl's credit made them; with a
                  critic the rows bring rewards instead, and the estimator is VERL's own `gae`
 
 VERL counts rows where agl counts rollouts. So before a step is sampled, its `ppo_mini_batch_size` is set to hold all
 its rows, which then share one update, and `rollout.temperature` to that of its rows. A loss that is a mean over
-sequences divides by the rows of that mini-batch; advantages are scaled so that it divides by rollouts. VERL's losses
-are proportional to a positive factor of the advantages, so this is exact.
+sequences divides by the rows of that mini-batch, N, padding included; wanted is a mean over the rollouts, n:
+
+    sum(A_row * l_row) * (N / n) / N = sum(A_row * l_row) / n
+
+so advantages are scaled by N / n. VERL's losses are proportional to a positive factor of the advantages, so this is
+exact.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import transfer_queue as tq
 from torch.utils.data import Dataset
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from agl_algo_verl.bridge import NAME, AnswerRow, Question
+from agl_algo_verl.bridge import NAME, BridgeRow, StepRequest
 from agl_algo_verl.ray_gap import report_gap
 from agl_algo_verl.typed import verl_part
 
@@ -33,20 +37,20 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.bridge import Answer
+    from agl_algo_verl.bridge import StepRows
 
 ESTIMATOR = "agl"
-"""What `algorithm.adv_estimator` says for advantages that come with the rows."""
+"""Value of `algorithm.adv_estimator` for advantages that come with the rows."""
 
 
 @register_adv_est(ESTIMATOR)
 def as_given(token_level_rewards: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     """Return the values of the rows' tokens as advantages and returns, [B, R] each."""
-    advantages_BR = token_level_rewards * response_mask
-    return advantages_BR, advantages_BR
+    advantages_BR = token_level_rewards * response_mask  # [B, R]; VERL calls `rm_scores` rewards from here on
+    return advantages_BR, advantages_BR  # returns are a critic's, and this estimator has none
 
 
-class Places(Dataset[dict[str, Any]]):
+class EmptyTasks(Dataset[dict[str, Any]]):
     """`data.train_batch_size` tasks without content."""
 
     def __init__(self, *, config: Any, **_: Any) -> None:
@@ -60,7 +64,7 @@ class Places(Dataset[dict[str, Any]]):
 
 
 class AgentLoops:
-    """Asks agl for the rollouts of a step.
+    """Asks agl for the rollouts of a step, in place of VERL's own agent loops.
 
     Args:
         config: VERL's whole configuration, which its trainer reads anew in every step.
@@ -73,65 +77,70 @@ class AgentLoops:
 
     @classmethod
     def create(cls, *, config: Any, llm_client: Any, **_: Any) -> AgentLoops:
-        """Called by VERL, in its trainer's process."""
+        """Build the manager; VERL calls this in its trainer's process."""
         report_gap()
         return cls(config=config, balancer=llm_client._load_balancer)  # VERL's client has no public way to its servers
 
     def generate_sequences(self, prompts: TensorDict) -> None:
-        """Return once the rows of this step are in VERL's queue."""
+        """Put the rows of this step into VERL's queue; blocks until agl has collected them."""
         get: Any = cast("Any", ray).get
         step = int(cast("Any", prompts["global_steps"]))
         addresses = get(self._balancer.get_all_servers.remote())
-        (reference,) = get(self._bridge.ask.remote(Question(step=step, addresses=tuple(addresses))))
-        answer: Answer = get(reference)
+        (reference,) = get(self._bridge.ask.remote(StepRequest(step=step, addresses=tuple(addresses))))
+        answer: StepRows = get(reference)
         uids = [str(uid) for uid in cast("Any", prompts["uid"])]
-        counted = self._hold_all(answer)
-        scale = counted / answer.rollouts if answer.rollouts else 1.0  # VERL divides by rows, see the module
-        rows = [_field(row, uids[row.group], step=step, scale=scale) for row in answer.rows]
+        counted = self._widen_mini_batch(answer)  # N, which VERL will divide a mean over sequences by
+        scale = counted / answer.rollouts if answer.rollouts else 1.0  # N / n; a mean over tokens needs none
+        rows = [_row_fields(row, uids[row.group], step=step, scale=scale) for row in answer.rows]
         put: Any = cast("Any", tq).kv_batch_put
         put(
             keys=[f"{uids[row.group]}_{row.rollout}_{row.part}" for row in answer.rows],
             partition_id="train",
             fields=verl_part("verl.utils.tensordict_utils:list_of_dict_to_tensordict")(rows),
-            tags=[_tag(row, step=step) for row in answer.rows],
+            tags=[_row_tags(row, step=step) for row in answer.rows],
         )
+        # VERL samples a step once each of its own prompts is finished, too.
         put(keys=uids, partition_id="train", tags=[{"status": "finished"} for _ in uids])
 
-    def _hold_all(self, answer: Answer) -> int:
+    def _widen_mini_batch(self, answer: StepRows) -> int:
         """Set the step's mini-batch and temperature; returns how many rows the mini-batch has, padding included."""
         policy, trainer = self._config.actor_rollout_ref, self._config.trainer
         ranks = trainer.nnodes * trainer.n_gpus_per_node
+        # VERL multiplies this by rollout.n to get rows, and wants a multiple of the ranks: the smallest that holds all.
         policy.actor.ppo_mini_batch_size = ranks * math.ceil(len(answer.rows) / (ranks * policy.rollout.n))
         policy.rollout.temperature = answer.temperature
         self._config.critic.ppo_mini_batch_size = policy.actor.ppo_mini_batch_size
         return int(policy.actor.ppo_mini_batch_size * policy.rollout.n)
 
 
-def _field(row: AnswerRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
-    prompt = len(row.ids) - len(row.mask)
+def _row_fields(row: BridgeRow, uid: str, *, step: int, scale: float) -> dict[str, Any]:
+    """Return a row by VERL's names of its tensors."""
+    prompt = len(row.ids) - len(row.mask)  # P = T - R
     return {
         "uid": uid,
         "session_id": row.rollout,
         "global_steps": step,
         "num_turns": 1,
-        "prompts": row.ids[:prompt],
-        "responses": row.ids[prompt:],
-        "input_ids": row.ids,
+        "prompts": row.ids[:prompt],  # [P]
+        "responses": row.ids[prompt:],  # [R]
+        "input_ids": row.ids,  # [T]
         "position_ids": torch.arange(len(row.ids)),
         "response_mask": row.mask,
         "loss_mask": row.mask,
-        "rollout_log_probs": row.logprobs,
-        "rm_scores": row.scores * scale,
+        "rollout_log_probs": row.logprobs,  # [R]: of the server, to which VERL compares its own
+        "rm_scores": row.scores * scale,  # [R]: advantages, which `as_given` passes on
     }
 
 
-def _tag(row: AnswerRow, *, step: int) -> dict[str, Any]:
+def _row_tags(row: BridgeRow, *, step: int) -> dict[str, Any]:
+    """Return what VERL's queue knows of a row without reading its tensors."""
     return {
         "status": "success",
         "prompt_len": len(row.ids) - len(row.mask),
         "response_len": len(row.mask),
         "seq_len": len(row.ids),
         "global_steps": step,
+        # Versions of the policy that wrote the row; how old it really is, agl has checked already (`supply.py`).
         "min_global_steps": step - 1,
         "max_global_steps": step - 1,
     }

@@ -1,8 +1,8 @@
-"""What VERL imports before it builds a model (`model.external_lib`) when it trains on the CPU.
+"""Imported by VERL before it builds a model on the CPU (`model.external_lib`): a replica, a seed and a repair.
 
-It registers the replica `agl_hf`, lets adapters start from the same numbers always, and repairs the third of three
-lines of VERL 0.9 that no setting reaches (the others are in `ray_process`): the engine of a frozen reference keeps its
-weights in pinned memory, which needs a GPU.
+It registers the replica `agl_hf`, seeds torch so that adapters always start from the same numbers, and repairs the
+third of three lines of VERL 0.9 that no setting reaches (the others are in `ray_process`): the engine of a frozen
+reference keeps its weights in pinned memory, which needs a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any, cast
 
 import torch
 
-from agl_algo_verl.sources import expect
+from agl_algo_verl.patched_lines import expect_line
 
 ROLLOUTS: dict[tuple[str, str], str] = {("agl_hf", "async"): "agl_algo_verl.replica.HFRollout"}
 """The training worker's end of a replica; VERL has a public registry only for the trainer's end."""
 
 PINNED = "CPUOffloadPolicy(pin_memory=True)"
+"""The line of VERL that asks for pinned memory."""
 
 
 def _replica() -> type:
@@ -34,10 +35,10 @@ def register_replica() -> None:
 
 
 def patch_pinned_memory() -> None:
-    """Offload to ordinary memory."""
+    """Let VERL's engine offload weights to ordinary memory."""
     module: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     if not isinstance(module.CPUOffloadPolicy, partial):
-        expect(module.FSDPEngine, PINNED)
+        expect_line(module.FSDPEngine, PINNED)
         module.CPUOffloadPolicy = partial(_unpinned, module.CPUOffloadPolicy)
 
 

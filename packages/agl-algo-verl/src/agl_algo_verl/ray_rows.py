@@ -1,4 +1,8 @@
-"""From the rows of a step to what VERL's end of the bridge takes."""
+"""From the prepared rows of a step to those that VERL's end of the bridge takes.
+
+VERL on Ray makes a rollout's weight from rows: here advantages are scaled where that would show, and `ray_loops.py`
+does the rest. With a critic the rows carry rewards instead, for VERL's own GAE makes the advantages (`shaping.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,41 +12,44 @@ from typing import TYPE_CHECKING
 
 from agl.errors import AglError
 from agl_algo_verl.batches import per_rollout
-from agl_algo_verl.bridge import Answer, AnswerRow
+from agl_algo_verl.bridge import BridgeRow, StepRows
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from agl_algo_verl.rows import Prepared, Sample
+    from agl_algo_verl.rows import PreparedStep, RowSample
 
 
-def rows_for_verl(prepared: Prepared, *, mode: str, step: int, has_critic: bool = False) -> Answer:
+def rows_for_verl(prepared: PreparedStep, *, mode: str, step: int, has_critic: bool = False) -> StepRows:
     """Return the rows of a step; `mode` is the loss's `loss_agg_mode`.
 
-    Raises AglError where VERL could not train them.
+    Raises AglError where VERL could not train them: there is no row, or rows have several temperatures.
     """
     if has_critic:
         prepared = replace(prepared, samples=with_rewards(prepared))
+    # A mean over each row's tokens becomes one over each rollout's (`batches.per_rollout`). Modes that add up tokens
+    # need nothing: how a rollout is cut into rows does not change their sum.
     samples = per_rollout(prepared.samples) if mode == "seq-mean-token-mean" else prepared.samples
     temperature = _temperature(prepared, step=step)
     seen: Counter[int] = Counter()
-    places: dict[str, int] = {}
+    places: dict[str, int] = {}  # of each rollout within its group, counted from 0: part of VERL's key for its rows
     for name, group in prepared.rollouts:
         places[name] = seen[group]
         seen[group] += 1
+    # What a mean over sequences has to divide by; a mean over tokens counts its tokens itself.
     counted = 0 if mode == "token-mean" else len(prepared.rollouts)
-    return Answer(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
+    return StepRows(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
 
 
-def with_rewards(prepared: Prepared) -> list[Sample]:
-    """Return the samples with rewards in place of advantages, of which VERL's critic makes advantages."""
+def with_rewards(prepared: PreparedStep) -> list[RowSample]:
+    """Return the samples with rewards in place of advantages; VERL makes advantages from them and its critic."""
     returns = call_returns(prepared)
     return [replace(s, advantages=call_rewards(s, returns[s.rollout]).float()) for s in prepared.samples]
 
 
-def _temperature(prepared: Prepared, *, step: int) -> float:
-    """The one temperature of all rows."""
+def _temperature(prepared: PreparedStep, *, step: int) -> float:
+    """Return the temperature of all rows; raises AglError where they have several, or there are none."""
     if not prepared.samples:
         left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
         raise AglError(
@@ -58,11 +65,11 @@ def _temperature(prepared: Prepared, *, step: int) -> float:
     return found[0]
 
 
-def _rows(samples: Sequence[Sample], places: dict[str, int]) -> list[AnswerRow]:
-    parts: Counter[str] = Counter()
-    rows: list[AnswerRow] = []
+def _rows(samples: Sequence[RowSample], places: dict[str, int]) -> list[BridgeRow]:
+    parts: Counter[str] = Counter()  # rows of each rollout so far
+    rows: list[BridgeRow] = []
     for sample in samples:
-        row = AnswerRow(
+        row = BridgeRow(
             group=sample.group,
             rollout=places[sample.rollout],
             part=parts[sample.rollout],

@@ -1,9 +1,12 @@
 """The model in a checkpoint of VERL on Ray, made into one that loads as what was trained.
 
-VERL says in `config.json` that the weights are in bfloat16, whatever they are, and whoever loads them would round
-them. With LoRA it saves base and adapters apart, by names of peft that nothing loads; here they are added. Both happens
-in place before the weights are published; training continues from VERL's own shards beside them, which stay as they
-are.
+VERL writes into `config.json` that the weights are in bfloat16, whatever they are, so loading would round them. With
+LoRA it saves base and adapters apart, under names of peft that nothing loads; here they are added up:
+
+    W = W_0 + (alpha / r) * B @ A        (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1)
+
+Both repairs are made in place before the weights are published. Training continues from VERL's own shards beside
+them, which stay as they are.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PREFIX, BASE = "base_model.model.", ".base_layer"
+"""Parts of names that peft puts around those of the model."""
 
 
 def say_precision(folder: Path) -> None:
     """Write into the configuration in `folder` the precision that its weights have."""
+    # All tensors of a checkpoint have one precision, so the first of the first file tells it.
     with cast("Any", safe_open)(min(folder.glob("*.safetensors")), framework="pt") as file:
         precision = str(file.get_tensor(min(file.keys())).dtype).removeprefix("torch.")
     path = folder / "config.json"
@@ -34,16 +39,16 @@ def say_precision(folder: Path) -> None:
 
 
 def merge_saved(folder: Path, *, scaling: float) -> None:
-    """Replace the weights that VERL saved in `folder` by those with `scaling` times their adapters added.
+    """Add the adapters that VERL saved in `folder` to its weights; `scaling` is alpha / r.
 
-    All of them are read into memory, and one file is written. Raises AglError where there are no adapters.
+    All weights are read into memory, and one file is written. Raises AglError where there are no adapters.
     """
     files = sorted(folder.glob("*.safetensors"))
     state = {name: tensor for file in files for name, tensor in cast("Any", safetensors).load_file(file).items()}
     whole = merged(state, scaling=scaling)
     if len(whole) == len(state):
         raise AglError(f"VERL saved no adapters in {folder}, although lora_rank is set; is verl 0.9.1 installed?")
-    fresh = folder / "merged.new"
+    fresh = folder / "merged.new"  # written whole before anything is removed; its name is no *.safetensors
     cast("Any", safetensors).save_file(whole, fresh, metadata={"format": "pt"})
     for path in (*files, folder / "model.safetensors.index.json"):
         path.unlink(missing_ok=True)
@@ -51,7 +56,7 @@ def merge_saved(folder: Path, *, scaling: float) -> None:
 
 
 def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:
-    """Return the weights of a state with peft's names, by the names of the model without adapters."""
+    """Return the weights with their adapters added, from peft's names to those of the model without adapters."""
     whole: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if ".lora_A." in name or ".lora_B." in name:
@@ -60,6 +65,7 @@ def merged(state: dict[str, Tensor], *, scaling: float) -> dict[str, Tensor]:
         plain = name.removeprefix(PREFIX).replace(f"{BASE}.", ".")
         whole[plain] = tensor
         if f"{layer}.lora_A.default.weight" in state:
+            # [out, in] = [out, r] @ [r, in]; adapters may be in float32 over a base in bfloat16
             change = state[f"{layer}.lora_B.default.weight"] @ state[f"{layer}.lora_A.default.weight"]
             whole[plain] = tensor + (scaling * change).to(tensor.dtype)
     return whole

@@ -1,10 +1,12 @@
 """One address in front of VERL's replicas, which come and go with its cluster.
 
-Calls of one conversation go to one replica, chosen by its first messages: so does every rollout, and rollouts of one
-task share its cached prefix. A replica that cannot be reached, or hangs up before it answers, is left out and the
-call goes to the next; nothing was answered then, so nothing is recorded twice. Answers are passed on as they arrive;
-one that does not say which weights gave it is told so here, because calls that were held reach newer weights than
-those that were live when the agent made them. Where all replicas are gone, calls wait: no agent fails for that.
+Calls of one conversation go to one replica, chosen by their first messages. So all calls of a rollout meet the same
+replica, and rollouts of one task share its cached prefix. A replica that cannot be reached, or hangs up before it
+answers, is left out and the call goes to the next; nothing was answered then, so nothing is recorded twice. Where all
+replicas are gone, calls wait: no agent fails for that.
+
+Answers are passed on as they arrive. One that does not name the version of the weights gets it added here, because
+calls that were held reach newer weights than those that were live when the agent made them.
 """
 
 from __future__ import annotations
@@ -26,20 +28,27 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
 MAX_BODY = 64 * 2**20
+"""Largest request in bytes."""
+
 CONNECT_S = 5.0
 """Seconds to wait for a replica's connection before the next is asked."""
 
-NAMES_OF_VERSION = frozenset({"model_version", "model_versions", "weight_versions"})
-"""Fields in which servers say it."""
+VERSION_FIELDS = frozenset({"model_version", "model_versions", "weight_versions"})
+"""Fields in which servers name the version of their weights."""
 
-DROPPED = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
+CONNECTION_HEADERS = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding"})
+"""Headers that belong to one connection, or to a body that may be rewritten; they are not passed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """Who serves: base URLs with `/v1`, the model name that they know, and the version that they serve if known.
+    """The servers that calls go to.
 
-    `is_awaited`: calls wait for others where none of these can be reached any more.
+    Attributes:
+        urls: Their base URLs, with `/v1`.
+        model: The model name that they know.
+        version: The version of their weights, `""` where it is not known.
+        is_awaited: Whether calls wait for other servers once none of these can be reached.
     """
 
     urls: tuple[str, ...]
@@ -48,8 +57,8 @@ class Backend:
     is_awaited: bool = False
 
 
-class Gate:
-    """Lets calls through, or holds them while weights change; belongs to one event loop."""
+class CallGate:
+    """Lets calls pass, or holds them while weights change; belongs to one event loop."""
 
     def __init__(self) -> None:
         self._inside = 0
@@ -58,14 +67,14 @@ class Gate:
         self._empty.set()
 
     async def __aenter__(self) -> None:
-        """Wait until calls are let through."""
+        """Enter with a call; waits while calls are held."""
         while not self._open.is_set():
             await self._open.wait()
         self._inside += 1
         self._empty.clear()
 
     async def __aexit__(self, *_: object) -> None:
-        """The call has ended."""
+        """Leave when the call has ended."""
         self._inside -= 1
         if not self._inside:
             self._empty.set()
@@ -80,15 +89,15 @@ class Gate:
         self._open.clear()
 
     def release(self) -> None:
-        """Let calls through; idempotent."""
+        """Let calls pass again; idempotent."""
         self._open.set()
 
 
-class Relay:
-    """Listens and passes on; all methods belong to one event loop.
+class ReplicaRelay:
+    """Listens on one address and passes calls on; all methods belong to one event loop.
 
     Args:
-        backend: Who serves now; may start it. An error of it is the call's answer.
+        backend: Returns the servers of this moment, and may start them; its error becomes the call's answer.
     """
 
     def __init__(self, backend: Callable[[], Awaitable[Backend]]) -> None:
@@ -96,17 +105,17 @@ class Relay:
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._is_over = False
-        self.gate = Gate()
+        self.gate = CallGate()
         self.lost = asyncio.Event()  # set while nobody can be reached and calls wait
         self.calls: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port."""
+        """Listen; returns the port. Raises OSError when the port is taken."""
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S))
         app = web.Application(client_max_size=MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        # A call whose client has left ends at the replica too, so that nobody waits for it while weights change.
+        # A call whose client has left ends at the replica too, so that a change of weights does not wait for it.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -140,19 +149,19 @@ class Relay:
         while True:
             async with self.gate:
                 if self._is_over:
-                    return _problem(503, "the policy has stopped")
+                    return _error_response(503, "the policy has stopped")
                 try:
                     backend = await self._backend()
-                except Exception as error:  # noqa: BLE001 - isolation point: the agent is told why nobody serves
-                    return _problem(503, f"nobody serves this model: {error}")
+                except Exception as error:  # noqa: BLE001 - isolation point: the agent learns why no model serves
+                    return _error_response(503, f"nobody serves this model: {error}")
                 answer = await self._ask(request, content, backend)
             if answer is not None:
                 return answer
 
     async def _ask(self, request: web.Request, content: bytes, backend: Backend) -> web.StreamResponse | None:
-        """The answer; None where the call has to wait for other replicas, because these are gone."""
-        body, key = _rewritten(content, backend.model)
-        for url in in_order(backend.urls, key):
+        """Return the answer, or None where the call has to wait for other replicas because these are gone."""
+        body, key = _addressed(content, backend.model)
+        for url in preferred_order(backend.urls, key):
             path = request.match_info["path"].removeprefix("v1/")
             try:
                 return await self._pass_on(request, f"{url}/{path}", body, version=backend.version)
@@ -162,7 +171,7 @@ class Relay:
             self.gate.close()
             self.lost.set()
             return None
-        return _problem(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
+        return _error_response(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
 
     async def _any_answers(self, urls: Sequence[str]) -> bool:
         for url in urls:
@@ -172,33 +181,36 @@ class Relay:
         return False
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes, *, version: str) -> web.StreamResponse:
-        """Raise aiohttp.ClientConnectionError while nothing was answered yet."""
+        """Pass a call on and return its answer; raises aiohttp.ClientConnectionError while nothing was answered."""
         session = cast("aiohttp.ClientSession", self._session)
         headers = {"content-type": request.headers.get("content-type", "application/json")}
         async with session.request(request.method, url, data=body or None, headers=headers) as reply:
             self.calls[url] += 1
-            passed = {name: value for name, value in reply.headers.items() if name.lower() not in DROPPED}
+            passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
             response = web.StreamResponse(status=reply.status, headers=passed)
-            first = await _opening(reply, version) if version else await reply.content.readany()
+            first = await _first_bytes(reply, version) if version else await reply.content.readany()
             try:
                 await response.prepare(request)
                 await response.write(first)
                 async for chunk in reply.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
-            except (aiohttp.ClientError, ConnectionError):  # either end hung up; the other learns it the same way
+            except (aiohttp.ClientError, ConnectionError):  # either end hung up, so hang up at the other
                 if request.transport is not None:
                     request.transport.close()
             return response
 
 
-def in_order(urls: Sequence[str], key: str) -> list[str]:
-    """The URLs in the order in which a conversation asks them (rendezvous hashing: few move when one goes)."""
+def preferred_order(urls: Sequence[str], key: str) -> list[str]:
+    """Return the URLs in the order in which a conversation tries them.
+
+    By rendezvous hashing: each URL has a rank for each conversation, so when one goes, only its conversations move.
+    """
     return sorted(urls, key=lambda url: hashlib.blake2b(f"{key}|{url}".encode(), digest_size=8).digest())
 
 
-def _rewritten(body: bytes, model: str) -> tuple[bytes, str]:
-    """The body with the model name that the replicas know, and what tells conversations apart."""
+def _addressed(body: bytes, model: str) -> tuple[bytes, str]:
+    """Return the body with the model name that the replicas know, and the start that tells conversations apart."""
     try:
         content: Any = json.loads(body)
     except ValueError:
@@ -211,10 +223,10 @@ def _rewritten(body: bytes, model: str) -> tuple[bytes, str]:
     return json.dumps(fields | {"model": model}).encode(), json.dumps(start)
 
 
-async def _opening(reply: aiohttp.ClientResponse, version: str) -> bytes:
-    """The start of an answer with the version that gave it: all of a JSON object, the first event of a stream."""
+async def _first_bytes(reply: aiohttp.ClientResponse, version: str) -> bytes:
+    """Return the start of an answer, with the version added: all of a JSON object, or the first event of a stream."""
     if reply.content_type == "application/json":
-        return told(await reply.read(), version)
+        return with_version(await reply.read(), version)
     if reply.content_type != "text/event-stream":
         return await reply.content.readany()
     head = b""
@@ -222,19 +234,19 @@ async def _opening(reply: aiohttp.ClientResponse, version: str) -> bytes:
         head += chunk
     line, end, rest = head.partition(b"\n")
     prefix, _, event = line.partition(b" ")
-    return (b"data: " + told(event, version) if prefix == b"data:" else line) + end + rest
+    return (b"data: " + with_version(event, version) if prefix == b"data:" else line) + end + rest
 
 
-def told(body: bytes, version: str) -> bytes:
-    """A JSON object with `model_version`, unless it says itself which weights gave it."""
+def with_version(body: bytes, version: str) -> bytes:
+    """Return a JSON object with `model_version` added, unless it names a version itself; other bodies as they are."""
     try:
         content: Any = json.loads(body)
     except ValueError:
         return body
-    if not isinstance(content, dict) or not NAMES_OF_VERSION.isdisjoint(cast("dict[str, Any]", content)):
+    if not isinstance(content, dict) or not VERSION_FIELDS.isdisjoint(cast("dict[str, Any]", content)):
         return body
     return json.dumps(cast("dict[str, Any]", content) | {"model_version": version}).encode()
 
 
-def _problem(status: int, message: str) -> web.Response:
+def _error_response(status: int, message: str) -> web.Response:
     return web.json_response({"error": {"message": message, "type": "server_error"}}, status=status)

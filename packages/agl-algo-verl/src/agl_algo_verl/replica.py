@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 NAME = "agl_hf"
-"""What `actor_rollout_ref.rollout.name` says for this replica."""
+"""Value of `actor_rollout_ref.rollout.name` for this replica."""
 
 
 def server_name(replica: int) -> str:
-    """The Ray name of a replica's server."""
+    """Return the Ray name of a replica's server."""
     return f"agl_hf_server_{replica}"
 
 
 class HFReplica(RolloutReplica):
-    """One server for one training worker."""
+    """Starts one server for one training worker."""
 
     async def launch_servers(self) -> None:
         settings: dict[str, Any] = cast("Any", self.config).engine_kwargs.get(NAME) or {}
@@ -43,7 +43,7 @@ class HFReplica(RolloutReplica):
 
 
 class HFRollout(BaseRollout):
-    """The training worker's end: weights go to the server of the worker's own replica."""
+    """Hands a training worker's new weights to the server of its own replica."""
 
     async def resume(self, tags: list[str]) -> None:
         del tags

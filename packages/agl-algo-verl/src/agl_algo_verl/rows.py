@@ -1,11 +1,11 @@
-"""From rows of the call forest to samples; `batches.py` makes VERL's batches of them.
+"""From rows of the call forest to samples, with masks and advantages; `batches.py` makes VERL's batches of them.
 
-VERL's row is a prompt and a response: here the prompt is all before the first trained token, and the response is what
+VERL's row is a prompt and a response. Here the prompt is all before the first trained token, and the response is what
 follows, tool results and other agents' words included, with `response_mask` 0 on them. Tokens behind the last trained
-one are left off: nothing that is trained can see them.
+one are left off: the model reads from left to right, so no trained token sees them.
 Rows that are too long or mix temperatures are counted and not trained; their rollout stays in every denominator.
 
-T is the length of a row, P of its prompt, R of its response.
+T is the length of a row, P of its prompt, R of its response; T = P + R.
 """
 
 from __future__ import annotations
@@ -28,18 +28,26 @@ if TYPE_CHECKING:
 
     from agl.contracts import Credit
     from agl.schemas import CallCredit, Episode, Row
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class RowSample:
     """One row ready to train; tensors are on the CPU.
 
-    `ids` int64, [T]; `mask` bool, `advantages` and `behaviour` (log-probabilities) float32, all [R].
-    `rollout` is the id whose rows share an update, `group` its task. `calls` are the span ids of its calls with where
-    their tokens start and stop in the response. Where they were computed, all [R]: `old` and `reference` are the
-    engine's and the reference's log-probabilities before the step's first update, `values` the critic's, `returns`
-    what those learn.
+    Attributes:
+        rollout: Id of its rollout, whose rows share an update.
+        group: Place of the rollout's task in the step.
+        ids: Prompt and response; int64, [T].
+        mask: True on the tokens that the policy wrote; bool, [R].
+        advantages: By credit and the estimator; float32, [R].
+        behaviour: Log-probabilities that the server recorded as it drew the tokens; float32, [R].
+        temperature: At which all of the row's calls were drawn.
+        calls: Span id, first token and end of each trained call, counted in the response.
+        old: The engine's log-probabilities before the step's first update; [R], None before they are computed.
+        reference: The reference's, likewise.
+        values: The critic's value before each token, likewise.
+        returns: What those values learn, likewise.
     """
 
     rollout: str
@@ -67,52 +75,60 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedStep:
     """The rows of a step in the order of its episodes, and what to log.
 
-    `rollouts` are the ids and tasks of all episodes, `credits` what each one's calls were given.
+    Attributes:
+        samples: The rows that can be trained.
+        rollouts: Id and place of the task of every rollout, those without a row included.
+        metrics: Numbers to log, by name.
+        credits: What credit gave the calls, for each of `rollouts`.
     """
 
-    samples: list[Sample]
+    samples: list[RowSample]
     rollouts: list[tuple[str, int]]
     metrics: dict[str, float]
     credits: tuple[tuple[CallCredit, ...], ...] = ()
 
 
-def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Settings) -> Prepared:
+def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: VerlSettings) -> PreparedStep:
     """Return the samples of groups of episodes that share a task.
 
     Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
     no call of the step has token ids.
     """
-    places = [index for index, group in enumerate(groups) for _ in group]
+    places = [index for index, group in enumerate(groups) for _ in group]  # the task of each episode
+    # Credit compares the episodes of one task, so it gets them group by group.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
-    if settings.has_critic:  # whose values turn returns into advantages
+    if settings.has_critic:
+        # The critic's values turn returns into advantages later (`shaping.py`); until then returns stand in, which
+        # decides nothing but the calls that are trained.
         by_span = [{call.span_id: call.value for call in calls} for calls in credits]
     else:
         by_span = advantages(credits, groups=places, settings=settings.algorithm)
-    samples: list[Sample] = []
+    samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
     episodes = [episode for group in groups for episode in group]
     for episode, place, values in zip(episodes, places, by_span, strict=True):
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         for row in episode.rows:
             found = read_row(row, group=place, advantages=values, temperatures=temperatures, settings=settings)
-            if isinstance(found, Sample):
+            if isinstance(found, RowSample):
                 samples.append(found)
             elif found:
                 left_out[found] += 1
                 _check_length(row, found, settings)
     if not samples:
         _check_ids(episodes)
+    # Every episode counts as a rollout, whether or not a row of it is left: means over rollouts divide by this list.
     rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, samples)}
     kept = tuple(tuple(calls) for calls in credits)
-    return Prepared(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
+    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
 
 
-def _check_length(row: Row, reason: str, settings: Settings) -> None:
+def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:
     """Raise RowTooLongError for a prompt that is too long, where the configuration says so."""
     if reason == "prompt_too_long" and not settings.data.filter_overlong_prompts:
         raise RowTooLongError(
@@ -123,7 +139,7 @@ def _check_length(row: Row, reason: str, settings: Settings) -> None:
 
 
 def _check_ids(episodes: Sequence[Episode]) -> None:
-    """Raise MissingTokenIdsError where no call has token ids, so that a step on nothing is not taken for one."""
+    """Raise MissingTokenIdsError where no call has token ids: such a step would train nothing and look like one."""
     calls = [call for episode in episodes for call in episode.transitions]
     missing = [call for call in calls if call.reject == "missing_token_ids"]
     if missing and len(missing) == len(calls):
@@ -139,50 +155,55 @@ def read_row(
     group: int,
     advantages: Mapping[str, float],
     temperatures: Mapping[str, float | None],
-    settings: Settings,
-) -> Sample | str:
+    settings: VerlSettings,
+) -> RowSample | str:
     """Return a row's sample, or why it cannot be trained; `""` where it holds no call that credit counted."""
-    ids_T = from_bytes(row.ids, "<i4").long()
-    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)
+    ids_T = from_bytes(row.ids, "<i4").long()  # [T]; packed as int32, indexed by torch as int64
+    # The policy's own tokens are trained: its segments of the row, as far as credit says something about their calls.
+    # Prompts, tool results and the words of agents that are not trained keep mask 0.
+    mask_T = torch.zeros(len(ids_T), dtype=torch.bool)  # [T]
     found: set[float] = set()
     counted = [part for part in row.segments if part.span_id in advantages]
     for part in counted:
         mask_T[part.start : part.stop] = True
         given = temperatures.get(part.span_id)
-        found.add(1.0 if given is None else given)
+        found.add(1.0 if given is None else given)  # a request without a temperature is drawn at 1
     mask_T[:1] = False  # nothing predicts the first token of a row
     trained = mask_T.nonzero()
     if not len(trained):
         return ""
-    first, stop = int(trained[0]), int(trained[-1]) + 1
+    first, stop = int(trained[0]), int(trained[-1]) + 1  # the response is [first, stop), so P = first and R = stop - P
     if first > settings.data.max_prompt_length:
         return "prompt_too_long"
     if stop - first > settings.data.max_response_length:
         return "response_too_long"
     if len(found) > 1:
-        return "mixed_temperatures"
+        return "mixed_temperatures"  # VERL's engine has one temperature per row, to divide all its logits by
+    # Counted from the start of the response; a call that begins before it (at token 0) is cut there.
     calls = tuple((part.span_id, max(0, part.start - first), part.stop - first) for part in counted)
-    return Sample(
+    return RowSample(
         rollout=row.rollout_id,
         group=group,
         ids=ids_T[:stop],
         mask=mask_T[first:stop],
         advantages=spread(advantages, calls=calls, length=stop - first),
         behaviour=from_bytes(row.logprobs, "<f4")[first:stop],
-        temperature=found.pop() or 1.0,
+        temperature=found.pop() or 1.0,  # 0 is greedy, whose log-probabilities are reported at 1
         calls=calls,
     )
 
 
 def spread(values: Mapping[str, float], *, calls: Sequence[tuple[str, int, int]], length: int) -> Tensor:
-    """Return values by span id at every token of their calls, 0 elsewhere; [R]."""
+    """Return values by span id at every token of their calls, 0 elsewhere; [R], float32."""
+    # One value for all tokens of a call: credit knows calls and not tokens.
     found_R = torch.zeros(length)
     for span_id, start, stop in calls:
         found_R[start:stop] = values[span_id]
     return found_R
 
 
-def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> dict[str, float]:
+def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:
+    # Rollouts without a reward are left out of its mean; they have no value that could stand for them.
     rewards = torch.tensor([e.reward for group in groups for e in group if e.reward is not None], dtype=torch.float64)
     calls = [call for group in groups for episode in group for call in episode.transitions]
     return {
@@ -195,7 +216,7 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> 
     }
 
 
-def _silent(groups: Sequence[Sequence[Episode]], samples: Sequence[Sample]) -> float:
-    """Groups whose advantages are all zero."""
+def _silent(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> float:
+    """Count the groups that have no gradient: every advantage of theirs is 0, as where all rollouts were equal."""
     loud = {s.rollout for s in samples if bool((s.advantages[s.mask] != 0).any())}
     return float(sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group)))

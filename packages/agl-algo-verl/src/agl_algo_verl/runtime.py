@@ -1,8 +1,8 @@
-"""Getting VERL ready in this process: its version, its platform, and a process group of one.
+"""Preparation of VERL in this process: its version, its platform, and a process group of one.
 
 VERL reads its platform from the environment when it is imported, so `prepare` comes before any import of it.
-Nothing of VERL is patched for training in one process: the process group is made here, before VERL would make one
-with a backend name that torch refuses on the CPU, and the rest are VERL's own switches.
+Nothing of VERL is patched for training in one process. The process group is made here, before VERL would make one
+with a backend name that torch refuses on the CPU; the rest are VERL's own switches.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from agl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 OLDEST, BELOW = (0, 9, 1), (0, 10)
-"""The versions of VERL that this package was written against."""
+"""Bounds of the versions of VERL that this package was written against."""
 
 INSTALL = 'pip install "verl>=0.9.1,<0.10"'
 
@@ -42,11 +42,11 @@ def check_version() -> None:
 
 
 def attention(*, use_remove_padding: bool) -> str:
-    """Return transformers' name of the attention; VERL's default needs flash-attn, which only packed rows ask for."""
+    """Return transformers' name of the attention: flash-attn, which is VERL's default, only where rows are packed."""
     return "flash_attention_2" if use_remove_padding else "sdpa"
 
 
-def check_attention(settings: Settings) -> None:
+def check_attention(settings: VerlSettings) -> None:
     """Raise ConfigError where the model would need flash-attn, which is not installed; imports nothing."""
     if settings.actor_rollout_ref.model.use_remove_padding and find_spec("flash_attn") is None:
         raise ConfigError(
@@ -63,10 +63,10 @@ def own_device() -> torch.device:
 
 
 def prepare() -> torch.device:
-    """Make VERL importable here and return the device that it trains on; may be called again.
+    """Make VERL importable here and return the device that it trains on; idempotent.
 
-    Raises ConfigError for a wrong version, a process that is part of a larger process group, or a VERL that
-    another import has already given another platform.
+    Raises ConfigError for a wrong version, for a process that is part of a larger process group, and where VERL was
+    imported before with another platform.
     """
     check_version()
     device = own_device()
@@ -76,7 +76,7 @@ def prepare() -> torch.device:
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")  # else four lines per checkpoint
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(name, value)
-    # VERL's worker wants an address of a master to exist; a group of one never connects to it.
+    # VERL's worker reads the address of a master; a group of one never connects to it.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")
     _join(device)

@@ -1,7 +1,7 @@
-"""The server behind the replica `agl_hf`: a Ray actor that serves one copy of the model and takes new weights.
+"""The server behind the replica `agl_hf`: a Ray actor that serves one copy of the model and loads new weights.
 
-It asks agl's plugin manager for the policy `torch`, so nothing here draws a token, and it imports nothing of VERL:
-a process of its own should start fast.
+It serves by the policy `torch`, which it gets from agl's plugin manager, so nothing here draws a token. It imports
+nothing of VERL, for a process of its own should start fast.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from agl.contracts import Policy
 
 MODEL = "verl"
-"""The model name that the server knows."""
+"""Model name that the server knows."""
 
 
 class HFServer:
-    """OpenAI's protocol over one model, with token ids and log-probabilities.
+    """Serves one model by OpenAI's protocol, with token ids and log-probabilities.
 
     Args:
         model: Directory in Hugging Face's format.
@@ -48,7 +48,10 @@ class HFServer:
         return llm.endpoint.removeprefix("http://").removesuffix("/v1")
 
     async def load(self, state: dict[str, Tensor], step: int, *, adapter: dict[str, Any] | None = None) -> None:
-        """Serve `state`, which are the weights, or those of the LoRA adapter that is described; returns once live."""
+        """Serve the tensors of `state` from now on; returns once they are live.
+
+        They are the whole weights, or those of the LoRA adapter whose peft configuration is `adapter`.
+        """
         with tempfile.TemporaryDirectory(prefix="agl-weights-") as folder:
             weights = Weights(uri=folder)
             if adapter is None:
@@ -61,7 +64,7 @@ class HFServer:
             await self._policy.load(ResourceVersion(name=MODEL, version=f"global_step_{step}", resource=weights))
 
     async def wake_up(self) -> None:
-        """Nothing: memory is never released here, and no request waits while weights change."""
+        """Do nothing: memory is never released here, and no request waits while weights change."""
 
     async def sleep(self) -> None:
-        """Nothing, as above."""
+        """Do nothing, for the same reason."""

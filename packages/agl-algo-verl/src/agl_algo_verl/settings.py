@@ -1,8 +1,10 @@
 """VERL's configuration keys, as far as training in one process uses them, typed and checked before anything runs.
 
-The structs have VERL's own nesting and names, and VERL's defaults except where `Differs` is said. A key that is not
-here is looked up in the configuration that VERL ships (`keys.py`), so that a message can tell a spelling mistake from
-a key of VERL that this engine would ignore, and from one that the experiment decides.
+The structs have VERL's own nesting and names, and VERL's defaults except where a docstring says `Differs`. A key that
+is not here is looked up in the configuration that VERL ships (`keys.py`), so that a message can tell a spelling
+mistake from a key of VERL that this engine would ignore, and from one that the experiment decides.
+
+Symbols in comments are those of `opening.py` (losses), `shaping.py` (KL penalty, GAE) and `critic.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import msgspec
 from agl.errors import ConfigError
 from agl_algo_verl.combinations import check_settings
 from agl_algo_verl.keys import check_keys
-from agl_algo_verl.names import check_names
+from agl_algo_verl.refused_values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,39 +29,42 @@ AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "se
 
 
 class Keys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A level of VERL's configuration."""
+    """One level of VERL's configuration; a key that it does not have is an error."""
 
 
-class RolloutCorrection(Keys, frozen=True, kw_only=True):
-    """Truncated importance sampling of the trainer's over the sampler's probabilities; off by default, as in VERL."""
+class RolloutCorrectionKeys(Keys, frozen=True, kw_only=True):
+    """Correction of the loss by importance weights w_t = min(pi_old / pi_behaviour, threshold).
+
+    Off by default, as in VERL.
+    """
 
     rollout_is: Literal["token"] | None = None
-    rollout_is_threshold: float = 2.0
+    rollout_is_threshold: float = 2.0  # a ratio above it counts as this: less variance, for some bias
 
 
-class KlControl(Keys, frozen=True, kw_only=True):
-    """The weight of the KL penalty in the reward; `adaptive` moves it towards `target_kl` nats per token."""
+class KlControlKeys(Keys, frozen=True, kw_only=True):
+    """The weight of the KL penalty in the reward; `adaptive` moves it until the KL is `target_kl` (`kl_control.py`)."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: float = 0.001
-    horizon: int = 10000
-    target_kl: float = 0.1
+    kl_coef: float = 0.001  # beta, and where an adaptive one starts
+    horizon: int = 10000  # rollouts; smaller is faster
+    target_kl: float = 0.1  # nats per token
 
 
-class Algorithm(Keys, frozen=True, kw_only=True):
-    """Differs: `adv_estimator` is `grpo`, which needs no critic."""
+class AlgorithmKeys(Keys, frozen=True, kw_only=True):
+    """Advantages and what changes them. Differs: `adv_estimator` is `grpo`, which needs no critic."""
 
     adv_estimator: Estimator = "grpo"
-    norm_adv_by_std_in_grpo: bool = True
-    gamma: float = 1.0
-    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True  # False is Dr. GRPO
+    gamma: float = 1.0  # discount per trained token; with `gae` only
+    lam: float = 1.0  # lambda of GAE: 1 trusts returns, 0 the critic
     use_kl_in_reward: bool = False
-    kl_penalty: KlEstimate = "kl"
-    kl_ctrl: KlControl = KlControl()
-    rollout_correction: RolloutCorrection = RolloutCorrection()
+    kl_penalty: KlEstimate = "kl"  # estimate of KL_t; `kl` is k1, log pi_old - log pi_ref
+    kl_ctrl: KlControlKeys = KlControlKeys()
+    rollout_correction: RolloutCorrectionKeys = RolloutCorrectionKeys()
 
 
-class Data(Keys, frozen=True, kw_only=True):
+class DataKeys(Keys, frozen=True, kw_only=True):
     """Lengths in tokens. Differs: `filter_overlong_prompts` is on; rows beyond a length are left out and counted.
 
     Off, a prompt that is too long stops the run, as VERL's `truncation = "error"` does.
@@ -71,202 +76,209 @@ class Data(Keys, frozen=True, kw_only=True):
     filter_overlong_prompts: bool = True
 
 
-class Optim(Keys, frozen=True, kw_only=True):
-    """AdamW; warm-up and decay count steps of the experiment."""
+class OptimKeys(Keys, frozen=True, kw_only=True):
+    """AdamW of the policy; warm-up and decay count steps of the experiment."""
 
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
-    clip_grad: float = 1.0
+    clip_grad: float = 1.0  # largest norm of the gradient
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
-    lr_warmup_steps: int = -1
-    lr_warmup_steps_ratio: float = 0.0
-    min_lr_ratio: float = 0.0
-    num_cycles: float = 0.5
+    lr_warmup_steps: int = -1  # -1 leaves it to the ratio
+    lr_warmup_steps_ratio: float = 0.0  # share of the run's steps
+    min_lr_ratio: float = 0.0  # of lr, where a cosine ends
+    num_cycles: float = 0.5  # 0.5 falls once from lr to the end
 
 
-class CriticOptim(Optim, frozen=True, kw_only=True):
+class CriticOptimKeys(OptimKeys, frozen=True, kw_only=True):
     """AdamW of the critic."""
 
     lr: float = 1e-5
 
 
-class MixedPrecision(Keys, frozen=True, kw_only=True):
-    """Differs: `fp32` on the CPU, where bfloat16 is slow; VERL's `bf16` on a GPU. `None` for that choice."""
+class MixedPrecisionKeys(Keys, frozen=True, kw_only=True):
+    """Precisions of the engine. Differs: by default `param_dtype` is `fp32` on the CPU, where VERL's `bf16` is slow."""
 
     param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
     buffer_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
-class FsdpConfig(Keys, frozen=True, kw_only=True):
-    """What VERL's FSDP2 engine is told."""
+class FsdpKeys(Keys, frozen=True, kw_only=True):
+    """VERL's FSDP2 engine: precision, and what it keeps in the CPU's memory."""
 
     model_dtype: Literal["fp32", "bf16"] = "fp32"
-    mixed_precision: MixedPrecision = MixedPrecision()
+    mixed_precision: MixedPrecisionKeys = MixedPrecisionKeys()
     param_offload: bool = False
     optimizer_offload: bool = False
 
 
-class PolicyLoss(Keys, frozen=True, kw_only=True):
-    """Which of VERL's policy losses."""
+class PolicyLossKeys(Keys, frozen=True, kw_only=True):
+    """The choice among VERL's policy losses."""
 
     loss_mode: Loss = "vanilla"
 
 
-class Actor(Keys, frozen=True, kw_only=True):
-    """Differs: `ppo_mini_batch_size` is the whole step and micro-batches are made by tokens where none is given."""
+class ActorKeys(Keys, frozen=True, kw_only=True):
+    """Updates and loss of the policy.
 
-    ppo_mini_batch_size: int | None = None
-    ppo_micro_batch_size_per_gpu: int | None = None
+    Differs: by default a mini-batch is the whole step, and micro-batches are cut by tokens.
+    """
+
+    ppo_mini_batch_size: int | None = None  # tasks of one optimizer update
+    ppo_micro_batch_size_per_gpu: int | None = None  # rows of one forward and backward pass; memory only
     use_dynamic_bsz: bool | None = None
-    ppo_max_token_len_per_gpu: int = 16384
-    ppo_epochs: int = 1
-    clip_ratio: float = 0.2
+    ppo_max_token_len_per_gpu: int = 16384  # tokens of one pass, where no rows are given
+    ppo_epochs: int = 1  # updates of each mini-batch
+    clip_ratio: float = 0.2  # eps_low and eps_high, where they are not given
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0
+    clip_ratio_c: float = 3.0  # c of the vanilla loss
     loss_agg_mode: AggMode = "token-mean"
-    loss_scale_factor: int | None = None
+    loss_scale_factor: int | None = None  # of seq-mean-token-sum-norm
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.001
-    kl_loss_type: KlLoss = "low_var_kl"
-    policy_loss: PolicyLoss = PolicyLoss()
-    optim: Optim = Optim()
-    fsdp_config: FsdpConfig = FsdpConfig()
+    kl_loss_type: KlLoss = "low_var_kl"  # k3, which is never negative
+    policy_loss: PolicyLossKeys = PolicyLossKeys()
+    optim: OptimKeys = OptimKeys()
+    fsdp_config: FsdpKeys = FsdpKeys()
 
 
-class Model(Keys, frozen=True, kw_only=True):
-    """Differs: the switches are off by default; `use_remove_padding` needs flash-attn, which the CPU has not."""
+class ModelKeys(Keys, frozen=True, kw_only=True):
+    """The network and its adapters. Differs: both switches are off, as `use_remove_padding` needs flash-attn."""
 
-    use_remove_padding: bool = False
-    enable_gradient_checkpointing: bool = False
-    lora_rank: int = 0
-    lora_alpha: int = 16
+    use_remove_padding: bool = False  # rows packed one behind the other
+    enable_gradient_checkpointing: bool = False  # less memory for a second forward pass
+    lora_rank: int = 0  # r; 0 trains all weights
+    lora_alpha: int = 16  # adapters are scaled by alpha / r
     target_modules: str | tuple[str, ...] = "all-linear"
     exclude_modules: str | None = None
 
 
-class Rollout(Keys, frozen=True, kw_only=True):
-    """Differs: `n` is 8; with VERL's 1 nothing could be compared."""
+class RolloutKeys(Keys, frozen=True, kw_only=True):
+    """Collecting. Differs: `n` is 8; with VERL's 1 nothing could be compared."""
 
-    n: int = 8
-
-
-class ActorRolloutRef(Keys, frozen=True, kw_only=True):
-    """The policy."""
-
-    actor: Actor = Actor()
-    model: Model = Model()
-    rollout: Rollout = Rollout()
+    n: int = 8  # rollouts of a task, which are a group
 
 
-class CriticModel(Keys, frozen=True, kw_only=True):
-    """Differs: off by default."""
+class ActorRolloutRefKeys(Keys, frozen=True, kw_only=True):
+    """Everything about the policy: its training, its network, its rollouts."""
+
+    actor: ActorKeys = ActorKeys()
+    model: ModelKeys = ModelKeys()
+    rollout: RolloutKeys = RolloutKeys()
+
+
+class CriticModelKeys(Keys, frozen=True, kw_only=True):
+    """The critic's network. Differs: the switch is off by default."""
 
     enable_gradient_checkpointing: bool = False
 
 
-class Critic(Keys, frozen=True, kw_only=True):
-    """The value model of `adv_estimator = "gae"`; where `None`, mini-batches and epochs are the actor's."""
+class CriticKeys(Keys, frozen=True, kw_only=True):
+    """The value model of `adv_estimator = "gae"`; its mini-batches and epochs are the actor's where none are given."""
 
-    optim: CriticOptim = CriticOptim()
-    model: CriticModel = CriticModel()
-    fsdp: FsdpConfig = FsdpConfig()
+    optim: CriticOptimKeys = CriticOptimKeys()
+    model: CriticModelKeys = CriticModelKeys()
+    fsdp: FsdpKeys = FsdpKeys()
     ppo_mini_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None
     ppo_max_token_len_per_gpu: int = 32768
     ppo_epochs: int | None = None
-    cliprange_value: float = 0.5
+    cliprange_value: float = 0.5  # eps_v
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum"] = "token-mean"
 
 
-class ColocateAsync(Keys, frozen=True, kw_only=True):
-    """Batches of groups that are asked for ahead of the step that trains them."""
+class ColocateAsyncKeys(Keys, frozen=True, kw_only=True):
+    """Collecting ahead."""
 
-    num_warmup_batches: int = 1
-
-
-class Sampler(Keys, frozen=True, kw_only=True):
-    """How many versions of the policy a group may span, and what becomes of one that would span more."""
-
-    max_off_policy_threshold: int = 8
-    max_off_policy_strategy: Literal["drop", "wait"] = "drop"
+    num_warmup_batches: int = 1  # batches of groups asked for ahead of the step that trains them
 
 
-class V1(Keys, frozen=True, kw_only=True):
-    """Whether rollouts go on while the models learn."""
+class SamplerKeys(Keys, frozen=True, kw_only=True):
+    """The age of groups, in versions of the policy."""
+
+    max_off_policy_threshold: int = 8  # versions that a group may span
+    max_off_policy_strategy: Literal["drop", "wait"] = "drop"  # instead of a group that would span more
+
+
+class V1Keys(Keys, frozen=True, kw_only=True):
+    """Synchronous training, or rollouts that go on while the models learn (`supply.py`)."""
 
     trainer_mode: Literal["sync", "colocate_async"] = "sync"
-    colocate_async: ColocateAsync = ColocateAsync()
-    sampler: Sampler = Sampler()
+    colocate_async: ColocateAsyncKeys = ColocateAsyncKeys()
+    sampler: SamplerKeys = SamplerKeys()
 
     @property
     def is_async(self) -> bool:
-        """Whether they do."""
+        """True if rollouts go on while the models learn."""
         return self.trainer_mode != "sync"
 
 
-class Trainer(Keys, frozen=True, kw_only=True):
-    """`total_training_steps` wins over `total_epochs`; before step `critic_warmup` the critic alone learns."""
+class TrainerKeys(Keys, frozen=True, kw_only=True):
+    """The length of the training: `total_training_steps`, or else `total_epochs` over the tasks."""
 
-    critic_warmup: int = 0
-    v1: V1 = V1()
+    critic_warmup: int = 0  # before this step the critic alone learns
+    v1: V1Keys = V1Keys()
 
     total_epochs: int = 30
     total_training_steps: int | None = None
 
 
-class Settings(Keys, frozen=True, kw_only=True):
+class VerlSettings(Keys, frozen=True, kw_only=True):
     """Everything that training in one process uses of VERL's configuration."""
 
-    algorithm: Algorithm = Algorithm()
-    data: Data = Data()
-    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
-    critic: Critic = Critic()
-    trainer: Trainer = Trainer()
+    algorithm: AlgorithmKeys = AlgorithmKeys()
+    data: DataKeys = DataKeys()
+    actor_rollout_ref: ActorRolloutRefKeys = ActorRolloutRefKeys()
+    critic: CriticKeys = CriticKeys()
+    trainer: TrainerKeys = TrainerKeys()
 
     @property
     def has_critic(self) -> bool:
-        """Whether advantages come from a critic's values."""
+        """True if advantages come from a critic's values."""
         return self.algorithm.adv_estimator == "gae"
 
     @property
-    def actor(self) -> Actor:
-        """The actor's part."""
+    def actor(self) -> ActorKeys:
+        """The keys of the policy's training."""
         return self.actor_rollout_ref.actor
 
     @property
     def has_reference(self) -> bool:
-        """Whether a frozen copy of the policy at the start is needed."""
+        """True if a KL term needs a frozen copy of the policy at the start."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
     def is_lora(self) -> bool:
-        """Whether adapters are trained instead of all weights."""
+        """True if adapters are trained instead of all weights."""
         return self.actor_rollout_ref.model.lora_rank > 0
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether micro-batches are cut by tokens rather than by rows."""
+        """True if micro-batches are cut by tokens rather than by rows."""
         return self.actor.use_dynamic_bsz or not self.actor.ppo_micro_batch_size_per_gpu
 
     def steps(self, tasks: int) -> int:
-        """Steps in all for a number of training tasks; the last, partial batch of an epoch is carried on."""
+        """Return the steps of the whole run for a number of training tasks.
+
+        A batch may span two epochs, so no task is left out; tasks that fill no whole batch at the very end are.
+        """
         given = self.trainer.total_training_steps
+        # epochs * tasks / batch, rounded down; a batch is never larger than the tasks there are
         return given or max(1, self.trainer.total_epochs * tasks // min(self.data.train_batch_size, tasks))
 
 
-def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[str]]:
-    """Return the settings of VERL's nested keys, and what to tell the person about keys that others decide.
+def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
+    """Return the settings in VERL's nested keys, and a note for the person on every key that something else decides.
 
     Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
     """
-    used, notes = check_keys(config, Settings)
-    check_names(used)
+    used, notes = check_keys(config, VerlSettings)
+    check_values(used)
     try:
-        settings = msgspec.convert(used, Settings)
+        settings = msgspec.convert(used, VerlSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The VERL configuration has a wrong value: {error}. See docs/how-to/verl.md.") from error
     check_settings(settings, used)

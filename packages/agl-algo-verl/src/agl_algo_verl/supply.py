@@ -1,15 +1,18 @@
-"""Where a step's groups come from: collected for the step, or carried over from requests that went on during updates.
+"""Supplies the groups of a step: collected for the step, or carried over from requests that went on during updates.
 
-A group is the rollouts of one task. Synchronous, a step asks for its groups and waits for all of them. Asynchronous,
-every group is a request of its own: so many batches are asked for ahead, a step takes as many groups as a batch has,
-and the others go on while the models learn. How old a group is counts in versions of the policy, as in VERL: one that
-is trained in the step that asked for it spans 1, and none spans more than `max_off_policy_threshold`:
+A group is the rollouts of one task. In synchronous training a step asks for its groups and waits for all of them. In
+asynchronous training every group is a request of its own: a number of batches is asked for ahead, a step takes as many
+groups as a batch has, and the others go on while the models learn. The age of a group counts versions of the policy,
+as in VERL. One that is trained in the step that asked for it spans 1, and none spans more than
+`max_off_policy_threshold`:
 
     wait   a step takes the groups in the order in which they were asked for, and waits for its slowest
     drop   a step takes the first that finish; one that finishes too late is dropped, counted and replaced
 
-Nothing is trained twice or lost over a restart: the state names the groups that were asked for and not trained, with
-the versions that they were pinned to, and to ask again for one finds what was already paid for.
+`drop` never waits for a slow rollout, and so trains quick ones more often than slow ones; `wait` has no such bias.
+
+Over a restart nothing is trained twice and nothing is lost: the state names the groups that were asked for and not
+trained, with the versions that they were pinned to, and asking again for one finds what was already paid for.
 
 Deviation from VERL: `wait` there lets a finished group grow older than the threshold where younger ones were taken
 first; the order here excludes it.
@@ -30,11 +33,11 @@ if TYPE_CHECKING:
 
     from agl.contracts import AlgorithmContext, Collected
     from agl.schemas import Episode, Json
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Supplied:
+class StepGroups:
     """The groups of a step, and what to log."""
 
     groups: list[list[Episode]]
@@ -42,56 +45,63 @@ class Supplied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One group that was asked for: its number from 0, in which step, and the versions that it is pinned to."""
+class GroupRequest:
+    """One group that was asked for.
+
+    Attributes:
+        number: Counted from 0 over the run; it decides the task.
+        step: The step that asked for it.
+        live: The versions of resources that its rollouts are pinned to, by name.
+    """
 
     number: int
     step: int
     live: dict[str, str]
 
     def saved(self) -> dict[str, Json]:
-        """As JSON."""
+        """Return the request as JSON."""
         return {"number": self.number, "step": self.step, "live": dict(self.live)}
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
+class PendingGroup:
     """A request with its answer under way."""
 
-    request: Request
+    request: GroupRequest
     answer: asyncio.Task[Collected] = field(repr=False)
 
 
-class Supply:
-    """The groups of a run's steps.
+class VerlSupply:
+    """Supplies the groups of a run's steps.
 
     Args:
-        context: What the algorithm was given.
+        context: The algorithm's context, whose `collect` runs the agents.
         settings: VERL's configuration.
-        steps: Steps in all; no group is asked for that none of them would train.
+        steps: Steps of the whole run; no group is asked for that none of them would train.
     """
 
-    def __init__(self, context: AlgorithmContext, settings: Settings, *, steps: int) -> None:
+    def __init__(self, context: AlgorithmContext, settings: VerlSettings, *, steps: int) -> None:
         self._context, self._steps = context, steps
         self._size = min(settings.data.train_batch_size, len(context.train))
         self._n = settings.actor_rollout_ref.rollout.n
         self._v1 = settings.trainer.v1
-        self._asked, self._dropped = 0, 0
-        self._pending: list[Pending] = []
-        self._saved: list[Request] = []  # of a run that was taken up again, asked for with the next step
+        self._asked, self._dropped = 0, 0  # groups over the whole run; dropped ones are among those asked for
+        self._pending: list[PendingGroup] = []
+        self._saved: list[GroupRequest] = []  # of a resumed run; asked for again with its first step
 
-    async def take(self, step: int) -> Supplied:
-        """The groups of a step; raises RunError when none of a whole batch of groups can be used."""
+    async def take(self, step: int) -> StepGroups:
+        """Return the groups of a step; raises RunError when none of a whole batch of groups can be used."""
         if not self._v1.is_async:
             tasks = [task_at(self._context, position) for position in self._numbers(step)]
             return _supplied([await self._context.collect(tasks, step=step, n=self._n)])
         self._restore()
         self._ask(step)
-        taken: list[tuple[Request, Collected]] = []
-        unusable, stale = Counter[str](), 0
+        taken: list[tuple[GroupRequest, Collected]] = []
+        unusable, stale = Counter[str](), 0  # of this step: errors by their text, and groups that came too late
         while len(taken) < self._size:
             done = await self._next()
             self._pending.remove(done)
+            # A group asked for in step s and trained in step t spans the versions s to t: t - s + 1 of them.
             if step - done.request.step >= self._v1.sampler.max_off_policy_threshold:
                 stale += 1
                 self._replace(step)
@@ -101,7 +111,8 @@ class Supply:
                 self._replace(step)
             else:
                 taken.append((done.request, found))
-        ages = [step - request.step for request, _ in taken]
+        ages = [step - request.step for request, _ in taken]  # 0: asked for in this step
+        # In the order in which they were asked for, so that which rollout finished first changes no update.
         supplied = _supplied([found for _, found in sorted(taken, key=lambda pair: pair[0].number)])
         metrics = {
             "groups_carried": float(len(self._pending)),
@@ -110,18 +121,19 @@ class Supply:
             "staleness": sum(ages) / len(ages),
             "staleness_max": float(max(ages)),
         }
-        return Supplied(groups=supplied.groups, metrics=supplied.metrics | metrics)
+        return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics)
 
     def state(self) -> dict[str, Json]:
-        """What was asked for and not trained."""
+        """Return what was asked for and not trained, as JSON."""
+        # Before the first step of a resumed run, requests from the saved state were not made yet.
         waiting = [pending.request for pending in self._pending] or self._saved
         return {"asked": self._asked, "dropped": self._dropped, "pending": [request.saved() for request in waiting]}
 
     def restore(self, state: Mapping[str, Json]) -> None:
-        """Go on where `state` was taken; the next step asks again for what was under way."""
+        """Continue from `state`; the next step asks again for what was under way."""
         self._asked, self._dropped = int(state["asked"]), int(state["dropped"])
         self._saved = [
-            Request(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
+            GroupRequest(number=int(entry["number"]), step=int(entry["step"]), live=dict(entry["live"]))
             for entry in state["pending"]
         ]
 
@@ -144,15 +156,16 @@ class Supply:
     def _ask(self, step: int) -> None:
         """Ask for the batches ahead, but never for more than the steps to come will train."""
         batches = min(step + self._v1.colocate_async.num_warmup_batches, self._steps)
+        # Dropped groups train nothing, so as many again may be asked for.
         while self._asked - self._dropped < batches * self._size:
-            self._start(Request(number=self._asked, step=step, live=dict(self._context.live())))
+            self._start(GroupRequest(number=self._asked, step=step, live=dict(self._context.live())))
             self._asked += 1
 
     def _replace(self, step: int) -> None:
         self._dropped += 1
         self._ask(step)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: GroupRequest) -> None:
         asked = self._context.collect(
             [task_at(self._context, request.number)],
             step=request.step,
@@ -160,10 +173,10 @@ class Supply:
             resources=request.live,
             key=f"group{request.number}",
         )
-        self._pending.append(Pending(request=request, answer=asyncio.create_task(asked)))
+        self._pending.append(PendingGroup(request=request, answer=asyncio.create_task(asked)))
 
-    async def _next(self) -> Pending:
-        """The group that a step takes next."""
+    async def _next(self) -> PendingGroup:
+        """Return the group that a step takes next, once it is finished."""
         if self._v1.sampler.max_off_policy_strategy == "wait":
             first = min(self._pending, key=lambda pending: pending.request.number)
             await asyncio.wait({first.answer})
@@ -171,8 +184,11 @@ class Supply:
         await asyncio.wait({pending.answer for pending in self._pending}, return_when=asyncio.FIRST_COMPLETED)
         return next(pending for pending in self._pending if pending.answer.done())
 
-    async def _answer(self, done: Pending, unusable: Counter[str]) -> Collected | None:
-        """What was collected; `None` for a group of which no rollout can be used, while others can."""
+    async def _answer(self, done: PendingGroup, unusable: Counter[str]) -> Collected | None:
+        """Return what was collected, or None for a group without a rollout that can be used.
+
+        Raises RunError when as many groups of one step were unusable as a batch has: then something is broken.
+        """
         try:
             return await done.answer
         except RunError as error:
@@ -185,18 +201,19 @@ class Supply:
 def task_at(context: AlgorithmContext, position: int) -> Json:
     """Return a run's task by its position: every epoch is a shuffle that follows from seed, algorithm and epoch.
 
-    No task comes twice before every other came once.
+    Within an epoch no task comes twice.
     """
     tasks: Sequence[Json] = context.train
     epoch, index = divmod(position, len(tasks))
+    # A pure function of the position: a resumed run needs no saved order, and asks for the same tasks.
     order = list(range(len(tasks)))
     random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
     return tasks[order[index]]
 
 
-def _supplied(collected: Sequence[Collected]) -> Supplied:
+def _supplied(collected: Sequence[Collected]) -> StepGroups:
     dropped = Counter[str]()
     for found in collected:
         dropped.update(found.dropped)
     metrics = {f"dropped_{reason}": float(count) for reason, count in dropped.items()}
-    return Supplied(groups=[group for found in collected for group in found.groups()], metrics=metrics)
+    return StepGroups(groups=[group for found in collected for group in found.groups()], metrics=metrics)

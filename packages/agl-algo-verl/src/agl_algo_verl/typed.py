@@ -1,4 +1,4 @@
-"""Functions of torch and parts of VERL whose own annotations are incomplete, with complete ones and nothing else."""
+"""Functions of torch and parts of VERL with complete annotations, which theirs are not; they do nothing else."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _torch: Any = torch
 
 
 def verl_part(path: str) -> Any:
-    """Return `module:attribute` of VERL, imported when it is asked for; `runtime.prepare` comes first."""
+    """Return `module:attribute`, imported now; call `runtime.prepare` before asking for a part of VERL."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def from_bytes(data: bytes, kind: str) -> Tensor:
-    """Return packed numbers (`kind` is numpy's, such as `<i4`) as a tensor of its own memory."""
+    """Return packed numbers as a tensor with memory of its own; `kind` is numpy's name of them, such as `<i4`."""
     return _torch.from_numpy(np.frombuffer(data, dtype=kind).copy())
 
 
 def ragged(parts: list[Tensor]) -> Tensor:
-    """Return vectors of several lengths as one jagged tensor."""
+    """Return vectors of different lengths as one jagged tensor."""
     return _torch.nested.as_nested_tensor(parts, layout=torch.jagged)
 
 
-def numbers(values: Tensor) -> list[float]:
+def floats(values: Tensor) -> list[float]:
     """Return a vector as Python numbers."""
     return cast("Any", values).tolist()
 

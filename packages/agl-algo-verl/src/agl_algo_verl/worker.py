@@ -1,10 +1,12 @@
 """VERL's training worker in this process: opened from published weights, updated, saved, and exported again.
 
-The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; nothing here computes a loss.
-Everything here blocks; the algorithm calls it in a thread.
+The worker is VERL's `TrainingWorker` with its FSDP2 engine and `ppo_loss`; the loss is described in `opening.py`, and
+nothing here computes one. Everything here blocks; the algorithm calls it in a thread.
 
 Files: a training checkpoint is VERL's own (sharded model, optimizer, scheduler and random state, which torch pickles,
 so load only your own); what is published is a Hugging Face directory. Both appear whole or not at all.
+
+R is the length of a response.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_verl.batches import micro_batched, per_rollout, responses
 from agl_algo_verl.files import prune, step_directory, write_directory
-from agl_algo_verl.numbers import reported
 from agl_algo_verl.opening import open_policy, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
-from agl_algo_verl.rows import Sample
+from agl_algo_verl.rows import RowSample
 from agl_algo_verl.runtime import prepare
 from agl_algo_verl.typed import verl_part
+from agl_algo_verl.worker_metrics import plain_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -33,26 +35,26 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from torch import Tensor
 
-    from agl_algo_verl.settings import Settings
+    from agl_algo_verl.settings import VerlSettings
 
 ORIGIN = "origin.json"
-"""In a checkpoint: the weights that the model was opened from."""
+"""File in a checkpoint that names the weights which the model was opened from."""
 
 
-class Worker:
+class VerlWorker:
     """One model in training.
 
     Args:
         origin: Weights in Hugging Face's format.
         settings: VERL's configuration.
-        steps: Steps in all, which a schedule of the learning rate is stretched over.
-        threads: Torch's threads in the calling thread; 0 leaves them.
+        steps: Steps of the whole run, over which the learning rate is scheduled.
+        threads: Torch's threads in the calling thread; 0 leaves them as they are.
 
     Raises:
         ConfigError: VERL is not usable here, or the weights cannot be trained by it.
     """
 
-    def __init__(self, *, origin: Weights, settings: Settings, steps: int, threads: int) -> None:
+    def __init__(self, *, origin: Weights, settings: VerlSettings, steps: int, threads: int) -> None:
         self.origin = origin
         self._settings, self._threads = settings, threads
         self.use_threads()
@@ -62,7 +64,7 @@ class Worker:
         self._worker = open_policy(origin.uri, settings, role="actor", steps=steps, device=self.device)
 
     @classmethod
-    def resume(cls, source: Path, *, settings: Settings, steps: int, threads: int) -> Worker:
+    def resume(cls, source: Path, *, settings: VerlSettings, steps: int, threads: int) -> VerlWorker:
         """Open the checkpoint that `save` wrote: weights, moments, schedule and random state."""
         if not (source / ORIGIN).is_file():
             raise ConfigError(
@@ -80,13 +82,13 @@ class Worker:
         if self._threads:
             torch.set_num_threads(self._threads)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
         """Return the engine's log-probabilities of each sample's response, [R] per sample on the CPU."""
         self.use_threads()
         return self._infer(self._worker, samples)
 
-    def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Return those of the weights that the model was opened from, [R] per sample on the CPU.
+    def reference_logprobs(self, samples: Sequence[RowSample]) -> list[Tensor]:
+        """Return the log-probabilities by the weights that the model was opened from, [R] per sample on the CPU.
 
         With adapters these are the same weights without them; else a second model is opened on the first call.
         """
@@ -99,24 +101,29 @@ class Worker:
             )
         return self._infer(self._reference, samples)
 
-    def update(self, samples: Sequence[Sample], *, rollouts: int, is_last: bool) -> dict[str, float]:
-        """Do one optimizer update on the rows of `rollouts` rollouts; `is_last` of its step moves the schedule."""
+    def update(self, samples: Sequence[RowSample], *, rollouts: int, is_last: bool) -> dict[str, float]:
+        """Do one optimizer update on the rows of `rollouts` rollouts and return what to log.
+
+        `is_last` says that it is the last of its step, which moves the schedule of the learning rate.
+        """
         self.use_threads()
         actor = self._settings.actor
         if actor.loss_agg_mode == "seq-mean-token-mean":
-            samples = per_rollout(samples)
+            samples = per_rollout(samples)  # a mean over each rollout's tokens, where VERL takes one over each row's
         options: dict[str, Any] = {
+            # What VERL divides a mean over sequences by. Its sequences are rows; here it is the number of rollouts, so
+            # that a rollout weighs the same in one row as in ten.
             "global_batch_size": rollouts,
             "update_lr_scheduler": is_last,
-            "calculate_entropy": actor.entropy_coeff != 0.0,
+            "calculate_entropy": actor.entropy_coeff != 0.0,  # a softmax over the vocabulary: only where it is used
         }
         correction = self._settings.algorithm.rollout_correction
         if correction.rollout_is:
-            options["is_threshold"] = correction.rollout_is_threshold
-        return reported(self._worker.train_batch(self._batch(samples, **options))["metrics"])
+            options["is_threshold"] = correction.rollout_is_threshold  # the bound of `batches.importance`
+        return plain_metrics(self._worker.train_batch(self._batch(samples, **options))["metrics"])
 
     def save(self, workdir: Path, *, step: int, keep: int) -> None:
-        """Write a training checkpoint and remove those of steps before the last `keep`, which is two at least.
+        """Write a training checkpoint and remove old ones; the last `keep` stay, and two at least.
 
         The one before stays because the run's state names it until the new state is saved.
         """
@@ -131,14 +138,14 @@ class Worker:
     def export(self, workdir: Path, *, step: int, keep: int) -> Weights:
         """Write the weights to serve as a Hugging Face directory and return the resource that names it.
 
-        Beside them what they say about a fixed text (`agl.schemas._probe`), so that a server of them can be checked.
+        A probe beside them (`probe.py`) lets a policy check that it serves these weights.
         """
         target = step_directory(workdir.absolute() / "weights", step)
-        write_directory(target, self._fill)
+        write_directory(target, self._write_weights)
         prune(workdir / "weights", step=step, keep=keep)
         return Weights(uri=str(target), format="hf")
 
-    def _fill(self, directory: Path) -> None:
+    def _write_weights(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         engine = self._worker.engine
@@ -147,44 +154,45 @@ class Worker:
         else:
             state = {name: tensor.detach().cpu() for name, tensor in engine.get_per_tensor_param()[0]}
         config = engine.model_config.hf_config
+        # transformers saves through a model object; one on the meta device has shapes and takes no memory.
         with torch.device("meta"):
             shell = cast("Any", AutoModelForCausalLM).from_config(config)
         if config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)
-        with no_bars():
+            state.pop("lm_head.weight", None)  # the same tensor as the embedding; stored once
+        with no_progress_bars():
             shell.save_pretrained(directory, state_dict=state)
         engine.model_config.tokenizer.save_pretrained(directory)
-        put_probe(directory, engine.model_config.tokenizer, self._score)
+        put_probe(directory, engine.model_config.tokenizer, self._score_tokens)
 
-    def _score(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of every token but the first, by the engine."""
-        others = torch.ones(len(token_ids) - 1)
-        row = Sample(
+    def _score_tokens(self, token_ids: Sequence[int]) -> list[float]:
+        """Return the engine's log-probability of every token but the first; [N - 1] for N tokens."""
+        others = torch.ones(len(token_ids) - 1)  # [R]: a row whose prompt is its first token
+        row = RowSample(
             rollout="probe",
             group=0,
             ids=torch.tensor(token_ids),
             mask=others.bool(),
             advantages=torch.zeros_like(others),
             behaviour=torch.zeros_like(others),
-            temperature=1.0,
+            temperature=1.0,  # log-probabilities of the model itself, as every reader of a probe expects
         )
         return [float(value) for value in self._infer(self._worker, [row])[0]]
 
-    def _infer(self, worker: Any, samples: Sequence[Sample], **options: Any) -> list[Tensor]:
+    def _infer(self, worker: Any, samples: Sequence[RowSample], **options: Any) -> list[Tensor]:
         if not samples:
             return []
         data = self._batch(samples, compute_loss=False, calculate_entropy=False, **options)
         return responses(worker.infer_batch(data)["log_probs"], samples)
 
-    def _batch(self, samples: Sequence[Sample], **options: Any) -> TensorDict:
+    def _batch(self, samples: Sequence[RowSample], **options: Any) -> TensorDict:
         actor = self._settings.actor
         rows, tokens = actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
         return micro_batched(samples, rows=rows, tokens=tokens, device=self.device, **options)
 
 
 @contextmanager
-def no_bars() -> Generator[None]:
-    """Keep transformers from drawing progress bars over an experiment's own inside the block."""
+def no_progress_bars() -> Generator[None]:
+    """Keep transformers, inside the block, from drawing progress bars over the experiment's own."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -196,7 +204,7 @@ def no_bars() -> Generator[None]:
             logging.enable_progress_bar()
 
 
-def check_device(settings: Settings, device: torch.device) -> None:
+def check_device(settings: VerlSettings, device: torch.device) -> None:
     """Raise ConfigError for settings that this machine cannot run."""
     if device.type == "cuda":
         return
@@ -217,20 +225,24 @@ def check_device(settings: Settings, device: torch.device) -> None:
 def merged_weights(module: Any) -> dict[str, Tensor]:
     """Return the weights with their adapters added, by their names without adapters, on the CPU.
 
+    W = W_0 + (alpha / r) * B @ A for every adapted layer (LoRA, Hu et al. 2021, arXiv 2106.09685, section 4.1).
+
     VERL 0.9.1's own merge gave the weights without their adapters in one process on the CPU, and its export for servers
-    rounds merged weights to bfloat16; what is published must be what is trained, so the sum is taken here.
+    rounds merged weights to bfloat16. What is published must be what is trained, so the sum is taken here.
     """
     from peft.tuners.lora import LoraLayer
 
-    state = {name: _whole(tensor) for name, tensor in module.state_dict().items()}
+    state = {name: _gathered(tensor) for name, tensor in module.state_dict().items()}
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
-            scaling: float = cast("Any", layer).scaling["default"]
+            scaling: float = cast("Any", layer).scaling["default"]  # alpha / r
+            # [out, in] = [out, r] @ [r, in]: B @ A, of the shape of the layer's own weight
             change = state[f"{name}.lora_B.default.weight"] @ state[f"{name}.lora_A.default.weight"]
             weight = state[f"{name}.base_layer.weight"]
             state[f"{name}.base_layer.weight"] = weight + scaling * change
     return verl_part("verl.utils.fsdp_utils:normalize_peft_param_name")(state)
 
 
-def _whole(tensor: Any) -> Tensor:
+def _gathered(tensor: Any) -> Tensor:
+    """Return a whole tensor on the CPU; FSDP2 keeps each rank's shard as a DTensor."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().cpu()

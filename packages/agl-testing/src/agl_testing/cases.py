@@ -1,4 +1,4 @@
-"""Spans of small attempts for the tests of training data."""
+"""Spans of a small attempt, with known tokens and times, for the tests of training data."""
 
 from typing import Any
 
@@ -19,7 +19,11 @@ def call_span(
     attributes: dict[str, Any] | None = None,
     **call: Any,
 ) -> Span:
-    """The model call ``c<number>`` with sequence and start ``number``; its logprobs are -number - k/4."""
+    """Return the span of a model call.
+
+    Its id is ``c<number>``, its sequence is ``number`` and it starts at ``10 * number`` ns. The log-probability of
+    token k of the response is -number - k/4, so every token of every call has one of its own.
+    """
     given: dict[str, Any] = {
         "request_id": f"q{number}",
         "dialect": "chat",
@@ -45,13 +49,13 @@ def call_span(
 
 
 def plain_span(span_id: str, *, parent: str | None = None, start: int = 1, end: int = 10**6, **fields: Any) -> Span:
-    """A span that is no model call; times in the unit of :func:`call_span`'s number."""
+    """Return a span that is no model call; ``start`` and ``end`` are in the unit of :func:`call_span`'s number."""
     given: dict[str, Any] = {"name": span_id, "sequence": start, "attributes": {}, "attempt_id": "r.1", **fields}
     return Span(rollout_id="r", span_id=span_id, parent_id=parent, start_ns=start * 10, end_ns=end * 10, **given)
 
 
 def agent_span(name: str, *, parent: str | None = None) -> Span:
-    """An agent's span whose id is its name."""
+    """Return the span of an agent; its id is the agent's name."""
     attributes = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": name}
     return plain_span(name, parent=parent, attributes=attributes)
 
@@ -59,7 +63,7 @@ def agent_span(name: str, *, parent: str | None = None) -> Span:
 def reward_span(
     number: int, value: float | None, *, parent: str | None = None, is_late: bool = False, **reward: Any
 ) -> Span:
-    """The reward ``w<number>``, half a step after the call of that number."""
+    """Return the span ``w<number>`` of a reward, just after the call of that number has ended."""
     return Span(
         rollout_id="r",
         attempt_id=reward.pop("attempt_id", "r.1"),

@@ -1,4 +1,4 @@
-"""A small experiment in a folder: agent, tasks and experiment file, for tests that run the real thing."""
+"""Writes a small experiment into a folder: agent, tasks and experiment file, for tests that run it as a user would."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def write_experiment(
     """Write ``agent.py``, ``train.jsonl``, ``val.jsonl`` and ``experiment.toml``; returns the experiment file.
 
     Args:
-        folder: Where to write; made if missing.
+        folder: The folder to write into; made if missing.
         base_url: A model API's base URL for the policy ``main_llm``; ``""`` for an experiment without one.
         agent: Text of the agent's module, which defines ``solve``.
         train: Training tasks.

@@ -1,4 +1,4 @@
-"""Throwaway distributions: real plugins that a test installs, uses and forgets, broken ones included.
+"""Throwaway distributions: real plugins, broken ones included, that are gone after the test.
 
 A distribution is a folder on ``sys.path`` with a module and a ``dist-info``, which is all that importlib.metadata
 and therefore the plugin manager look at. Nothing is patched, and nothing outlives the test.
@@ -16,7 +16,7 @@ CORE_BOUND = "agl-core>=0.1,<0.2"
 
 
 class PluginFolder:
-    """A folder that is put first on ``sys.path`` while it is open; distributions are installed into it.
+    """Installs distributions into a folder, which is first on ``sys.path`` while this is open.
 
     Use it as the fixture ``agl_plugins``. ``environment`` gives child processes the same plugins.
     """

@@ -1,4 +1,4 @@
-"""A world in which prompts can be optimised without a real model, and every prompt's expected score is known.
+"""A small world for prompt optimisers: no real model, and the expected score of every prompt is known exactly.
 
 A clerk completes order forms. An order names the fields to fill in, and each field has to be written in a certain
 style: *date as ISO 8601*, *amount as EUR*. The task model knows none of that. It obeys the lines of its prompt that
@@ -32,18 +32,18 @@ LINE = re.compile(r"Write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
 """A line that the task model obeys: (field, style)."""
 
 FIELDS = re.compile(r"Fields: ([a-z, ]+)\.")
-"""Where an order names what to fill in."""
+"""The part of an order that names the fields to fill in."""
 
 PLAIN = "plain"
 STYLES = (PLAIN, "ISO 8601", "EUR", "upper case", "digits only", "full words")
 VOCABULARY = ("date", "amount", "name", "street", "phone", "quantity", "weather", "colour")
-"""Fields that a guess may be about; the last two are in no order."""
+"""Fields that a guess may name; no order has the last two."""
 
 TRAP = ("answer", "brief")
 Engine = Literal["f-string", "jinja", "plain"]
 
 
-class Rule(msgspec.Struct, frozen=True):
+class StyleRule(msgspec.Struct, frozen=True):
     """A style that orders ask for, and the role whose prompt has to say so."""
 
     field: str
@@ -60,7 +60,7 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of one world; make a variant with ``msgspec.structs.replace``.
 
     Attributes:
-        rules: What has to be found out.
+        rules: The rules, which an optimiser has to find out.
         free: Fields that need no rule; they belong to the first role.
         noise: Probability that a field is written in a random style.
         harm: Probability that a clerk with the trap in the prompt leaves a field out.
@@ -68,11 +68,11 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         fewest: Fields in an order at least; ``most`` at most.
         is_sparse: Whether only a complete answer scores.
         train_size: Number of training tasks; ``val_size`` of validation tasks.
-        engine: How the seed prompts write their placeholder.
-        seed: Of the tasks.
+        engine: Template engine of the seed prompts, which decides how they write their placeholder.
+        seed: Seed of the tasks.
     """
 
-    rules: tuple[Rule, ...]
+    rules: tuple[StyleRule, ...]
     free: tuple[str, ...] = ("note", "city")
     noise: float = 0.05
     harm: float = 0.4
@@ -127,7 +127,9 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
             kept = 1.0 - self.harm if is_brief(obeyed) else 1.0
             for field in fields:
                 is_right = obeyed.get(field, PLAIN) == task["expected"][field]
+                # Right by following the prompt, or by a slip that happens to draw the right style.
                 chances.append(kept * ((1.0 - self.noise) * is_right + self.noise / len(STYLES)))
+        # Fields are independent: sparse needs all of them, otherwise the score is the share that is right.
         return prod(chances) if self.is_sparse else sum(chances) / len(chances)
 
     def _template(self, role: str, lines: Sequence[str]) -> PromptTemplate:
@@ -178,12 +180,12 @@ WORLDS = {"easy": easy, "noisy": noisy, "sparse": sparse, "two-prompt": duo}
 
 
 def prompt_name(role: str) -> str:
-    """The resource that holds a role's prompt."""
+    """Return the name of the resource that holds a role's prompt."""
     return f"{role}_prompt"
 
 
 def line_of(field: str, style: str) -> str:
-    """A line that the task model obeys."""
+    """Return the line that makes the task model write a field in a style."""
     return f"Write the {field} as {style}."
 
 
@@ -193,7 +195,7 @@ def obeyed_styles(prompt: str) -> dict[str, str]:
 
 
 def is_brief(styles: Mapping[str, str]) -> bool:
-    """Whether a prompt holds the trap."""
+    """True if a prompt holds the trap."""
     return styles.get(TRAP[0]) == TRAP[1]
 
 
@@ -203,9 +205,9 @@ def order_text(task_id: str, fields: Sequence[str]) -> str:
 
 
 def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str]:
-    """The task model: from a prompt with its order to a style per field. It knows nothing of the rules.
+    """Return the style in which the task model writes each field of an order; it knows nothing of the rules.
 
-    A field that it leaves out is missing from the result.
+    ``text`` is a prompt with its order. A field that is left out is missing from the result.
     """
     styles = obeyed_styles(text)
     found = FIELDS.search(text)
@@ -213,6 +215,7 @@ def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str
     answer: dict[str, str] = {}
     for field in fields:
         draw = random.Random(f"{seed}|{field}")
+        # All three are drawn whatever the prompt says, so that two prompts meet the same luck on the same field.
         is_slip, slip, is_left_out = draw.random() < world.noise, draw.choice(STYLES), draw.random() < world.harm
         if not (is_left_out and is_brief(styles)):
             answer[field] = slip if is_slip else styles.get(field, PLAIN)
@@ -220,7 +223,7 @@ def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str
 
 
 def judge(world: PromptWorld, task: Any, answer: Mapping[str, str], *, is_short: bool, seed: str) -> tuple[float, str]:
-    """The score of an answer and what to say about it: one sentence per wrong field, and nagging about length."""
+    """Return the score of an answer and its feedback: one sentence per wrong field, and nagging about length."""
     expected: dict[str, str] = task["expected"]
     owners = {field: role for role, fields in task["fields"].items() for field in fields}
     wrong = {field: style for field, style in expected.items() if answer.get(field) != style}
@@ -236,10 +239,10 @@ def judge(world: PromptWorld, task: Any, answer: Mapping[str, str], *, is_short:
 
 
 _RULES = (
-    Rule("date", "ISO 8601"),
-    Rule("amount", "EUR"),
-    Rule("name", "upper case"),
-    Rule("phone", "digits only"),
-    Rule("quantity", "full words"),
+    StyleRule("date", "ISO 8601"),
+    StyleRule("amount", "EUR"),
+    StyleRule("name", "upper case"),
+    StyleRule("phone", "digits only"),
+    StyleRule("quantity", "full words"),
 )
-_SIXTH = Rule("street", "upper case")
+_SIXTH = StyleRule("street", "upper case")

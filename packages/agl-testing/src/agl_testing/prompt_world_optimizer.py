@@ -46,10 +46,10 @@ class ScriptedOptimizer:
 
     Args:
         skill: Probability that the critic reads a complaint right.
-        mode: How it misbehaves; may be changed while it serves.
-        after: From which call on it misbehaves.
+        mode: The way in which it misbehaves; may be changed while it serves.
+        after: Number of calls that it answers honestly before it misbehaves.
         delay_s: Seconds that each answer takes.
-        seed: Of all that it draws.
+        seed: Seed of everything that it draws.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ScriptedOptimizer:
         self._lock = threading.Lock()
 
     def respond(self, request: ModelRequest) -> Step:
-        """The answer to one request."""
+        """Return the answer to one request."""
         with self._lock:
             self.calls += 1
             is_honest = self.mode == "honest" or self.calls <= self._after
@@ -113,7 +113,7 @@ class ScriptedOptimizer:
 
 
 def find_prompts(text: str) -> list[str]:
-    """The prompts in a request in order, those with a placeholder first."""
+    """Return the prompts in a request in their order, those with a placeholder first."""
     blocks = [(match.start(), match[1]) for match in _FENCED.finditer(text)]
     blocks += [(match.start(), match[2]) for match in _TAGGED.finditer(text)]
     prompts = [body for _, body in sorted(blocks) if _ROLE.search(body)]
@@ -121,7 +121,7 @@ def find_prompts(text: str) -> list[str]:
 
 
 def edit(prompt: str, line: str) -> str:
-    """The prompt with a line about a field added, or put in the place of an older one about it."""
+    """Return the prompt with a line added; older lines about the same field are taken out."""
     field = LINE.findall(line)[0][0]
     kept = [old for old in prompt.split("\n") if field not in dict(LINE.findall(old))]
     places = [index for index, old in enumerate(kept) if _PLACE.search(old)]
@@ -130,7 +130,7 @@ def edit(prompt: str, line: str) -> str:
 
 
 def merge(prompt: str, other: str) -> str:
-    """The prompt with every line of the other one that says something about a field; the other's lines win."""
+    """Return the prompt with the field lines of another added; where both have one about a field, the other's stays."""
     for match in LINE.finditer(other):
         prompt = edit(prompt, match[0])
     return prompt

@@ -1,4 +1,4 @@
-"""The parts of :mod:`agl_testing.prompt_world` that an experiment runs: agent, reward, task model and servers.
+"""The parts of :mod:`agl_testing.prompt_world` that an experiment runs: its agent, reward, task model and server.
 
 The agent is the same whether its model is a function in this process (fast, for benchmarks) or an endpoint that it
 calls with the ``openai`` client (for tests of the whole way); with equal rollout ids both give equal answers.
@@ -38,7 +38,7 @@ HIDDEN = ("expected",)
 """What an experiment has to hide from the agent."""
 
 Ask = Callable[[str, str], Awaitable[Mapping[str, str]]]
-"""The task model: (prompt with the order, seed) to a style per field."""
+"""Calls the task model: from (prompt with the order, seed) to a style per field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class OrderAgent:
     """Lets every role in a task complete its fields and reports the answer as the object ``answer``.
 
     Attributes:
-        world: Of the task model that answers in this process where there is no ``llm`` among the resources.
+        world: World of the task model that answers in this process where no resource is an ``LLM``.
         latency_s: Seconds that each of these answers takes.
         fault: Called first in every rollout; what it raises fails the attempt.
     """
@@ -56,7 +56,7 @@ class OrderAgent:
     fault: Callable[[Rollout], None] | None = None
 
     async def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Rollout) -> None:
-        """Run one task."""
+        """Run one task; its answer is recorded as an object, and nothing is returned."""
         if self.fault is not None:
             self.fault(rollout)
         llms = [value for value in resources.values() if isinstance(value, LLM)]
@@ -79,7 +79,7 @@ class OrderAgent:
 def order_agent(
     world: PromptWorld, *, latency_s: float = 0.0, fault: Callable[[Rollout], None] | None = None
 ) -> OrderAgent:
-    """The world's agent."""
+    """Return the world's agent."""
     return OrderAgent(world=world, latency_s=latency_s, fault=fault)
 
 
@@ -94,7 +94,7 @@ class OrderReward:
         self._world = msgspec.convert(world, PromptWorld)
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward | None:
-        """The reward, with feedback; ``None`` when the agent reported no answer."""
+        """Return the reward, with feedback; ``None`` when the agent reported no answer."""
         reported = [span.attributes[semconv.OBJECT] for span in spans if span.name == "object answer"]
         if not reported:
             return None
@@ -118,12 +118,12 @@ def order_reward(world: PromptWorld) -> Spec:
 
 
 def filled(prompt: PromptTemplate, order: str) -> str:
-    """The prompt with the order in its place, or behind it where the engine knows no places."""
+    """Return the prompt with the order filled in, or appended where the engine has no placeholders."""
     return f"{prompt.template}\n{order}" if prompt.engine == "plain" else prompt.format(order=order)
 
 
 def asker(llm: LLM) -> Ask:
-    """The task model behind an endpoint, called with the ``openai`` client."""
+    """Return a function that calls the task model at an endpoint, with the ``openai`` client."""
     import openai  # only where there is an endpoint
 
     async def ask(text: str, seed: str) -> Mapping[str, str]:
@@ -137,7 +137,7 @@ def asker(llm: LLM) -> Ask:
 
 
 def model_server(world: PromptWorld, optimizer: ScriptedOptimizer | None = None) -> ScriptedModelServer:
-    """A server of the task model, called ``clerk``, and of the optimiser under every other name."""
+    """Return a server for the task model, under the name ``clerk``, and for the optimiser, under every other name."""
     scripted = optimizer or ScriptedOptimizer()
 
     def respond(request: ModelRequest) -> Step:

@@ -1,4 +1,4 @@
-"""Fixtures for everybody who tests agents, plugins or stores; pytest loads them when agl-testing is installed."""
+"""Fixtures for tests of agents, plugins and stores; pytest loads them by itself once agl-testing is installed."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ pytest.register_assert_rewrite("agl_testing.conformance")
 
 @pytest.fixture
 def model_server() -> "Iterator[ScriptedModelServer]":
-    """A running scripted model server with an empty script: it says ``ok`` until it is told otherwise."""
+    """A running scripted model server; it answers ``ok`` until the test gives it a script."""
     from agl_testing.model_server import ScriptedModelServer  # loads aiohttp, which most test runs do not need
 
     with ScriptedModelServer() as server:
@@ -55,7 +55,7 @@ def sqlite_url(tmp_path: "Path") -> str:
 
 @pytest.fixture
 def make_experiment(tmp_path: "Path") -> "Callable[..., Path]":
-    """Writes a small experiment and returns its file; takes the arguments of ``experiments.write_experiment``."""
+    """A function that writes a small experiment and returns its file; see ``experiments.write_experiment``."""
     from functools import partial
 
     from agl_testing.experiments import write_experiment

@@ -13,19 +13,19 @@ ROLES = ("rider", "saboteur", "hero")
 WORDS = ("north", "south", "east", "west", "up", "down", "in", "out")
 ROOMS = ("hall", "kitchen", "cellar", "attic")
 DAMAGE = 3.0
-"""The most that one word of the saboteur costs; harmful words cost a quarter of it to all of it."""
+"""The most that one word of the saboteur costs; other harmful words cost a quarter, a half or three quarters of it."""
 
 Table = Mapping[str, Sequence[float]]
 """Logits over :data:`WORDS` by ``"role/room"``."""
 
 
 def right_word(room: str) -> str:
-    """The word that the hero earns with and that the saboteur does no damage with."""
+    """Return a room's right word: the hero earns 1 with it, and the saboteur does no damage with it."""
     return WORDS[ROOMS.index(room)]
 
 
 def contributions(room: str, said: Mapping[str, str]) -> dict[str, float]:
-    """What each role added to the reward; they add up to it."""
+    """Return the part of the reward that each role added; the parts sum to :func:`reward`."""
     return {
         "rider": 0.0,
         "saboteur": -damage(room, said.get("saboteur", "")),
@@ -34,43 +34,45 @@ def contributions(room: str, said: Mapping[str, str]) -> dict[str, float]:
 
 
 def damage(room: str, word: str) -> float:
-    """What a word of the saboteur costs."""
+    """Return the cost of a word of the saboteur, from 0 to :data:`DAMAGE`."""
     right = right_word(room)
     if word not in WORDS or word == right:
         return 0.0
+    # Words at distance 1 to 7 from the right one, going round: costs 1/4, 2/4, 3/4, 4/4, 1/4, 2/4, 3/4 of DAMAGE.
     distance = (WORDS.index(word) - WORDS.index(right)) % len(WORDS)
     return DAMAGE * (1 + (distance - 1) % 4) / 4
 
 
 def reward(room: str, said: Mapping[str, str]) -> float:
-    """The team's reward for what was said in a room, at most 1."""
+    """Return the team's reward for the words that its roles said in a room, at most 1."""
     return math.fsum(contributions(room, said).values())
 
 
 def uniform() -> dict[str, list[float]]:
-    """A policy that says every word equally often."""
+    """Return the table of the policy that says every word equally often."""
     return {key(role, room): [0.0] * len(WORDS) for role in ROLES for room in ROOMS}
 
 
 def key(role: str, room: str) -> str:
-    """Where a role's logits in a room are in a table."""
+    """Return the key of a role's logits for a room in a table."""
     return f"{role}/{room}"
 
 
 def probabilities(logits: Sequence[float]) -> list[float]:
-    """The softmax of the logits."""
-    top = max(logits)
+    """Return the softmax of the logits; [len(WORDS)] in and out."""
+    top = max(logits)  # subtracted before exp, which cannot overflow then; the softmax stays the same
     weights = [math.exp(logit - top) for logit in logits]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
 
 
 def expected_reward(table: Table) -> float:
-    """The mean reward of a policy over rooms and words."""
+    """Return the expected reward of a policy, exactly: the mean over rooms, and over words by their probabilities."""
     return math.fsum(_expected(table, room) for room in ROOMS) / len(ROOMS)
 
 
 def _expected(table: Table, room: str) -> float:
+    # E[reward] = P(hero says the right word) - sum over words w of P(saboteur says w) * damage(w)
     hero = probabilities(table[key("hero", room)])[WORDS.index(right_word(room))]
     chances = probabilities(table[key("saboteur", room)])
     return hero - math.fsum(chance * damage(room, word) for chance, word in zip(chances, WORDS, strict=True))

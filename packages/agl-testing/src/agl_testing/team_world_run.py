@@ -42,12 +42,12 @@ from agl_testing.team_world import (
 
 
 def tasks(*, is_chained: bool = False) -> list[Json]:
-    """One task per room; in a chained one every agent is told what the others said before it."""
+    """Return one task per room; in chained ones every role reads what the roles before it said."""
     return [{"room": room, "is_chained": is_chained} for room in ROOMS]
 
 
 async def play(task: Any, team: LLM) -> float:
-    """The agent: three roles that speak one after the other."""
+    """Run the agent: its three roles speak one after the other. Returns the team's reward."""
     import openai  # only where the agent runs
 
     said: dict[str, str] = {}
@@ -63,11 +63,11 @@ async def play(task: Any, team: LLM) -> float:
 
 
 class TeamTable:
-    """A policy: a table of logits behind an OpenAI-compatible endpoint; weights are a JSON file.
+    """Serves a table of logits as a policy, behind an OpenAI-compatible endpoint; its weights are a JSON file.
 
     Args:
         name: The policy's name.
-        seed: Of what it draws.
+        seed: Seed of the words that it draws.
     """
 
     def __init__(self, *, name: str, seed: int = 0) -> None:
@@ -113,15 +113,20 @@ class TeamTable:
 
 
 class TeamGradient:
-    """Policy gradients on the table: plain gradient ascent on what the experiment's credit says.
+    """Learns the table by policy gradients (REINFORCE), with the advantages that the experiment's credit gives.
 
-    A credit that is no advantage yet becomes one by group: minus the mean of the rollouts' means, over their
-    deviation, as GRPO does. The metric ``signs_right`` is the part of a step's calls whose advantage has the sign of
-    what the role really added, 0 where it added nothing; ``signs_right_of_active`` leaves the latter out.
+    For logits z of one role in one room, p = softmax(z), a call that said word w with advantage A, and N rollouts:
+
+        d log p(w) / d z_i = 1[i = w] - p_i
+        z_i <- z_i + lr / N * sum over calls of A * (1[i = w] - p_i)
+
+    A credit that is no advantage yet becomes one within its group, as in GRPO: less the mean of the rollouts' means,
+    over their standard deviation. The metric ``signs_right`` is the share of a step's calls whose advantage has the
+    sign of the role's true contribution, 0 where that is nothing; ``signs_right_of_active`` leaves out the latter.
 
     Args:
-        steps: Steps at most.
-        goal: Stops when the expected reward of the table reaches it.
+        steps: Most steps.
+        goal: Expected reward of the table that ends the training.
         group_size: Rollouts per room and step.
         lr: Step length.
     """
@@ -131,11 +136,11 @@ class TeamGradient:
         self._step, self._table = 0, uniform()
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Remember where this runs."""
+        """Keep the context."""
         self._context = context
 
     async def step(self) -> StepReport:
-        """Collect, climb, publish."""
+        """Collect a group of rollouts per room, take a gradient step for each, and publish the table."""
         step = self._step + 1
         collected = await self._context.collect(self._context.train, step=step, n=self._size)
         signs: list[tuple[int, int]] = []
@@ -164,7 +169,7 @@ class TeamGradient:
         )
 
     def _climb(self, group: Sequence[Episode], advantages: Mapping[str, float]) -> None:
-        """Add every call's advantage times the gradient of its word's log-probability, all at the old table."""
+        """Take one gradient step on a group's calls; all gradients are those at the table before the step."""
         gradients: dict[str, list[float]] = {}
         for episode in group:
             for call in episode.transitions:
@@ -178,7 +183,7 @@ class TeamGradient:
             self._table[name] = [z + self._lr * g / len(group) for z, g in zip(logits, gradient, strict=True)]
 
     def state(self) -> dict[str, Json]:
-        """The table and the step."""
+        """Return the table and the number of steps done."""
         return {"step": self._step, "table": self._table}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
@@ -186,7 +191,7 @@ class TeamGradient:
         self._step, self._table = state["step"], dict(state["table"])
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held open."""
 
 
 def _room(episode: Episode) -> str:
@@ -198,7 +203,7 @@ def _word(call: Transition) -> str:
 
 
 def _signs(group: Sequence[Episode], advantages: Mapping[str, float]) -> list[tuple[int, int]]:
-    """For every call the sign of what its role added to the reward, and that of its advantage."""
+    """Return, for every call, the sign of its role's true contribution and the sign of its advantage."""
     found: list[tuple[int, int]] = []
     for episode in group:
         known = contributions(_room(episode), {call.agent: _word(call) for call in episode.transitions})
@@ -215,7 +220,7 @@ def _sign(value: float) -> int:
 
 
 def _advantages(credits: Sequence[Sequence[CallCredit]]) -> dict[str, float]:
-    """The advantage of every call by span id."""
+    """Return the advantage of every call, by span id."""
     scores: dict[str, list[float]] = {}
     for calls in credits:
         own: dict[str, list[float]] = {}
@@ -225,10 +230,10 @@ def _advantages(credits: Sequence[Sequence[CallCredit]]) -> dict[str, float]:
             scores.setdefault(baseline, []).append(statistics.fmean(values))
 
     def advantage(call: CallCredit) -> float:
-        if call.is_advantage:
+        if call.is_advantage:  # compared already; doing so again would shrink it
             return call.value
         compared = scores[call.baseline]
-        deviation = statistics.stdev(compared) if len(compared) > 1 else 0.0
+        deviation = statistics.stdev(compared) if len(compared) > 1 else 0.0  # one rollout has nothing to compare with
         return (call.value - statistics.fmean(compared)) / deviation if deviation > 1e-9 else 0.0
 
     return {call.span_id: advantage(call) for calls in credits for call in calls}
@@ -239,10 +244,10 @@ class TeamPlugin:
 
     @agl.hookimpl
     def agl_policies(self) -> Iterable[agl.PolicyEntry]:
-        """The table behind an endpoint."""
+        """Register the table behind an endpoint."""
         yield agl.PolicyEntry(name="team-table", factory=TeamTable, trains=True)
 
     @agl.hookimpl
     def agl_algorithms(self) -> Iterable[agl.AlgorithmEntry]:
-        """Gradient ascent on the table."""
+        """Register gradient ascent on the table."""
         yield agl.AlgorithmEntry(name="team-gradient", factory=TeamGradient)

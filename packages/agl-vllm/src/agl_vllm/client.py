@@ -1,4 +1,4 @@
-"""One vLLM server over HTTP: what it serves, how probable it finds a text, and the calls that change its weights.
+"""A client of one vLLM server: its models, its log-probabilities of a text, and the calls that change its weights.
 
 The routes below ``/v1`` are always there; ``/v1/load_lora_adapter`` needs ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``, the
 others need ``VLLM_SERVER_DEV_MODE``.
@@ -17,12 +17,12 @@ class RouteMissingError(PolicyError):
 
 
 class ServerClient:
-    """Calls of one server; opens a connection per call, for there are few. Methods raise :class:`PolicyError`.
+    """Calls one server, over a new connection each time, for calls are few. Methods raise :class:`PolicyError`.
 
     Args:
-        base_url: With its ``/v1``.
+        base_url: The server's base URL, with its ``/v1``.
         key: API key, ``""`` for none.
-        timeout_s: Of a call that changes weights or waits for answers in flight.
+        timeout_s: Seconds for a call that changes weights or waits for answers in flight.
     """
 
     def __init__(self, base_url: str, *, key: str = "", timeout_s: float = 600.0) -> None:
@@ -35,7 +35,7 @@ class ServerClient:
         return self.base_url.removesuffix("/v1")
 
     async def is_healthy(self) -> bool:
-        """Whether the server is up and its engine lives."""
+        """Return whether the server is up and its engine lives."""
         timeout = aiohttp.ClientTimeout(total=10)
         try:
             async with (
@@ -47,12 +47,12 @@ class ServerClient:
             return False
 
     async def models(self) -> list[str]:
-        """Names that requests may give, adapters included."""
+        """Return the model names that requests may give, adapters included."""
         listed = await self._call("GET", f"{self.base_url}/models")
         return [str(entry["id"]) for entry in listed["data"]]
 
     async def score(self, token_ids: Sequence[int], *, model: str) -> list[float]:
-        """Natural log-probability of every token but the first, given those before it; [N - 1].
+        """Return the natural log-probability of every token but the first, given those before it; [N - 1].
 
         Raises:
             PolicyError: The server gives no token ids or no log-probabilities of the prompt.
@@ -63,7 +63,7 @@ class ServerClient:
             "max_tokens": 1,
             "temperature": 0,
             "logprobs": 1,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": 0,  # of the prompt's own tokens, without further likely ones
             "return_token_ids": True,
         }
         answer = await self._call("POST", f"{self.base_url}/completions", body)
@@ -82,11 +82,14 @@ class ServerClient:
         return [float(scores[at][str(token)]["logprob"]) for at, token in enumerate(token_ids) if at]
 
     async def check_logprobs_mode(self, token_ids: Sequence[int], *, model: str) -> None:
-        """Raise :class:`PolicyError` where log-probabilities are not those of the distribution that is sampled from.
+        """Check that log-probabilities are those of the distribution that tokens are drawn from.
 
-        At twice the temperature, the difference between the two likeliest tokens must be half as large.
+        With logits z and temperature T they are z / T up to a constant, so at twice the temperature the lead of the
+        likeliest token over the next must be half as large. A server that reports them at temperature 1 whatever T is
+        shows the same lead twice. Raises :class:`PolicyError` for such a server.
         """
         plain, halved = [await self._lead(token_ids, model=model, temperature=t) for t in (1.0, 2.0)]
+        # Nearer to the same lead than to half of it: rounding leaves the two far apart, unless the lead is nearly 0.
         if abs(halved - plain) < abs(halved - plain / 2):
             raise PolicyError(
                 f"the server at {self.base_url} reports log-probabilities at temperature 1 whatever a request's "
@@ -95,21 +98,21 @@ class ServerClient:
             )
 
     async def _lead(self, token_ids: Sequence[int], *, model: str, temperature: float) -> float:
-        """By how much the likeliest next token leads, in nats."""
+        """Return by how much the likeliest next token leads over the second, in nats."""
         body = {
             "model": model,
             "prompt": list(token_ids),
             "max_tokens": 1,
             "temperature": temperature,
             "logprobs": 2,
-            "return_tokens_as_token_ids": True,  # tokens that are written alike would be one
+            "return_tokens_as_token_ids": True,  # else two tokens with the same text would be one entry
         }
         answer = await self._call("POST", f"{self.base_url}/completions", body)
         likely = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
         return float(likely[0]) - float(likely[1])
 
     async def pause(self) -> None:
-        """Hold new requests once those in flight have ended."""
+        """Hold new requests; returns once those in flight have ended."""
         await self._call("POST", f"{self._root}/pause?mode=wait")
 
     async def resume(self) -> None:
@@ -117,7 +120,7 @@ class ServerClient:
         await self._call("POST", f"{self._root}/resume")
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what old weights computed of prompts."""
+        """Drop cached prefixes of prompts, which the old weights computed."""
         await self._call("POST", f"{self._root}/reset_prefix_cache")
 
     async def reload_weights(self, path: str) -> None:
@@ -126,7 +129,7 @@ class ServerClient:
         await self._call("POST", f"{self._root}/collective_rpc", body)
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Serve the adapter at ``path`` as the model ``name``, in place of the one before."""
+        """Serve the adapter at ``path`` as the model ``name``, in place of an earlier one of that name."""
         body = {"lora_name": name, "lora_path": path, "load_inplace": True}
         await self._call("POST", f"{self.base_url}/load_lora_adapter", body)
 

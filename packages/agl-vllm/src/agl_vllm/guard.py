@@ -1,8 +1,8 @@
-"""Runs a program and ends it when the process that asked for it is gone, however that went: ``kill -9`` included.
+"""Runs a program and ends it when the process that started this guard is gone, after ``kill -9`` as well.
 
-A script for any Python of the standard library alone: ``python guard.py PROGRAM ARGUMENT...``.
-The asker holds the other end of standard input; its end is the sign to stop. The program gets a session of its own,
-so that its children end with it and a Ctrl-C in the terminal does not reach it.
+It is a script for any Python, with the standard library alone: ``python guard.py PROGRAM ARGUMENT...``.
+The process that started it holds the other end of its standard input; when that end closes, the program is stopped.
+The program gets a session of its own, so that its children end with it and a Ctrl-C in the terminal does not reach it.
 
 Limit: a guard that is itself killed with ``kill -9`` leaves its program behind.
 """
@@ -20,7 +20,7 @@ GRACE_S = 5.0
 
 
 def main(words: list[str]) -> int:
-    """Run the program; returns its exit code, 128 and the number of the signal that killed it."""
+    """Run the program; returns its exit code, or 128 plus the number of the signal that killed it."""
     child = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -29,12 +29,13 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGTERM, on_signal)
     threading.Thread(target=_watch, args=(child,), daemon=True).start()
     code = child.wait()
+    # Its children (vLLM's engine processes) are in its group, and would keep the memory of the device.
     _signal_group(child.pid, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
 def _watch(child: subprocess.Popen[bytes]) -> None:
-    while os.read(0, 4096):
+    while os.read(0, 4096):  # returns b"" at the end of the input: the process that started the guard is gone
         continue
     _stop(child)
 

@@ -1,4 +1,4 @@
-"""What this distribution registers; imports nothing of what it names."""
+"""Registers the policy `vllm`; imports nothing of it."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from agl import PolicyEntry, hookimpl
 
 @hookimpl
 def agl_policies() -> Iterable[PolicyEntry]:
-    """vLLM servers, started here or attached to."""
+    """Register vLLM servers, started here or attached to."""
     yield PolicyEntry(
         name="vllm",
         factory="agl_vllm.policy:VLLMPolicy",

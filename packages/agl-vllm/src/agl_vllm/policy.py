@@ -1,8 +1,9 @@
-"""The policy `vllm`: one or several vLLM servers, and the way of new weights into them.
+"""The policy `vllm`: one or several vLLM servers, and how new weights get into them.
 
-Three routes. `lora`: an adapter is loaded into the running server, under a name of its own. `reload`: full weights are
-read into the running server. `restart`: the server is stopped and started with the new weights. After each of them
-every server is asked for the log-probabilities of a fixed text, which must be those that came with the weights.
+There are three routes. `lora`: an adapter is loaded into the running server, under a name of its own. `reload`: full
+weights are loaded into the running server. `restart`: the server is stopped and started with the new weights. After
+each of them every server is asked for the log-probabilities of a fixed text, which must be those that came with the
+weights (`check.py`).
 
 Limits: full weights travel through files that the servers can read; a server that was attached to is never restarted.
 """
@@ -19,9 +20,9 @@ from agl.errors import PolicyError
 from agl.schemas import LLM, ResourceVersion, Weights
 from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
 from agl_vllm.client import ServerClient
-from agl_vllm.server import LocalServer, ServerSettings, require_vllm
+from agl_vllm.server import LaunchSettings, LocalServer, require_vllm
 from agl_vllm.settings import read_settings
-from agl_vllm.update import load_adapter, rank_of, reload_weights, together
+from agl_vllm.update import load_adapter, rank_of, reload_weights, run_together
 
 _LOG = logging.getLogger("agl_vllm")
 _ASKED_IDS = (1, 2, 3)
@@ -43,10 +44,10 @@ class VLLMPolicy:
             - `api_key_env`: environment variable with the servers' key.
             - `python`: interpreter that has vLLM; this one if absent.
             - `args`: further arguments of vLLM's server; `env`: a table of environment variables for it.
-            - `replicas`: how many to start; `devices`: `CUDA_VISIBLE_DEVICES` for each of them.
+            - `replicas`: number of servers to start; `devices`: `CUDA_VISIBLE_DEVICES` for each of them.
             - `dtype`: vLLM's `--dtype`; `lora_rank`: largest rank of adapters, 0 for none.
-            - `sync`: how full weights get in: `reload`, `restart`, or `auto`, which restarts servers that were
-              started and reloads those attached to.
+            - `sync`: the route of full weights: `reload`, `restart`, or `auto`, which restarts servers that were
+              started here and reloads those attached to.
             - `probe`: whether to compare log-probabilities after each update; `probe_tolerance`: largest mean
               difference in nats, by default 0.001 with `dtype = "float32"` and 0.05 else.
             - `start_timeout_s`, `sync_timeout_s`: seconds; `log_dir`: directory of the servers' output.
@@ -72,7 +73,7 @@ class VLLMPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Always: `start` refuses a server that gives none."""
+        """Always true: `start` refuses a server that gives no token ids."""
         return True
 
     @property
@@ -91,7 +92,7 @@ class VLLMPolicy:
         return [client.base_url for client in self._clients[1:]]
 
     def resource(self) -> Weights:
-        """The initial weights by their place."""
+        """Return the initial weights, by their place."""
         return Weights(uri=self._settings.model)
 
     async def start(self) -> LLM:
@@ -111,8 +112,8 @@ class VLLMPolicy:
         return LLM(endpoint=self._clients[0].base_url, model=self._base_name, api_key_env=self._settings.api_key_env)
 
     async def stop(self) -> None:
-        """End the servers that were started; idempotent. What they printed stays where something went wrong."""
-        await together(server.stop() for server in self._servers)
+        """Stop the servers that were started; idempotent. Their logs are kept where something went wrong."""
+        await run_together(server.stop() for server in self._servers)
         self._servers = []
         if self._is_well and self._log_dir is not None and not self._settings.log_dir:
             shutil.rmtree(self._log_dir, ignore_errors=True)
@@ -121,8 +122,8 @@ class VLLMPolicy:
         """Bring the weights into every server and check that they serve them.
 
         Raises:
-            PolicyError: They are no weights, belong to another model, a server refuses them, or serves others
-                afterwards: the message names both log-probabilities.
+            PolicyError: The resource holds no weights, or those of another model; a server refuses them, or serves
+                others afterwards: the message names both log-probabilities.
         """
         weights = version.resource
         if not isinstance(weights, Weights):
@@ -135,6 +136,7 @@ class VLLMPolicy:
         self._version = version.version
 
     async def _sync(self, weights: Weights, version: str) -> None:
+        """Load weights by their route and check every server; the version is unverified until then."""
         probe = probe_of(weights, name=self.name) if self._settings.probe else None
         self._require_fit(weights, version)
         self._version, self._live, self._is_well = f"unverified-{version}", None, False
@@ -149,7 +151,7 @@ class VLLMPolicy:
                 await self._each(lambda client: reload_weights(client, weights))
             case "restart":
                 self._served = self._base_name
-                await together(self._restart(server, weights) for server in self._servers)
+                await run_together(self._restart(server, weights) for server in self._servers)
         if probe is not None:
             await self._each(
                 lambda client: check_served(
@@ -177,7 +179,7 @@ class VLLMPolicy:
         return FLOAT32_TOLERANCE if self._settings.dtype == "float32" else TOLERANCE
 
     def _require_fit(self, weights: Weights, version: str) -> None:
-        """Refuse an adapter of another model, or one that a server of ours was not started for."""
+        """Raise PolicyError for an adapter of another model, or of a higher rank than the servers were started for."""
         if weights.format != "lora":
             return
         if weights.base_model != self._full.uri:
@@ -197,7 +199,7 @@ class VLLMPolicy:
         await asyncio.to_thread(require_vllm, chosen.python, name=self.name)
         self._log_dir = Path(chosen.log_dir or tempfile.mkdtemp(prefix="agl-vllm-")).absolute()
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        how = ServerSettings(
+        how = LaunchSettings(
             name=self.name,
             python=chosen.python,
             args=chosen.args,
@@ -216,7 +218,7 @@ class VLLMPolicy:
             for number in range(chosen.replicas)
         ]
         self._clients = [server.client for server in self._servers]
-        await together(server.start(model=self._full.uri) for server in self._servers)
+        await run_together(server.start(model=self._full.uri) for server in self._servers)
 
     async def _find_model(self) -> None:
         for client in self._clients:
@@ -235,7 +237,7 @@ class VLLMPolicy:
             self._base_name = self._served = wanted
 
     async def _revive(self) -> None:
-        """Start servers of ours again that have died since, with the full weights that they had."""
+        """Start again those of our servers that have died, with the full weights that they had."""
         for server in self._servers:
             if server.is_running and await server.client.is_healthy():
                 continue
@@ -248,4 +250,5 @@ class VLLMPolicy:
         await server.start(model=weights.uri)
 
     async def _each(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
-        await together(act(client) for client in self._clients)
+        """Run a call on every server at once; the first failure is raised."""
+        await run_together(act(client) for client in self._clients)

@@ -1,6 +1,6 @@
 """One vLLM server that runs on this machine as long as the run does, in an environment of its own.
 
-vLLM is never imported: it and the rest need not share an environment, so the server is a program of another Python.
+vLLM is never imported here. It need not share an environment with agl, so its server runs under its own Python.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ _OWN_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """How the servers of one policy are started.
+class LaunchSettings:
+    """The settings that all servers of one policy are started with.
 
     Attributes:
-        name: The policy's, and the model name that requests give.
+        name: Name of the policy, which is also the model name that requests give.
         python: Interpreter that has vLLM.
         args: Further arguments of vLLM's server.
         env: Further environment variables.
@@ -50,21 +50,21 @@ class ServerSettings:
     start_timeout_s: float
 
     def command(self, *, model: str, port: int) -> list[str]:
-        """The server's command line."""
+        """Return the server's command line."""
         adapters = ["--enable-lora", "--max-lora-rank", str(self.lora_rank), "--max-loras", "1"]
         return [
             *(self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
             *("--served-model-name", self.name, "--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype),
-            # else the model's generation_config.json would change the distribution behind everybody's back
+            # otherwise the model's generation_config.json would change the distribution silently
             *("--generation-config", "vllm"),
-            # else log-probabilities would be those at temperature 1, whatever the request's is
+            # otherwise log-probabilities would be those at temperature 1, whatever temperature a request asks for
             *("--logprobs-mode", "processed_logprobs"),
             *(adapters if self.lora_rank else ()),
             *self.args,
         ]
 
     def environment(self, *, device: str) -> dict[str, str]:
-        """The server's environment: this one, what vLLM's updates need, and no telemetry."""
+        """Return the server's environment: this one, with the switches for updates and without telemetry."""
         found = environment_for(self.python)
         found |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if self.lora_rank:
@@ -75,16 +75,16 @@ class ServerSettings:
 
 
 class LocalServer:
-    """A vLLM server of this run; ``start`` and ``stop`` may follow each other, the address stays.
+    """Starts and stops one vLLM server, any number of times; its address stays the same.
 
     Args:
         settings: How to start it.
-        log: File that takes what it prints.
-        device: ``CUDA_VISIBLE_DEVICES``, ``""`` to leave it.
-        sync_timeout_s: See :class:`ServerClient`.
+        log: File that its output is appended to.
+        device: ``CUDA_VISIBLE_DEVICES``, ``""`` to leave it as it is.
+        sync_timeout_s: Seconds for a call that changes weights or waits for answers in flight.
     """
 
-    def __init__(self, settings: ServerSettings, *, log: Path, device: str, sync_timeout_s: float) -> None:
+    def __init__(self, settings: LaunchSettings, *, log: Path, device: str, sync_timeout_s: float) -> None:
         self._settings = settings
         self._log = log
         self._device = device
@@ -94,20 +94,21 @@ class LocalServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process lives."""
+        """True if its process lives."""
         return self._process is not None and self._process.poll() is None
 
     async def start(self, *, model: str) -> None:
         """Serve ``model``; returns once the server is healthy.
 
         Raises:
-            PolicyError: It ended or took too long; with the last lines that it printed.
+            PolicyError: It ended or took too long; the message has the last lines that it printed.
         """
         command = self._settings.command(model=model, port=self._port)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
+                # isolated, for the environment may name modules of the interpreter that has vLLM
                 [sys.executable, "-I", guard.__file__, *command],
-                stdin=subprocess.PIPE,
+                stdin=subprocess.PIPE,  # never written to: its end tells the guard that this process is gone
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._settings.environment(device=self._device),
@@ -120,7 +121,7 @@ class LocalServer:
             raise
 
     async def stop(self) -> None:
-        """End the server and its children; idempotent."""
+        """Stop the server and its children; idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -153,7 +154,7 @@ class LocalServer:
         tail = "\n".join(lines) or "nothing"
         return (
             f"policy {self._settings.name!r}: the vLLM server {what}; look for the reason in its last lines and change "
-            f"model, args or python. All that it printed is in {self._log}; the last of it:\n{tail}"
+            f"model, args or python. Its whole output is in {self._log}; the last lines are:\n{tail}"
         )
 
 
@@ -169,7 +170,7 @@ def require_vllm(python: str, *, name: str) -> None:
 
 
 def environment_for(python: str) -> dict[str, str]:
-    """This process's environment, without what would mislead another interpreter."""
+    """Return this process's environment, without the variables that would mislead another interpreter."""
     misleading = () if python == sys.executable else _OWN_PYTHON
     return {key: value for key, value in os.environ.items() if key not in misleading}
 
@@ -184,5 +185,6 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 def _free_port() -> int:
     with socket.socket() as found:
+        # Free now, and taken only when vLLM has started: another program may be faster, and the start then fails.
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

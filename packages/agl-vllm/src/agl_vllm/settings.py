@@ -1,4 +1,4 @@
-"""What a ``[policy.NAME] use = "vllm"`` table may say, checked before anything is started."""
+"""The settings of a ``[policy.NAME] use = "vllm"`` table, checked before anything is started."""
 
 import os
 import shutil
@@ -17,15 +17,17 @@ _OWN_ARGS = (
     *("--model", "--served-model-name", "--host", "--port", "--dtype", "--max-lora-rank"),
     *("--generation-config", "--logprobs-mode"),
 )
-_START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
+"""Arguments of vLLM's server that agl sets itself."""
 
+_START_ONLY = ("python", "args", "env", "replicas", "devices", "dtype", "lora_rank", "start_timeout_s", "log_dir")
+"""Settings that mean nothing for servers that run already."""
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM's ``--max-lora-rank`` takes."""
+"""Values that vLLM's ``--max-lora-rank`` accepts."""
 
 
-class Settings(Record, frozen=True, kw_only=True):
-    """See :class:`agl_vllm.policy.VLLMPolicy`, whose arguments these are."""
+class VllmSettings(Record, frozen=True, kw_only=True):
+    """The arguments of :class:`agl_vllm.policy.VLLMPolicy`, which describes them."""
 
     model: str
     base_url: str | tuple[str, ...] = ()
@@ -52,25 +54,28 @@ class Settings(Record, frozen=True, kw_only=True):
 
     @property
     def max_lora_rank(self) -> int:
-        """The smallest rank that vLLM can be told and that is not below ``lora_rank``; 0 for no adapters."""
+        """The smallest rank that vLLM accepts and that is not below ``lora_rank``; 0 for no adapters."""
         return next((rank for rank in _RANKS if rank >= self.lora_rank), 0) if self.lora_rank else 0
 
     @property
     def key(self) -> str:
-        """The servers' API key."""
+        """The servers' API key, ``""`` for none."""
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
 
-def read_settings(name: str, values: Mapping[str, Any]) -> Settings:
-    """The settings of policy ``name``; raises :class:`ConfigError` for what is unknown, ignored or impossible."""
-    known = Settings.__struct_fields__
+def read_settings(name: str, values: Mapping[str, Any]) -> VllmSettings:
+    """Return the settings of policy ``name``.
+
+    Raises :class:`ConfigError` for keys that are unknown, would be ignored, or cannot work.
+    """
+    known = VllmSettings.__struct_fields__
     unknown = sorted(values.keys() - set(known))
     if unknown:
         raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; use some of {', '.join(known)}")
     if "model" not in values:
         raise ConfigError(f"policy {name!r}: vllm needs model, the directory or hub name of the weights")
     try:
-        settings = msgspec.convert(dict(values), Settings)
+        settings = msgspec.convert(dict(values), VllmSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"policy {name!r}: a setting of vllm is of the wrong kind: {error}; correct it") from error
     if settings.urls:
@@ -82,7 +87,7 @@ def read_settings(name: str, values: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _check_attached(name: str, settings: Settings, values: Mapping[str, Any]) -> None:
+def _check_attached(name: str, settings: VllmSettings, values: Mapping[str, Any]) -> None:
     ignored = sorted(values.keys() & set(_START_ONLY))
     if ignored:
         raise ConfigError(
@@ -99,7 +104,7 @@ def _check_attached(name: str, settings: Settings, values: Mapping[str, Any]) ->
             raise ConfigError(f"policy {name!r}: base_url {url!r} is no URL; write http://HOST:PORT/v1")
 
 
-def _check_started(name: str, settings: Settings) -> None:
+def _check_started(name: str, settings: VllmSettings) -> None:
     if sys.platform == "win32":
         raise ConfigError(f"policy {name!r}: vLLM does not run on Windows; attach to a server elsewhere with base_url")
     if settings.served_model or settings.api_key_env:

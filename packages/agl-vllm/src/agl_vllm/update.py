@@ -1,4 +1,4 @@
-"""New weights into one running server, between answers and never within one."""
+"""Updates of one running server's weights, between answers and never within one."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ _LOG = logging.getLogger("agl_vllm")
 
 
 async def load_adapter(client: ServerClient, weights: Weights, *, name: str) -> None:
-    """Serve the adapter as the model ``name``; raises :class:`PolicyError` where the server takes none."""
+    """Load the adapter as the model ``name``; raises :class:`PolicyError` where the server takes no adapters."""
     async with _between_answers(client):
         try:
             await client.load_adapter(name, weights.uri)
@@ -27,7 +27,7 @@ async def load_adapter(client: ServerClient, weights: Weights, *, name: str) -> 
 
 
 async def reload_weights(client: ServerClient, weights: Weights) -> None:
-    """Read full weights into the server; raises :class:`PolicyError` where it takes none."""
+    """Load full weights into the server; raises :class:`PolicyError` where it takes no new weights."""
     async with _between_answers(client):
         try:
             await client.reload_weights(weights.uri)
@@ -40,13 +40,14 @@ async def reload_weights(client: ServerClient, weights: Weights) -> None:
 
 @asynccontextmanager
 async def _between_answers(client: ServerClient) -> AsyncGenerator[None]:
-    """Hold the server's requests within the block, then forget what the old weights computed of prompts."""
+    """Hold the server's requests within the block, then drop the prefixes that the old weights computed."""
+    # An answer that begins with the old weights and ends with the new ones has log-probabilities of neither.
     try:
         await client.pause()
     except RouteMissingError:
         _LOG.warning(
-            "the server at %s runs without VLLM_SERVER_DEV_MODE=1: answers in flight may mix two versions, and prompts "
-            "that it keeps are forgotten only where it does so itself",
+            "the server at %s runs without VLLM_SERVER_DEV_MODE=1: answers in flight may mix two versions of the "
+            "weights, and its prefix cache is cleared only where the server does so itself",
             client.base_url,
         )
         yield
@@ -54,12 +55,12 @@ async def _between_answers(client: ServerClient) -> AsyncGenerator[None]:
     try:
         yield
         await client.reset_prefix_cache()
-    finally:
+    finally:  # also after a failed update: otherwise every call of the agents would hang
         await client.resume()
 
 
 def rank_of(weights: Weights) -> int:
-    """The rank that a peft adapter says it has; raises :class:`PolicyError` where it says none."""
+    """Return the rank in a peft adapter's configuration; raises :class:`PolicyError` where it has none."""
     path = Path(weights.uri) / "adapter_config.json"
     try:
         return int(json.loads(path.read_bytes())["r"])
@@ -69,8 +70,8 @@ def rank_of(weights: Weights) -> int:
         ) from error
 
 
-async def together(work: Iterable[Awaitable[object]]) -> None:
-    """Do all at once; the first failure ends the others before it is raised."""
+async def run_together(work: Iterable[Awaitable[object]]) -> None:
+    """Run everything at once; the first failure cancels the others and is then raised."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)

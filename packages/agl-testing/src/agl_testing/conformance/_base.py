@@ -1,8 +1,8 @@
-"""What all conformance classes share: flags that say what an implementation may lack, and the guard over both.
+"""The base of the conformance classes, and the test that keeps subclasses from weakening them silently.
 
-A class states the strictest capabilities as its defaults. An implementation that lacks one lowers the flag in
-its subclass, where a reader sees it; a single test may be weakened by overriding it with an ``xfail`` that gives
-its reason, and in no other way.
+A contract's class has flags for what an implementation may lack, strictest by default. An implementation lowers a
+flag in its subclass, where a reader sees it. A single test may be weakened by overriding it with an ``xfail`` that
+gives its reason, and in no other way.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ LIMIT_S = 30.0
 
 
 def run(work: Coroutine[Any, Any, T], *, limit_s: float = LIMIT_S) -> T:
-    """Run ``work`` in a fresh event loop; :class:`TimeoutError` when it hangs."""
+    """Return the result of ``work``, run in a fresh event loop; raises :class:`TimeoutError` after ``limit_s``."""
     return asyncio.run(asyncio.wait_for(work, limit_s))
 
 
 class Conformance:
-    """Base of the conformance classes; a subclass in a test file is named ``Test...`` and overrides one fixture."""
+    """The base of the conformance classes; a subclass in a test file is named ``Test...`` and overrides one fixture."""
 
     contract: ClassVar[str] = ""
     """The contract's name, for messages."""

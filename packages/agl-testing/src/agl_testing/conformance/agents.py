@@ -1,7 +1,7 @@
-"""Agents that behave and misbehave on demand: what runners are tested with.
+"""Agents that behave and misbehave on demand, for the tests of runners.
 
-``task["do"]`` says what to do; see :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``)
-the task comes as JSON on standard input and the reward is printed, as the command runner wants it.
+``task["do"]`` names one of the :data:`BEHAVIOURS`. As a program (``python -m agl_testing.conformance.agents``) they
+read the task as JSON from standard input and print the reward, as the command runner wants it.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ BEAT_S = 0.02
 
 
 def behave(task: dict[str, Any]) -> Any:
-    """Do what the task says, as a plain function."""
+    """Carry out the task's behaviour, as a plain function."""
     return BEHAVIOURS[task["do"]](task)
 
 
 async def behave_async(task: dict[str, Any]) -> Any:
-    """Do what the task says, as a coroutine function that yields to the event loop where it can."""
+    """Carry out the task's behaviour, as a coroutine function that yields to the event loop where it can."""
     await asyncio.sleep(0)
     if task["do"] == "hang":
         deadline = time.monotonic() + HANG_S

@@ -36,7 +36,7 @@ class AlgorithmConformance(Conformance):
     contract: ClassVar[str] = "algorithm"
 
     is_deterministic: ClassVar[bool] = True
-    """From equal seeds and rollouts follow equal reports, on one machine."""
+    """Equal seeds and rollouts give equal reports, on one machine."""
 
     collects: ClassVar[bool] = True
     """The algorithm asks for rollouts; supervised fine-tuning on files lowers this."""
@@ -180,7 +180,7 @@ class AlgorithmConformance(Conformance):
 
 @asynccontextmanager
 async def _opened(bench: AlgorithmBench, *, state: Mapping[str, Json] | None = None) -> AsyncGenerator[Algorithm]:
-    """A new object, set up as the driver does it, and closed at the end."""
+    """Yield a new object, set up as the driver does it; it is closed at the end."""
     algorithm = bench.scenario.make()
     await algorithm.setup(bench.context())
     if state is not None:
@@ -196,7 +196,7 @@ async def _complete(scenario: AlgorithmScenario, workdir: Path) -> list[StepRepo
 
 
 async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepReport]:
-    """All steps; ``is_resumed`` makes a new object and new policies from the saved state before each."""
+    """Return the reports of all steps; ``is_resumed`` restores a new object, with new policies, before each step."""
     reports: list[StepReport] = []
     saved: Mapping[str, Json] | None = None
     while not (reports and reports[-1].is_finished):
@@ -213,7 +213,7 @@ async def _run(bench: AlgorithmBench, *, is_resumed: bool = False) -> list[StepR
 async def _finish(
     bench: AlgorithmBench, *, state: Mapping[str, Json] | None = None
 ) -> tuple[list[StepReport], Mapping[str, Json]]:
-    """All steps after ``state`` in one process, and the state after the last."""
+    """Return the reports of all steps after ``state``, run in one process, and the state after the last."""
     reports: list[StepReport] = []
     async with bench, _opened(bench, state=state) as algorithm:
         while not (reports and reports[-1].is_finished):
@@ -233,7 +233,7 @@ def _as_saved(state: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _stable(report: StepReport) -> Mapping[str, float]:
-    """The metrics that do not measure time, rounded to where sums in another order agree."""
+    """Return the metrics that do not measure time, rounded so that sums in another order are equal."""
     return {name: round(value, 5) for name, value in report.metrics.items() if not _measures_time(name)}
 
 

@@ -1,4 +1,4 @@
-"""Everything that an algorithm receives, without an experiment around it: collecting, publishing, policies, store.
+"""Gives an algorithm all that it needs without an experiment: collecting, publishing, policies and a store.
 
 The bench keeps what outlives a crash (store, published versions, collected rollouts, the work directory) apart
 from what does not (the algorithm object and the policies), so that a test can drop the second and go on.
@@ -27,10 +27,10 @@ class RolloutOrder:
     """One rollout that an algorithm asked for.
 
     Attributes:
-        rollout: As it would be enqueued, with task, group, mode and a repeatable id.
-        resources: What the agent would read, by name.
-        llms: Where each policy serves.
-        seed: Differs between rollouts and is the same when the step is repeated.
+        rollout: The rollout as it would be enqueued, with task, group, mode and a repeatable id.
+        resources: Resources that the agent would read, by name.
+        llms: Endpoint of each policy, by name.
+        seed: A number that differs between rollouts and is the same when the step is repeated.
     """
 
     rollout: Rollout
@@ -40,7 +40,7 @@ class RolloutOrder:
 
 
 def no_policies(workdir: Path) -> Mapping[str, Policy]:
-    """For an algorithm that tunes no weights."""
+    """Return no policies, for an algorithm that tunes no weights."""
     del workdir
     return {}
 
@@ -50,15 +50,15 @@ class AlgorithmScenario:
     """An algorithm and a small world that it can learn in.
 
     Attributes:
-        make: A new object with the same small parameters every time; it finishes within ``max_steps`` steps.
+        make: Returns a new object, with the same small parameters every time; it finishes within ``max_steps`` steps.
         play: Runs one rollout and returns its episode, with reward and rows; may be a coroutine function.
         resources: First versions of resources by name.
-        policies: New policies by name; started and stopped by the bench, their resource is published first.
+        policies: Returns new policies by name; the bench starts and stops them, and publishes their resource first.
         tunes: Names that the algorithm owns.
         train: Training tasks; ``val`` validation tasks.
         files: Text files by name, relative to the work directory, that the parameters refer to.
-        make_longer: A new object that differs from those of ``make`` in taking more steps; for algorithms that are
-            :class:`~agl.contracts.ExtendableAlgorithm`.
+        make_longer: Returns a new object that differs from those of ``make`` in taking more steps; for algorithms that
+            are :class:`~agl.contracts.ExtendableAlgorithm`.
     """
 
     make: Callable[[], Algorithm]
@@ -79,7 +79,7 @@ class AlgorithmBench:
     def __init__(
         self, scenario: AlgorithmScenario, workdir: Path, *, credit: Credit | None = None, given: Recorded | None = None
     ) -> None:
-        """``given`` is what another algorithm paid for; then the algorithm has a source, called ``payer``."""
+        """Make the world; ``given`` rollouts, which another algorithm paid for, make a source called ``payer``."""
         self.scenario = scenario
         self.workdir = workdir
         self.store = MemoryStore("memory://")
@@ -115,7 +115,7 @@ class AlgorithmBench:
             await policy.stop()
 
     def context(self, *, tunes: tuple[str, ...] | None = None) -> AlgorithmContext:
-        """The context of a new algorithm object."""
+        """Return the context of a new algorithm object."""
         return AlgorithmContext(
             experiment="bench",
             name=NAME,

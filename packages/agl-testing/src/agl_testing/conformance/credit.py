@@ -1,4 +1,4 @@
-"""The conformance class of credit assignments: every call that counts gets one finite number, and only those."""
+"""The conformance class of credit: every call that is not rejected gets one finite number, and no other call does."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -34,7 +34,7 @@ class CreditConformance(Conformance):
     contract: ClassVar[str] = "credit"
 
     is_per_episode: ClassVar[bool] = True
-    """What an episode's calls get depends on this episode alone; baselines over the group are the estimator's.
+    """The credit of an episode's calls depends on this episode alone; baselines over the group are the estimator's.
     A counterfactual credit, which looks at the siblings, lowers this."""
 
     @pytest.fixture

@@ -131,6 +131,6 @@ def _requires(point: EntryPoint) -> list[str]:
 
 
 def _dependencies_of_core() -> set[str]:
-    """Top-level modules of what agl-core itself depends on."""
+    """Return the top-level modules of the distributions that agl-core depends on."""
     names = {re.split(r"[^\w.-]", line)[0].lower() for line in Distribution.from_name("agl-core").requires or ()}
     return {module for module, dists in packages_distributions().items() if names & {d.lower() for d in dists}}

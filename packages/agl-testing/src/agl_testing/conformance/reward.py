@@ -1,4 +1,4 @@
-"""The conformance class of reward emitters: plain values, the same every time, for whatever was recorded."""
+"""The conformance class of reward emitters: finite values, the same every time, whatever was recorded."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -19,7 +19,7 @@ from agl_testing.conformance.samples import chat_span, error_span, rollout_of, t
 
 
 class RewardCase(Record, frozen=True, kw_only=True):
-    """A finished attempt and what the emitter says about it; ``None`` for no opinion."""
+    """A finished attempt and the reward that the emitter must give it; ``None`` for no opinion."""
 
     rollout: Rollout
     spans: tuple[Span, ...]
@@ -112,7 +112,7 @@ class RewardConformance(Conformance):
 
 
 def evaluate(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
-    """What ``emitter`` says, as a list of rewards; a coroutine function is awaited."""
+    """Return the rewards that ``emitter`` gives, as a list; a coroutine function is awaited."""
     given: Any = emitter(rollout, spans)
     if inspect.isawaitable(given):
         given = asyncio.run(_await(given))

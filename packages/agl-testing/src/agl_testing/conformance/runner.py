@@ -1,4 +1,4 @@
-"""The conformance class of runners: whatever an agent does, its attempt gets a readable outcome and nobody else's."""
+"""The conformance class of runners: whatever an agent does, its attempt ends readably and no other is harmed."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -45,7 +45,7 @@ class Bench:
         self.store = store
 
     async def claim(self, task: dict[str, Any], *, timeout_s: float | None = None, hidden: Sequence[str] = ()) -> Claim:
-        """A claimed rollout of ``task``."""
+        """Enqueue a rollout of ``task`` and return its claim."""
         rollout = make_rollout(retry=RetryPolicy(timeout_s=timeout_s))
         asked = Rollout(rollout_id=rollout.rollout_id, task=task, retry=rollout.retry, hidden=tuple(hidden))
         await self.store.enqueue([asked])
@@ -56,7 +56,7 @@ class Bench:
         return await self.runner.execute(await self.claim(task, timeout_s=timeout_s))
 
     async def spans(self, outcome: Outcome, claim: Claim) -> list[Span]:
-        """Everything that the attempt recorded, written before its end or with it."""
+        """Return everything that the attempt recorded, written before its end or with it."""
         written = await self.store.spans(claim.rollout.rollout_id, attempt_id=claim.attempt.attempt_id)
         return [*written, *outcome.spans]
 
@@ -85,7 +85,7 @@ class RunnerConformance(Conformance):
 
     @pytest.fixture
     def make_runner(self) -> MakeRunner:
-        """Makes the runner from its setup; the one fixture to override."""
+        """A function that makes the runner from its setup; the one fixture to override."""
         raise NotImplementedError("override the fixture 'make_runner' with the runner under test")
 
     def test_returned_number_is_the_reward(self, make_runner: MakeRunner) -> None:

@@ -1,4 +1,4 @@
-"""Finished rollouts, their spans and episodes, for tests of what reads them."""
+"""Finished rollouts with their spans and episodes, for the tests of components that read them."""
 
 import random
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from agl.schemas import (
     pack_floats,
     pack_ids,
 )
-from agl_testing.model_server.codec import Turn, encode, logprob, render_prompt
+from agl_testing.model_server.codec import ConversationTurn, encode, logprob, render_prompt
 
 
 def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
-    """A succeeded rollout of ``task``, hidden fields included."""
+    """Return a succeeded rollout of ``task``, hidden fields included."""
     rollout_id = new_rollout_id()
     return Rollout(
         rollout_id=rollout_id,
@@ -39,8 +39,8 @@ def rollout_of(task: Json, *, group_id: str = "group") -> Rollout:
 
 
 def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
-    """A recorded model call that answered ``text``, with its tokens."""
-    turn = Turn(role="user", text="what is 6 * 7?")
+    """Return a recorded model call that answered ``text``, with its tokens."""
+    turn = ConversationTurn(role="user", text="what is 6 * 7?")
     ids = encode(text)
     call = ModelCall(
         request_id=new_span_id(),
@@ -62,24 +62,24 @@ def chat_span(rollout: Rollout, *, text: str, agent: str = "") -> Span:
 
 
 def tool_span(rollout: Rollout, *, status: SpanStatus = "ok") -> Span:
-    """A recorded tool execution."""
+    """Return a recorded tool execution."""
     attributes: dict[str, Json] = {semconv.OPERATION: semconv.OP_EXECUTE_TOOL, semconv.TOOL_NAME: "calc"}
     return _span(rollout, "execute_tool calc", attributes=attributes, status=status)
 
 
 def error_span(rollout: Rollout) -> Span:
-    """A recorded exception."""
+    """Return a recorded exception."""
     return _span(rollout, "exception ValueError", attributes={semconv.ERROR_TYPE: "ValueError"}, status="error")
 
 
 def make_group(draw: random.Random, *, size: int = 4) -> list[Episode]:
-    """Episodes of one task with random agents, turns, rewards, rejected calls and rows; every one has a reward."""
+    """Return episodes of one task with random agents, turns, rewards, rejected calls and rows; all have a reward."""
     group_id = f"task-{draw.randrange(1_000_000)}"
     return [make_episode(draw, group_id=group_id) for _ in range(size)]
 
 
 def make_episode(draw: random.Random, *, group_id: str) -> Episode:
-    """One episode with up to six calls of up to three agents; each row holds one call."""
+    """Return an episode with up to six calls of up to three agents; each row holds one call."""
     rollout = rollout_of({"question": "?"}, group_id=group_id)
     transitions = [_transition(draw, rollout, turn) for turn in range(draw.randrange(7))]
     value = round(draw.uniform(-1, 1), 3)

@@ -1,4 +1,4 @@
-"""The conformance class of tracers: who acted, attributed to the right attempt, with no harm to the agent."""
+"""The conformance class of tracers: spans go to the right attempt, in one tree, and the agent is never harmed."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -217,7 +217,7 @@ class _Attempt:
 
 
 def _check_equal(attempts: list[_Attempt]) -> None:
-    """Every attempt did the same work, so each has the same names, and every span is its own."""
+    """Assert that attempts which did the same work recorded spans of the same names, and share no span."""
     for attempt in attempts:
         assert attempt.spans
         attempt.check_tree()

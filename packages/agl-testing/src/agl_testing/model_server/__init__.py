@@ -1,7 +1,15 @@
-"""A model API with a script: known replies, known tokens, faults on demand, every byte recorded."""
+"""A model API for tests, on a real port: scripted replies, known tokens, faults on demand, every byte recorded."""
 
 from agl_testing.model_server.canned import CannedModelServer, CannedReply
-from agl_testing.model_server.codec import Call, Turn, decode, encode, logprob, render_prompt, render_turn
+from agl_testing.model_server.codec import (
+    ConversationTurn,
+    FunctionCall,
+    decode,
+    encode,
+    logprob,
+    render_prompt,
+    render_turn,
+)
 from agl_testing.model_server.recording import RecordedCall
 from agl_testing.model_server.script import (
     Cut,
@@ -19,12 +27,13 @@ from agl_testing.model_server.script import (
 from agl_testing.model_server.server import ScriptedModelServer
 
 __all__ = [
-    "Call",
     "CannedModelServer",
     "CannedReply",
+    "ConversationTurn",
     "Cut",
     "Dialect",
     "Flavour",
+    "FunctionCall",
     "Garbage",
     "ModelRequest",
     "RecordedCall",
@@ -35,7 +44,6 @@ __all__ = [
     "Status",
     "Step",
     "ToolCall",
-    "Turn",
     "decode",
     "encode",
     "logprob",

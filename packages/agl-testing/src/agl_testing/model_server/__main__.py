@@ -1,4 +1,4 @@
-"""``python -m agl_testing.model_server``: the canned or the scripted server as a process of its own."""
+"""Runs the canned or the scripted server as a process of its own: ``python -m agl_testing.model_server``."""
 
 import argparse
 import asyncio

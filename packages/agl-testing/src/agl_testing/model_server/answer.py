@@ -1,4 +1,4 @@
-"""An answer cut into pieces with their tokens: the common ground of all dialects, plain and streamed."""
+"""Cuts an answer into pieces with their tokens, from which every dialect writes its plain or streamed response."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -6,17 +6,19 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl_testing.model_server.codec import END, Call, decode, encode, logprob, render_call_head
+from agl_testing.model_server.codec import END, FunctionCall, decode, encode, logprob, render_call_head
 from agl_testing.model_server.script import Dialect, Flavour, Reply
 
 PieceKind: TypeAlias = Literal["text", "call", "arguments", "end"]
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one streamed event brings: text, the head of a call, a part of its arguments, or the end.
+    """The content of one streamed event: some text, the head of a call, a part of its arguments, or the end.
 
     Attributes:
-        ids: The tokens that became visible with it.
+        kind: Which of these it is.
+        text: The text, the called function's name, or a part of the arguments' JSON.
+        ids: The tokens that it makes visible.
         start: Position of the first of them in the response.
         call: Index of the tool call, -1 for text and end.
     """
@@ -28,11 +30,11 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     call: int = -1
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of the response: text, calls with their ids, finish reason and all pieces in order."""
+class ScriptedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a response: its text, calls with their ids, finish reason, and all pieces in order."""
 
     text: str
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     call_ids: tuple[str, ...]
     reason: str
     pieces: tuple[Piece, ...]
@@ -43,14 +45,15 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return [number for piece in self.pieces for number in piece.ids]
 
 
-class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a dialect needs to write its response.
+class ScriptedExchange(msgspec.Struct, frozen=True, kw_only=True):
+    """One call as a dialect needs it to write the response.
 
     Attributes:
-        number: Of the call on this server, from 1; response ids are derived from it.
+        number: Number of the call on this server, from 1; response ids are derived from it.
+        body: The request's parsed JSON.
         prompts: One list of ids per prompt; completions may ask several at once.
         answers: The choices, ``n`` per prompt, in order.
-        created: Unix seconds.
+        created: Time of the response in Unix seconds.
     """
 
     number: int
@@ -59,22 +62,23 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     body: dict[str, Any]
     prompts: list[list[int]]
-    answers: tuple[Answer, ...]
+    answers: tuple[ScriptedAnswer, ...]
     created: int
 
     @property
     def wants_ids(self) -> bool:
-        """Whether token ids go into the response."""
+        """True if token ids go into the response."""
         return bool(self.body.get("return_token_ids")) and self.flavour in ("vllm", "sglang")
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """True if a stream ends with a usage chunk."""
         options: dict[str, Any] = self.body.get("stream_options") or {}
         return bool(options.get("include_usage"))
 
     def prompt_of(self, choice: int) -> list[int]:
-        """The prompt ids that ``choice`` answers."""
+        """Return the prompt ids that a choice answers, by its index."""
+        # Choices are n per prompt, in the prompts' order.
         return self.prompts[choice * len(self.prompts) // len(self.answers)]
 
     @property
@@ -88,7 +92,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(answer.ids) for answer in self.answers)
 
 
-def answer_of(reply: Reply, *, number: int, choice: int) -> Answer:
+def answer_of(reply: Reply, *, number: int, choice: int) -> ScriptedAnswer:
     """Cut ``reply`` into pieces; call ids are derived from the call's number and the choice."""
     calls = tuple(call.to_call() for call in reply.tool_calls)
     drafts: list[tuple[PieceKind, str, list[int], int]] = []
@@ -105,11 +109,11 @@ def answer_of(reply: Reply, *, number: int, choice: int) -> Answer:
         pieces.append(Piece(kind=kind, text=text, ids=ids, start=position, call=index))
         position += len(ids)
     call_ids = tuple(f"call_{number}_{choice}_{index}" for index in range(len(calls)))
-    return Answer(text=reply.text, calls=calls, call_ids=call_ids, reason=reply.reason, pieces=tuple(pieces))
+    return ScriptedAnswer(text=reply.text, calls=calls, call_ids=call_ids, reason=reply.reason, pieces=tuple(pieces))
 
 
 def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
-    """``text`` in that many parts of nearly equal length, or the parts given; empty parts are left out."""
+    """Return ``text`` in that many parts of nearly equal length, or the parts given, without empty ones."""
     if not isinstance(chunks, int):
         if "".join(chunks) != text:
             raise ValueError(f"the chunks {chunks!r} do not add up to the reply's text {text!r}; make them equal")
@@ -120,12 +124,12 @@ def split(text: str, chunks: int | tuple[str, ...]) -> list[str]:
 
 
 def logprobs_of(ids: Sequence[int], start: int = 0) -> list[float]:
-    """The log-probabilities of ``ids`` that begin at position ``start`` of the response."""
+    """Return the log-probabilities of ``ids``, the first of which is at position ``start`` of the response."""
     return [logprob(token, position) for position, token in enumerate(ids, start)]
 
 
 def content_logprobs(ids: Sequence[int], start: int, *, with_top: bool = False) -> list[dict[str, Any]]:
-    """Log-probabilities in the shape of chat and responses."""
+    """Return log-probabilities in the form of the chat and responses APIs, one entry per token."""
     entries: list[dict[str, Any]] = []
     for token, value in zip(ids, logprobs_of(ids, start), strict=True):
         text = decode([token])

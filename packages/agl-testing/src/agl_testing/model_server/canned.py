@@ -1,8 +1,8 @@
-"""The fast path for benchmarks: pre-encoded replies behind a minimal HTTP/1.1 protocol.
+"""A model server for benchmarks, fast enough not to be measured itself: pre-encoded replies over minimal HTTP/1.1.
 
 It answers every POST with the next of its replies, looks into the body only for ``"stream":true``, and records
-nothing but a count, so that it costs about 30 microseconds per call and a measurement shows the client or the
-gateway, not the server. It is no general HTTP server: bodies need a ``Content-Length``, pipelining is not done.
+nothing but a count. A call costs it about 30 microseconds. It is no general HTTP server: bodies need a
+``Content-Length``, and pipelined requests are not supported.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Self
 
 import msgspec
 
-from agl_testing.model_server.answer import Exchange, answer_of
+from agl_testing.model_server.answer import ScriptedExchange, answer_of
 from agl_testing.model_server.codec import OFFSET
 from agl_testing.model_server.dialects import chat
 from agl_testing.model_server.script import Reply
@@ -34,13 +34,13 @@ class CannedReply(msgspec.Struct, frozen=True, kw_only=True):
     def chat(
         cls, *, prompt_tokens: int = 1000, response_tokens: int = 200, events: int = 50, seed: int = 0
     ) -> "CannedReply":
-        """A chat completion with that many prompt and response tokens, ids and log-probabilities.
+        """Return a chat completion with that many prompt and response tokens, their ids and log-probabilities.
 
-        Streamed it comes as ``events`` pieces of text, one write each; other seeds give other tokens.
+        A stream of it has ``events`` pieces of text, one write each. Other seeds give other tokens.
         """
         draw = random.Random(seed)
         text = "".join(draw.choice(_LETTERS) for _ in range(response_tokens - 1))
-        exchange = Exchange(
+        exchange = ScriptedExchange(
             number=seed + 1,
             dialect="chat",
             flavour="vllm",
@@ -84,7 +84,7 @@ class CannedModelServer:
         return f"http://{self._address[0]}:{self._address[1]}/v1"
 
     def next_reply(self) -> CannedReply:
-        """The reply for the next call; they are used in turn."""
+        """Count a call and return the reply for it; replies are used in turn."""
         self.call_count += 1
         return self.replies[(self.call_count - 1) % len(self.replies)]
 
@@ -99,14 +99,14 @@ class CannedModelServer:
         return self
 
     def stop(self) -> None:
-        """Close the port and every connection."""
+        """Close the port and every connection; idempotent."""
         if self._thread is not None and self._loop is not None and self._stopping is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
         self._thread = None
 
     async def serve(self, started: threading.Event) -> None:
-        """Serve until :meth:`stop`; sets ``started`` when the port is open; raises what binding raises."""
+        """Serve until :meth:`stop`; sets ``started`` once the port is open. Raises :class:`OSError` if it is taken."""
         connections: set[_Connection] = set()
         self._loop = asyncio.get_running_loop()
         server = await self._loop.create_server(lambda: _Connection(self, connections), *self._address)

@@ -1,8 +1,8 @@
 """The token codec of the scripted server: one token per byte, and marker tokens around turns.
 
-It is no tokenizer of a real model, and need not be: what tests and benchmarks need is that ids are known in
-advance, that text comes back exactly, and that the prompt of a conversation's next call starts with the ids of
-the previous prompt and response, as a chat template without drift guarantees.
+It is not the tokenizer of a real model. It has the three properties that tests and benchmarks need: ids are known in
+advance, text comes back exactly, and the prompt of a conversation's next call starts with the ids of the previous
+prompt and response, as a chat template without drift guarantees.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,42 +24,42 @@ _MARKERS = {number: f"<|{name}|>" for name, number in _NAMES.items()}
 VOCABULARY_SIZE = OFFSET + 256
 
 
-class Call(msgspec.Struct, frozen=True):
+class FunctionCall(msgspec.Struct, frozen=True):
     """A function call of the model: its name and its arguments as the JSON text that the model wrote."""
 
     name: str
     arguments: str
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One message of a conversation, whichever dialect it came in; ``images`` counts its image parts."""
 
     role: str
     text: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
     images: int = 0
 
 
 def encode(text: str) -> list[int]:
-    """The ids of ``text``: one per UTF-8 byte."""
+    """Return the ids of ``text``, one per UTF-8 byte."""
     return [byte + OFFSET for byte in text.encode()]
 
 
 def decode(ids: Iterable[int]) -> str:
-    """The text of ``ids``, markers written as ``<|name|>``; the inverse of :func:`encode` for plain text."""
+    """Return the text of ``ids``, with markers as ``<|name|>``; the inverse of :func:`encode` for plain text."""
     out = bytearray()
     for number in ids:
         out += bytes((number - OFFSET,)) if number >= OFFSET else _MARKERS[number].encode()
     return out.decode(errors="replace")
 
 
-def render_turn(turn: Turn) -> list[int]:
-    """Role marker, text, calls and end marker of one message."""
+def render_turn(turn: ConversationTurn) -> list[int]:
+    """Return the ids of one message: role marker, text, calls and end marker."""
     return [ROLES.get(turn.role, ROLES["user"]), *render_answer(turn.text, turn.calls, images=turn.images), END]
 
 
-def render_answer(text: str, calls: Sequence[Call], *, images: int = 0) -> list[int]:
-    """What a model samples for a message, without the end marker."""
+def render_answer(text: str, calls: Sequence[FunctionCall], *, images: int = 0) -> list[int]:
+    """Return the ids that a model samples for a message, without the end marker."""
     ids = [IMAGE] * images + encode(text)
     for call in calls:
         ids += render_call_head(call.name) + encode(call.arguments)
@@ -67,12 +67,12 @@ def render_answer(text: str, calls: Sequence[Call], *, images: int = 0) -> list[
 
 
 def render_call_head(name: str) -> list[int]:
-    """The tokens from a call's marker to where its arguments begin."""
+    """Return the ids of a call up to its arguments: the call's marker, its name, and the marker of the arguments."""
     return [CALL, *encode(name), ARGUMENTS]
 
 
-def render_prompt(turns: Iterable[Turn], *, tools: object = None) -> list[int]:
-    """The prompt of a chat request: the tools, the turns, and the marker that asks the assistant to go on."""
+def render_prompt(turns: Iterable[ConversationTurn], *, tools: object = None) -> list[int]:
+    """Return the ids of a chat request's prompt: tools, turns, and the marker that begins the assistant's answer."""
     ids = [TOOLS, *encode(msgspec.json.encode(tools).decode()), END] if tools else []
     for turn in turns:
         ids += render_turn(turn)
@@ -80,5 +80,5 @@ def render_prompt(turns: Iterable[Turn], *, tools: object = None) -> list[int]:
 
 
 def logprob(token: int, position: int) -> float:
-    """The log-probability that the server reports for ``token`` at ``position`` of its response: known, below 0."""
+    """Return the log-probability that the server reports for ``token`` at ``position`` of its response, below 0."""
     return -((token * 31 + position * 17) % 97 + 1) / 100

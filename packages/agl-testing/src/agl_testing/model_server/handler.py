@@ -1,4 +1,4 @@
-"""From an HTTP request to a scripted response: parsing, faults, plain bodies and streams."""
+"""Turns HTTP requests into scripted responses: parsing, refusals, faults, plain bodies and streams."""
 
 import asyncio
 import time
@@ -8,8 +8,8 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from agl_testing.model_server.answer import Exchange, answer_of
-from agl_testing.model_server.codec import Turn, render_prompt
+from agl_testing.model_server.answer import ScriptedExchange, answer_of
+from agl_testing.model_server.codec import ConversationTurn, render_prompt
 from agl_testing.model_server.dialects import chat, completions, embeddings, messages, responses
 from agl_testing.model_server.recording import RecordedCall, Recording
 from agl_testing.model_server.script import (
@@ -37,7 +37,7 @@ _BACKEND_ARGUMENTS = ("return_token_ids", "return_prompt_token_ids", "enable_res
 _FORMATS = {"chat": chat, "completions": completions, "responses": responses, "messages": messages}
 
 
-class Handler:
+class ScriptedHandler:
     """Answers every path of the server; one instance per server, used in the server's loop only."""
 
     def __init__(
@@ -50,7 +50,7 @@ class Handler:
         self._api_key = api_key
         self.script_errors: list[Exception] = []
         self._count = 0
-        self._conversations: dict[str, tuple[Turn, ...]] = {}
+        self._conversations: dict[str, tuple[ConversationTurn, ...]] = {}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Record the request, then answer it."""
@@ -141,7 +141,7 @@ class Handler:
             prompt_ids=prompt,
         )
 
-    def _exchange(self, request: ModelRequest, step: Reply | tuple[Reply, ...]) -> Exchange:
+    def _exchange(self, request: ModelRequest, step: Reply | tuple[Reply, ...]) -> ScriptedExchange:
         body = request.body
         is_completion = request.dialect == "completions"
         prompts = completions.prompts_of(body) if is_completion else [request.prompt_ids]
@@ -151,7 +151,7 @@ class Handler:
             raise ValueError(f"the script gives {len(replies)} replies for {count} choices; give one per choice")
         number = request.index + 1
         answers = tuple(answer_of(reply, number=number, choice=choice) for choice, reply in enumerate(replies))
-        return Exchange(
+        return ScriptedExchange(
             number=number,
             dialect=request.dialect,
             flavour=self._flavour,
@@ -162,10 +162,10 @@ class Handler:
             created=int(time.time()),
         )
 
-    def _remember(self, request: ModelRequest, exchange: Exchange) -> None:
+    def _remember(self, request: ModelRequest, exchange: ScriptedExchange) -> None:
         if request.dialect == "responses" and request.body.get("store", True):
             answer = exchange.answers[0]
-            said = Turn(role="assistant", text=answer.text, calls=answer.calls)
+            said = ConversationTurn(role="assistant", text=answer.text, calls=answer.calls)
             self._conversations[f"resp_{exchange.number}"] = (*request.turns, said)
 
     def _model_list(self) -> dict[str, Any]:

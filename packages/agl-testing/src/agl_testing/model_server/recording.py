@@ -1,4 +1,4 @@
-"""What the server saw and sent, call by call, for assertions from the test's own thread."""
+"""Records the bytes that the server got and sent, call by call, for assertions in the test's own thread."""
 
 import threading
 from dataclasses import dataclass, field
@@ -12,14 +12,13 @@ class RecordedCall:
     """One HTTP exchange; the server fills it in while it goes on.
 
     Attributes:
-        path: With the query string, as the client sent it.
-        headers: Names in lower case.
-        body: The request's bytes; ``json`` is what they parse to, ``None`` if they do not.
-        status: Of the response, 0 before it began.
-        sent: The response's body bytes as the server wrote them, transfer framing left out.
-        chunks: Their division into writes: one per streamed event.
-        is_complete: The whole response was written; false after a cut or when the client went away.
-        is_abandoned: The client closed the connection before the response was complete.
+        path: Path with its query string, as the client sent it.
+        headers: The request's headers by name in lower case.
+        body: The request's bytes; ``json`` is their parsed value, ``None`` if they are no JSON.
+        status: Status of the response, 0 before it began.
+        chunks: The bytes of the response's body, without transfer framing, one entry per write or streamed event.
+        is_complete: Whether the whole response was written; false after a cut or when the client went away.
+        is_abandoned: Whether the client closed the connection before the response was complete.
     """
 
     path: str
@@ -58,7 +57,7 @@ class Recording:
             self._calls.clear()
 
     def snapshot(self) -> list[RecordedCall]:
-        """The calls so far."""
+        """Return the calls so far, in order of arrival."""
         with self._changed:
             return list(self._calls)
 

@@ -1,4 +1,4 @@
-"""What a test writes down: the replies of the server and the faults that it injects, call by call."""
+"""The script of a model server: its replies and the faults that it injects, call by call."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from agl_testing.model_server.codec import Call, Turn
+from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 
 Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "embeddings", "models"]
 Flavour: TypeAlias = Literal["vllm", "sglang", "plain", "openai"]
@@ -20,11 +20,11 @@ class ToolCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str | Mapping[str, Any] = "{}"
 
-    def to_call(self) -> Call:
-        """The call with its arguments as text."""
+    def to_call(self) -> FunctionCall:
+        """Return the call with its arguments as JSON text."""
         if isinstance(self.arguments, str):
-            return Call(self.name, self.arguments)
-        return Call(self.name, msgspec.json.encode(self.arguments).decode())
+            return FunctionCall(self.name, self.arguments)
+        return FunctionCall(self.name, msgspec.json.encode(self.arguments).decode())
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,12 +32,12 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         text: The content.
-        tool_calls: Called in parallel when there are several.
+        tool_calls: Tools that the model calls, in parallel where there are several.
         finish_reason: In chat's words; ``""`` means ``tool_calls`` with tool calls and ``stop`` without.
             ``length`` leaves the end token out.
         delay: Seconds before the first byte; ``chunk_delay`` before each streamed piece.
-        chunks: Into how many pieces a streamed text is cut (at most its characters), or the pieces themselves.
-        headers: Added to the response's headers.
+        chunks: Number of pieces of a streamed text (at most one per character), or the pieces themselves.
+        headers: Headers that are added to the response's.
     """
 
     text: str = ""
@@ -102,7 +102,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     dialect: Dialect
     headers: Mapping[str, str]
     body: dict[str, Any]
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationTurn, ...]
     prompt_ids: list[int]
 
     @property
@@ -115,9 +115,9 @@ Respond: TypeAlias = Callable[[ModelRequest], Step]
 
 
 class Script:
-    """Where the server takes its next step from: a function, then queued steps, then the default.
+    """Gives the server its next step: from a function, else from the queue, else the default.
 
-    A function that is set answers every call; without one, queued steps are used up in order.
+    A function that is set answers every call. Without one, queued steps are used up in order.
     """
 
     def __init__(self, *, respond: Respond | None, steps: Iterable[Step], default: Reply | None) -> None:
@@ -134,7 +134,7 @@ class Script:
         self._respond = respond
 
     def next_step(self, request: ModelRequest) -> Step:
-        """The step for ``request``; an HTTP 500 that says so when the script has run out."""
+        """Return the step for ``request``; an HTTP 500 that says so when the script has run out."""
         if self._respond is not None:
             return self._respond(request)
         if self._steps:
@@ -145,5 +145,5 @@ class Script:
 
     @property
     def steps_left(self) -> int:
-        """How many queued steps were not used."""
+        """Number of queued steps that no call has used."""
         return len(self._steps)

@@ -8,7 +8,7 @@ from typing import Self
 
 from aiohttp import web
 
-from agl_testing.model_server.handler import Handler
+from agl_testing.model_server.handler import ScriptedHandler
 from agl_testing.model_server.recording import RecordedCall, Recording
 from agl_testing.model_server.script import Flavour, Reply, Respond, Script, Step
 
@@ -24,8 +24,8 @@ class ScriptedModelServer:
     Args:
         steps: Queued replies and faults, one per call, in order of arrival.
         respond: A function from request to step; it then answers every call.
-        default: What is said when the queue is empty; ``None`` makes that an HTTP 500.
-        flavour: Whose fields carry token ids.
+        default: The answer when the queue is empty; ``None`` for an HTTP 500.
+        flavour: The server to imitate in returning token ids.
         models: Names that ``/v1/models`` lists; the first is assumed where a request names none.
         api_key: If given, calls without it get a 401.
         host: Address to bind.
@@ -50,7 +50,7 @@ class ScriptedModelServer:
     ) -> None:
         self._script = Script(respond=respond, steps=steps, default=default)
         self._recording = Recording()
-        self._handler = Handler(
+        self._handler = ScriptedHandler(
             script=self._script, recording=self._recording, flavour=flavour, models=models, api_key=api_key
         )
         self._host = host
@@ -108,7 +108,7 @@ class ScriptedModelServer:
         return self
 
     def stop(self) -> None:
-        """Close the port and every connection; harmless when the server is not running."""
+        """Close the port and every connection, stalled calls included; idempotent."""
         if self._thread is None:
             return
         if self._loop is not None and self._stopping is not None and self._thread.is_alive():

@@ -1,4 +1,4 @@
-"""Server-sent events as bytes, in the two styles of model APIs."""
+"""Encodes server-sent events, in the two styles of model APIs."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data_event(value: dict[str, Any]) -> bytes:
-    """An event without a name, as in chat and text completions."""
+    """Return an event without a name, as in chat and text completions."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 def named_event(value: dict[str, Any]) -> bytes:
-    """An event named by its ``type``, as in responses and messages."""
+    """Return an event named by its ``type``, as in responses and messages."""
     return b"event: " + str(value["type"]).encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

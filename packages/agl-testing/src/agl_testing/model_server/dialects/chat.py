@@ -1,20 +1,20 @@
-"""``POST /v1/chat/completions``: requests to turns, exchanges to bodies and chunks."""
+"""Reads and writes ``POST /v1/chat/completions``: requests to turns, exchanges to bodies and chunks."""
 
 from collections.abc import Iterator
 from typing import Any, cast
 
-from agl_testing.model_server.answer import Answer, Exchange, Piece, content_logprobs
-from agl_testing.model_server.codec import Call, Turn
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, content_logprobs
+from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 from agl_testing.model_server.sse import DONE, data_event
 
 
-def turns_of(body: dict[str, Any]) -> tuple[Turn, ...]:
-    """The messages of a chat request."""
+def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
+    """Return the messages of a chat request."""
     return tuple(_turn(message) for message in body.get("messages", ()))
 
 
-def body_of(exchange: Exchange) -> dict[str, Any]:
-    """The plain response."""
+def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
+    """Return the plain response's body."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     out = {**_head(exchange, "chat.completion"), "choices": choices, "usage": _usage(exchange)}
     if exchange.wants_ids and exchange.flavour == "vllm":
@@ -22,8 +22,8 @@ def body_of(exchange: Exchange) -> dict[str, Any]:
     return out
 
 
-def events_of(exchange: Exchange) -> Iterator[bytes]:
-    """The streamed response; vLLM's ``prompt_token_ids`` are on the very first chunk only."""
+def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
+    """Yield the streamed response's events; as in vLLM, only the very first has ``prompt_token_ids``."""
     for index in range(len(exchange.answers)):
         first = _chunk(exchange, index, {"role": "assistant", "content": ""})
         if exchange.wants_ids and index == 0:
@@ -37,12 +37,13 @@ def events_of(exchange: Exchange) -> Iterator[bytes]:
     yield DONE
 
 
-def _turn(message: dict[str, Any]) -> Turn:
+def _turn(message: dict[str, Any]) -> ConversationTurn:
     text, images = _content(message.get("content"))
     calls = tuple(
-        Call(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()
+        FunctionCall(call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or ()
     )
-    return Turn(role=message["role"], text=text, calls=calls, images=images)
+    return ConversationTurn(role=message["role"], text=text, calls=calls, images=images)
 
 
 def _content(content: object) -> tuple[str, int]:
@@ -53,7 +54,7 @@ def _content(content: object) -> tuple[str, int]:
     return text, sum(part.get("type") == "image_url" for part in parts)
 
 
-def _head(exchange: Exchange, kind: str) -> dict[str, Any]:
+def _head(exchange: ScriptedExchange, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{exchange.number}",
         "object": kind,
@@ -62,7 +63,7 @@ def _head(exchange: Exchange, kind: str) -> dict[str, Any]:
     }
 
 
-def _choice(exchange: Exchange, index: int, answer: Answer) -> dict[str, Any]:
+def _choice(exchange: ScriptedExchange, index: int, answer: ScriptedAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.text or None, "refusal": None}
     if answer.calls:
         message["tool_calls"] = [_tool_call(answer, call) for call in range(len(answer.calls))]
@@ -81,28 +82,28 @@ def _choice(exchange: Exchange, index: int, answer: Answer) -> dict[str, Any]:
     return out
 
 
-def _tool_call(answer: Answer, call: int) -> dict[str, Any]:
+def _tool_call(answer: ScriptedAnswer, call: int) -> dict[str, Any]:
     function = {"name": answer.calls[call].name, "arguments": answer.calls[call].arguments}
     return {"id": answer.call_ids[call], "type": "function", "function": function}
 
 
-def _logprobs(exchange: Exchange, ids: list[int], start: int) -> dict[str, Any] | None:
+def _logprobs(exchange: ScriptedExchange, ids: list[int], start: int) -> dict[str, Any] | None:
     if not exchange.body.get("logprobs"):
         return None
     return {"content": content_logprobs(ids, start, with_top=bool(exchange.body.get("top_logprobs"))), "refusal": None}
 
 
-def _usage(exchange: Exchange) -> dict[str, Any]:
+def _usage(exchange: ScriptedExchange) -> dict[str, Any]:
     prompt, completion = exchange.prompt_tokens, exchange.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _chunk(exchange: Exchange, index: int, delta: dict[str, Any]) -> dict[str, Any]:
+def _chunk(exchange: ScriptedExchange, index: int, delta: dict[str, Any]) -> dict[str, Any]:
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
     return {**_head(exchange, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _piece_chunk(exchange: Exchange, index: int, answer: Answer, piece: Piece) -> dict[str, Any]:
+def _piece_chunk(exchange: ScriptedExchange, index: int, answer: ScriptedAnswer, piece: Piece) -> dict[str, Any]:
     chunk = _chunk(exchange, index, _delta(answer, piece))
     choice = chunk["choices"][0]
     choice["logprobs"] = _logprobs(exchange, piece.ids, piece.start)
@@ -113,7 +114,7 @@ def _piece_chunk(exchange: Exchange, index: int, answer: Answer, piece: Piece) -
     return chunk
 
 
-def _delta(answer: Answer, piece: Piece) -> dict[str, Any]:
+def _delta(answer: ScriptedAnswer, piece: Piece) -> dict[str, Any]:
     if piece.kind == "text":
         return {"content": piece.text}
     if piece.kind == "call":

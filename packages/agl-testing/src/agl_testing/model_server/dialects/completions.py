@@ -1,20 +1,20 @@
-"""``POST /v1/completions``: text or token prompts, one or several; ids stand inside the choices."""
+"""Reads and writes ``POST /v1/completions``: text or token prompts, one or several; choices hold the token ids."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from agl_testing.model_server.answer import Answer, Exchange, Piece, logprobs_of
-from agl_testing.model_server.codec import Turn, decode, encode
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, logprobs_of
+from agl_testing.model_server.codec import ConversationTurn, decode, encode
 from agl_testing.model_server.sse import DONE, data_event
 
 
-def turns_of(body: dict[str, Any]) -> tuple[Turn, ...]:
-    """Each prompt as a user turn."""
-    return tuple(Turn(role="user", text=decode(ids)) for ids in prompts_of(body))
+def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
+    """Return each prompt as a user turn."""
+    return tuple(ConversationTurn(role="user", text=decode(ids)) for ids in prompts_of(body))
 
 
 def prompts_of(body: dict[str, Any]) -> list[list[int]]:
-    """The ids of each prompt: a text, a list of ids, or a list of either."""
+    """Return the ids of each prompt; a request holds a text, a list of ids, or a list of either."""
     prompt = body.get("prompt", "")
     if isinstance(prompt, str):
         return [encode(prompt)]
@@ -23,14 +23,14 @@ def prompts_of(body: dict[str, Any]) -> list[list[int]]:
     return [encode(one) if isinstance(one, str) else one for one in prompt]
 
 
-def body_of(exchange: Exchange) -> dict[str, Any]:
-    """The plain response."""
+def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
+    """Return the plain response's body."""
     choices = [_choice(exchange, index, answer) for index, answer in enumerate(exchange.answers)]
     return {**_head(exchange), "choices": choices, "usage": _usage(exchange)}
 
 
-def events_of(exchange: Exchange) -> Iterator[bytes]:
-    """The streamed response; a choice's prompt ids are on its first chunk only."""
+def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
+    """Yield the streamed response's events; only the first of a choice has its prompt ids."""
     for index, answer in enumerate(exchange.answers):
         for position, piece in enumerate(answer.pieces):
             chunk = {**_head(exchange), "choices": [_piece_choice(exchange, index, answer, piece)]}
@@ -42,7 +42,7 @@ def events_of(exchange: Exchange) -> Iterator[bytes]:
     yield DONE
 
 
-def _head(exchange: Exchange) -> dict[str, Any]:
+def _head(exchange: ScriptedExchange) -> dict[str, Any]:
     return {
         "id": f"cmpl-{exchange.number}",
         "object": "text_completion",
@@ -51,7 +51,7 @@ def _head(exchange: Exchange) -> dict[str, Any]:
     }
 
 
-def _choice(exchange: Exchange, index: int, answer: Answer) -> dict[str, Any]:
+def _choice(exchange: ScriptedExchange, index: int, answer: ScriptedAnswer) -> dict[str, Any]:
     out: dict[str, Any] = {
         "index": index,
         "text": answer.text,
@@ -64,7 +64,7 @@ def _choice(exchange: Exchange, index: int, answer: Answer) -> dict[str, Any]:
     return out
 
 
-def _piece_choice(exchange: Exchange, index: int, answer: Answer, piece: Piece) -> dict[str, Any]:
+def _piece_choice(exchange: ScriptedExchange, index: int, answer: ScriptedAnswer, piece: Piece) -> dict[str, Any]:
     out: dict[str, Any] = {
         "index": index,
         "text": piece.text,
@@ -76,7 +76,7 @@ def _piece_choice(exchange: Exchange, index: int, answer: Answer, piece: Piece) 
     return out
 
 
-def _logprobs(exchange: Exchange, ids: list[int], start: int) -> dict[str, Any] | None:
+def _logprobs(exchange: ScriptedExchange, ids: list[int], start: int) -> dict[str, Any] | None:
     if exchange.body.get("logprobs") is None:
         return None
     return {
@@ -87,6 +87,6 @@ def _logprobs(exchange: Exchange, ids: list[int], start: int) -> dict[str, Any] 
     }
 
 
-def _usage(exchange: Exchange) -> dict[str, Any]:
+def _usage(exchange: ScriptedExchange) -> dict[str, Any]:
     prompt, completion = exchange.prompt_tokens, exchange.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,29 +1,29 @@
-"""``POST /v1/messages``: Anthropic's blocks in and out, with its named events; it has no token ids."""
+"""Reads and writes ``POST /v1/messages``: Anthropic's blocks and named events, which have no token ids."""
 
 from collections.abc import Iterator
 from typing import Any, cast
 
 import msgspec
 
-from agl_testing.model_server.answer import Answer, Exchange, Piece
-from agl_testing.model_server.codec import Call, Turn
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange
+from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 from agl_testing.model_server.sse import named_event
 
 _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
-def turns_of(body: dict[str, Any]) -> tuple[Turn, ...]:
-    """System prompt and messages; each tool result is a turn of its own."""
-    turns: list[Turn] = []
+def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
+    """Return the system prompt and the messages; each tool result is a turn of its own."""
+    turns: list[ConversationTurn] = []
     if body.get("system"):
-        turns.append(Turn(role="system", text=_text(_blocks(body["system"]))))
+        turns.append(ConversationTurn(role="system", text=_text(_blocks(body["system"]))))
     for message in body.get("messages", ()):
         turns += _turns(message["role"], _blocks(message["content"]))
     return tuple(turns)
 
 
-def body_of(exchange: Exchange) -> dict[str, Any]:
-    """The plain response."""
+def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
+    """Return the plain response's body."""
     answer = exchange.answers[0]
     content: list[dict[str, Any]] = [{"type": "text", "text": answer.text}] if _has_text(answer) else []
     for index, call in enumerate(answer.calls):
@@ -32,12 +32,12 @@ def body_of(exchange: Exchange) -> dict[str, Any]:
     return {**_message(exchange, usage), "content": content, "stop_reason": _reason(answer)}
 
 
-def events_of(exchange: Exchange) -> Iterator[bytes]:
-    """The streamed response: start, one run of events per block, the end."""
+def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
+    """Yield the streamed response's events: the start, those of one block after the other, the end."""
     yield from map(named_event, _events(exchange))
 
 
-def _events(exchange: Exchange) -> Iterator[dict[str, Any]]:
+def _events(exchange: ScriptedExchange) -> Iterator[dict[str, Any]]:
     answer = exchange.answers[0]
     usage = {"input_tokens": exchange.prompt_tokens, "output_tokens": 1}
     yield {"type": "message_start", "message": _message(exchange, usage)}
@@ -61,20 +61,20 @@ def _block_events(index: int, block: dict[str, Any], pieces: list[Piece]) -> Ite
     yield {"type": "content_block_stop", "index": index}
 
 
-def _has_text(answer: Answer) -> bool:
+def _has_text(answer: ScriptedAnswer) -> bool:
     return bool(answer.text) or not answer.calls
 
 
-def _reason(answer: Answer) -> str:
+def _reason(answer: ScriptedAnswer) -> str:
     return _STOP_REASONS.get(answer.reason, answer.reason)
 
 
-def _tool_use(answer: Answer, index: int, given: object) -> dict[str, Any]:
+def _tool_use(answer: ScriptedAnswer, index: int, given: object) -> dict[str, Any]:
     call_id = answer.call_ids[index].replace("call_", "toolu_")
     return {"type": "tool_use", "id": call_id, "name": answer.calls[index].name, "input": given}
 
 
-def _message(exchange: Exchange, usage: dict[str, int]) -> dict[str, Any]:
+def _message(exchange: ScriptedExchange, usage: dict[str, int]) -> dict[str, Any]:
     return {
         "id": f"msg_{exchange.number}",
         "type": "message",
@@ -97,13 +97,13 @@ def _text(blocks: list[dict[str, Any]]) -> str:
     return "".join(block["text"] for block in blocks if block["type"] == "text")
 
 
-def _turns(role: str, blocks: list[dict[str, Any]]) -> list[Turn]:
+def _turns(role: str, blocks: list[dict[str, Any]]) -> list[ConversationTurn]:
     results = [block for block in blocks if block["type"] == "tool_result"]
-    turns = [Turn(role="tool", text=_text(_blocks(block.get("content", "")))) for block in results]
+    turns = [ConversationTurn(role="tool", text=_text(_blocks(block.get("content", "")))) for block in results]
     rest = [block for block in blocks if block["type"] != "tool_result"]
     if rest:
         uses = [block for block in rest if block["type"] == "tool_use"]
-        calls = tuple(Call(use["name"], msgspec.json.encode(use["input"]).decode()) for use in uses)
+        calls = tuple(FunctionCall(use["name"], msgspec.json.encode(use["input"]).decode()) for use in uses)
         images = sum(block["type"] == "image" for block in rest)
-        turns.append(Turn(role=role, text=_text(rest), calls=calls, images=images))
+        turns.append(ConversationTurn(role=role, text=_text(rest), calls=calls, images=images))
     return turns

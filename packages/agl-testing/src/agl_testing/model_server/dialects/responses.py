@@ -1,18 +1,18 @@
-"""``POST /v1/responses``: items in, typed items and events out; ids in vLLM's raw messages when enabled."""
+"""Reads and writes ``POST /v1/responses``: typed items and events, and vLLM's raw messages with ids if enabled."""
 
 from collections.abc import Iterator
 from typing import Any, cast
 
-from agl_testing.model_server.answer import Answer, Exchange, Piece, content_logprobs
-from agl_testing.model_server.codec import Call, Turn, decode
+from agl_testing.model_server.answer import Piece, ScriptedAnswer, ScriptedExchange, content_logprobs
+from agl_testing.model_server.codec import ConversationTurn, FunctionCall, decode
 from agl_testing.model_server.sse import named_event
 
 
-def turns_of(body: dict[str, Any]) -> tuple[Turn, ...]:
-    """Instructions and input items; consecutive items of the assistant make one turn."""
-    turns: list[Turn] = []
+def turns_of(body: dict[str, Any]) -> tuple[ConversationTurn, ...]:
+    """Return instructions and input items as turns; consecutive items of the assistant make one turn."""
+    turns: list[ConversationTurn] = []
     if body.get("instructions"):
-        turns.append(Turn(role="system", text=body["instructions"]))
+        turns.append(ConversationTurn(role="system", text=body["instructions"]))
     given = body.get("input", "")
     items: list[dict[str, Any]] = [{"role": "user", "content": given}] if isinstance(given, str) else given
     for item in items:
@@ -24,8 +24,8 @@ def turns_of(body: dict[str, Any]) -> tuple[Turn, ...]:
     return tuple(turns)
 
 
-def body_of(exchange: Exchange) -> dict[str, Any]:
-    """The plain response, also sent at the end of a stream."""
+def body_of(exchange: ScriptedExchange) -> dict[str, Any]:
+    """Return the plain response's body, which also ends a stream."""
     answer = exchange.answers[0]
     out = _response(exchange, "incomplete" if answer.reason == "length" else "completed")
     out["output"] = _output(exchange)
@@ -38,13 +38,13 @@ def body_of(exchange: Exchange) -> dict[str, Any]:
     return out
 
 
-def events_of(exchange: Exchange) -> Iterator[bytes]:
-    """The streamed response: every event typed, numbered from 0."""
+def events_of(exchange: ScriptedExchange) -> Iterator[bytes]:
+    """Yield the streamed response's events, typed and numbered from 0."""
     for number, event in enumerate(_events(exchange)):
         yield named_event({**event, "sequence_number": number})
 
 
-def _events(exchange: Exchange) -> Iterator[dict[str, Any]]:
+def _events(exchange: ScriptedExchange) -> Iterator[dict[str, Any]]:
     for name in ("created", "in_progress"):
         yield {"type": f"response.{name}", "response": _response(exchange, "in_progress")}
     answer = exchange.answers[0]
@@ -57,7 +57,7 @@ def _events(exchange: Exchange) -> Iterator[dict[str, Any]]:
 
 
 def _message_events(
-    exchange: Exchange, index: int, item: dict[str, Any], pieces: list[Piece]
+    exchange: ScriptedExchange, index: int, item: dict[str, Any], pieces: list[Piece]
 ) -> Iterator[dict[str, Any]]:
     where = {"item_id": item["id"], "output_index": index, "content_index": 0}
     part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -73,7 +73,9 @@ def _message_events(
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
-def _call_events(exchange: Exchange, index: int, item: dict[str, Any], pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+def _call_events(
+    exchange: ScriptedExchange, index: int, item: dict[str, Any], pieces: list[Piece]
+) -> Iterator[dict[str, Any]]:
     del exchange
     where = {"item_id": item["id"], "output_index": index}
     opened = {**item, "status": "in_progress", "arguments": ""}
@@ -85,21 +87,21 @@ def _call_events(exchange: Exchange, index: int, item: dict[str, Any], pieces: l
     yield {"type": "response.output_item.done", "output_index": index, "item": item}
 
 
-def _belongs(piece: Piece, answer: Answer, index: int) -> bool:
+def _belongs(piece: Piece, answer: ScriptedAnswer, index: int) -> bool:
     has_message = bool(answer.text) or not answer.calls
     if has_message and index == 0:
         return piece.kind == "text"
     return piece.kind == "arguments" and piece.call == index - has_message
 
 
-def _turn(item: dict[str, Any]) -> Turn:
+def _turn(item: dict[str, Any]) -> ConversationTurn:
     kind = item.get("type", "message")
     if kind == "function_call":
-        return Turn(role="assistant", calls=(Call(item["name"], item["arguments"]),))
+        return ConversationTurn(role="assistant", calls=(FunctionCall(item["name"], item["arguments"]),))
     if kind == "function_call_output":
-        return Turn(role="tool", text=_content(item["output"])[0])
+        return ConversationTurn(role="tool", text=_content(item["output"])[0])
     text, images = _content(item.get("content"))
-    return Turn(role=item.get("role", "user"), text=text, images=images)
+    return ConversationTurn(role=item.get("role", "user"), text=text, images=images)
 
 
 def _content(content: object) -> tuple[str, int]:
@@ -109,11 +111,11 @@ def _content(content: object) -> tuple[str, int]:
     return "".join(part.get("text", "") for part in parts), sum(part.get("type") == "input_image" for part in parts)
 
 
-def _merge(first: Turn, second: Turn) -> Turn:
-    return Turn(role="assistant", text=first.text + second.text, calls=first.calls + second.calls)
+def _merge(first: ConversationTurn, second: ConversationTurn) -> ConversationTurn:
+    return ConversationTurn(role="assistant", text=first.text + second.text, calls=first.calls + second.calls)
 
 
-def _response(exchange: Exchange, status: str) -> dict[str, Any]:
+def _response(exchange: ScriptedExchange, status: str) -> dict[str, Any]:
     body = exchange.body
     return {
         "id": f"resp_{exchange.number}",
@@ -138,7 +140,7 @@ def _response(exchange: Exchange, status: str) -> dict[str, Any]:
     }
 
 
-def _output(exchange: Exchange) -> list[dict[str, Any]]:
+def _output(exchange: ScriptedExchange) -> list[dict[str, Any]]:
     answer, items = exchange.answers[0], list[dict[str, Any]]()
     if answer.text or not answer.calls:
         text_ids = [number for piece in answer.pieces if piece.kind == "text" for number in piece.ids]
@@ -153,13 +155,13 @@ def _output(exchange: Exchange) -> list[dict[str, Any]]:
     return items
 
 
-def _logprobs(exchange: Exchange, ids: list[int], start: int) -> list[dict[str, Any]]:
+def _logprobs(exchange: ScriptedExchange, ids: list[int], start: int) -> list[dict[str, Any]]:
     if "message.output_text.logprobs" not in (exchange.body.get("include") or ()):
         return []
     return content_logprobs(ids, start)
 
 
-def _usage(exchange: Exchange) -> dict[str, Any]:
+def _usage(exchange: ScriptedExchange) -> dict[str, Any]:
     prompt, completion = exchange.prompt_tokens, exchange.completion_tokens
     return {
         "input_tokens": prompt,

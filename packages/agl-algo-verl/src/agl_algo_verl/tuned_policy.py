@@ -1,4 +1,4 @@
-"""The policy that is trained, as both engines find it in an experiment."""
+"""The policy that is trained, found and checked in the same way for both engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tuned_policy(context: AlgorithmContext) -> tuple[str, Weights]:
 
 
 def own_weights(resource: Any, *, name: str) -> Weights:
-    """Return a policy's weights; raises ConfigError for what cannot be trained from here."""
+    """Return a policy's weights; raises ConfigError where they cannot be trained from here."""
     if not isinstance(resource, Weights):
         raise ConfigError(
             f"The policy {name!r} is a {type(resource).__name__}, whose weights cannot be trained from here. "

@@ -1,8 +1,10 @@
-"""Paid, cached, budgeted evaluation: which reward a candidate gets on a task.
+"""Evaluation: the reward of a candidate on a task, paid from the budget once and remembered.
 
-Every rollout is paid from the budget before it starts, found again by its id after a crash, and remembered by
-(candidate, split, task, repeat). What infrastructure broke is started again and never scored; what the agent broke
-is scored with the failure's reward. Nothing here decides anything about candidates.
+Every rollout is paid before it starts, found again by its id after a crash, and remembered by (candidate, split, task,
+repeat). Rollouts that infrastructure broke are started again and never scored; those that the agent broke are scored
+with the reward of a failure. Leaving these out would favour a text that makes the agent fail on hard tasks.
+
+Estimates are means over tasks with Student's interval. Nothing here decides anything about candidates.
 """
 
 import asyncio
@@ -20,16 +22,16 @@ from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError, RunError
 from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, to_json
 from agl_algo_apo.budget import Budget
-from agl_algo_apo.candidates import Candidate, resource_of
+from agl_algo_apo.candidates import PromptCandidate, resource_of
 
 Split = Literal["train", "val"]
 Status = Literal["ok", "failed", "timeout", "unrewarded", "infrastructure"]
 
 TRIES = 3
-"""Times that a rollout which infrastructure broke is started at most."""
+"""Most starts of a rollout that infrastructure breaks each time."""
 
 FRESH = 1
-"""Number of the final measurement's rollouts of a task; 0 is the first measurement."""
+"""The `repeat` of the final measurement's rollouts; 0 is the first measurement, from 2 on come further ones."""
 
 FEEDBACK_CHARS = 1000
 """Characters of feedback that are remembered with a reward."""
@@ -40,17 +42,17 @@ _INFRASTRUCTURE = re.compile(
     r"|RemoteProtocolError|ReadError|WriteError|ReadTimeout|PoolTimeout|BrokenPipeError|MemoryError)(?::|$)",
     re.MULTILINE,
 )
-"""Errors that say nothing about the agent's text: the model's server or the network did not do its part."""
+"""Errors that say nothing about the agent's text: the model's server or the network failed."""
 
 
 class Measured(Record, frozen=True, kw_only=True):
-    """What one rollout said.
+    """The outcome of one rollout.
 
     Attributes:
-        reward: The score; the failure's reward where the agent failed.
+        reward: The score; that of a failure where the agent failed.
         rollout: The rollout's id.
         status: How the rollout ended.
-        feedback: What its rewards said in words.
+        feedback: The feedback of its rewards and its error, as text.
     """
 
     reward: float
@@ -59,17 +61,17 @@ class Measured(Record, frozen=True, kw_only=True):
     feedback: str = ""
 
 
-class Job(NamedTuple):
-    """A candidate on tasks of one split, by their positions; ``repeat`` counts fresh rollouts of the same task."""
+class MeasureJob(NamedTuple):
+    """Asks for a candidate's rewards on tasks of one split, by position; ``repeat`` tells rollouts of a task apart."""
 
-    candidate: Candidate
+    candidate: PromptCandidate
     split: Split
     tasks: tuple[int, ...]
     repeat: int = 0
 
 
 class Estimate(Record, frozen=True, kw_only=True):
-    """A mean with its 95 % confidence interval over ``n`` tasks; the interval is the mean where n < 2."""
+    """A mean reward over ``n`` tasks with its 95 % confidence interval, which is the mean alone where n < 2."""
 
     mean: float
     low: float
@@ -78,7 +80,7 @@ class Estimate(Record, frozen=True, kw_only=True):
 
 
 class Scores:
-    """The rewards that were paid for."""
+    """Remembers the rewards that were paid for."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
@@ -87,7 +89,7 @@ class Scores:
         return sum(len(known) for known in self._known.values())
 
     def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
-        """What is known, ``None`` if nothing."""
+        """Return what one rollout brought, ``None`` if it is not known."""
         return self._known.get((candidate, split), {}).get((task, repeat))
 
     def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
@@ -95,28 +97,30 @@ class Scores:
         self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
 
     def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
-        """Rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
+        """Return rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
 
-        Where a task was measured several times it is the mean, without :data:`FRESH`, which nothing may be chosen by.
+        A task that was measured several times has the mean. :data:`FRESH` ones are left out, as nothing may be chosen
+        by them.
         """
         wanted = None if tasks is None else set(tasks)
         found: dict[int, list[float]] = {}
         for (task, repeat), measured in self._known.get((candidate, split), {}).items():
             if repeat != FRESH and (wanted is None or task in wanted):
                 found.setdefault(task, []).append(measured.reward)
+        # One number per task, however often it ran: tasks and not rollouts are what intervals and races count.
         return {task: fmean(values) for task, values in found.items()}
 
     def fresh(self, candidate: str, split: Split) -> dict[int, float]:
-        """Rewards of the final measurement by task."""
+        """Return the rewards of the final measurement by task."""
         known = self._known.get((candidate, split), {})
         return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
 
     def next_repeat(self, candidate: str, split: Split) -> int:
-        """A number for measuring once more what was measured before."""
+        """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
     def floor(self) -> float:
-        """The worst reward that was ever measured; 0 before there is any."""
+        """Return the worst reward that was ever measured; 0 before there is any."""
         return min((m.reward for known in self._known.values() for m in known.values()), default=0.0)
 
     def clear(self) -> None:
@@ -124,7 +128,7 @@ class Scores:
         self._known.clear()
 
     def dump(self) -> Json:
-        """As JSON: one row per measurement."""
+        """Return everything as JSON, one row per measurement."""
         return [
             [*place, *key, msgspec.to_builtins(measured)]
             for place, known in self._known.items()
@@ -142,16 +146,16 @@ class Evaluator:
     """Runs candidates on tasks.
 
     Attributes:
-        scores: What was paid for.
-        environment: Versions of the resources that are not tuned here, on which all that is measured now depends:
-            rollouts keep to these, and are others for others. A policy serves its newest weights only, whatever a
-            rollout was asked for with.
-        broken: Rollouts of this process that could not be scored, by status.
+        scores: The rewards that were paid for.
+        environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
+            texts among them are pinned; a policy always serves its newest weights. Where they change, the same
+            request makes new rollouts.
+        broken: Count of the rollouts of this process that could not be scored, by status.
 
     Args:
         context: The algorithm's context.
-        budget: Pays.
-        failure_reward: What a rollout scores in which the agent failed or ran out of time.
+        budget: Pays for every rollout.
+        failure_reward: The reward of a rollout in which the agent failed or ran out of time.
     """
 
     def __init__(self, context: AlgorithmContext, budget: Budget, *, failure_reward: float = 0.0) -> None:
@@ -164,11 +168,11 @@ class Evaluator:
         self.environment = environment_of(context)
         self.broken: Counter[str] = Counter()
 
-    async def register(self, candidate: Candidate, *, parent: Candidate | None = None) -> Candidate:
-        """The candidate with versions that rollouts can pin; texts equal to the parent's share its versions.
+    async def register(self, candidate: PromptCandidate, *, parent: PromptCandidate | None = None) -> PromptCandidate:
+        """Return the candidate with versions that rollouts can pin; texts equal to the parent's share its versions.
 
         Raises:
-            ValueError: A text cannot be a resource of its kind; the static gate refuses it before.
+            ValueError: A text cannot be a resource of its kind; the static gate refuses such texts before.
         """
         versions: dict[str, str] = {}
         for name, text in candidate.texts.items():
@@ -188,18 +192,19 @@ class Evaluator:
                 versions[name] = made.version
         return candidate.replace(versions=versions)
 
-    async def measure(self, jobs: Sequence[Job], *, step: int, purpose: str) -> None:
-        """Get all rewards that are not known yet into :attr:`scores`, all jobs at once.
+    async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
+        """Run what is not known yet, all jobs at once, and put the rewards into :attr:`scores`.
 
         Args:
-            jobs: What to run; tasks that infrastructure broke every time stay unknown.
+            jobs: The rewards to get; tasks that infrastructure broke every time stay unknown.
             step: The step that asks; with ``purpose`` it makes the rollouts' ids.
             purpose: Unique within the step; letters and digits.
 
         Raises:
-            BudgetExhaustedError: The budget does not reach for all of it; nothing was started.
+            BudgetExhaustedError: The budget does not reach for all of it; none of it was started.
         """
         for attempt in range(TRIES):
+            # The first round runs everything; later ones only what infrastructure broke, paid once more.
             missing = [job._replace(tasks=self._unknown(job)) for job in jobs]
             missing = [job for job in missing if job.tasks]
             if not missing:
@@ -208,44 +213,47 @@ class Evaluator:
             await asyncio.gather(*(self._run(job, step, f"{purpose}-{attempt}") for job in missing))
 
     def mean(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> float:
-        """Mean of the known rewards; ``nan`` where none is known."""
+        """Return the mean of the known rewards; ``nan`` where none is known."""
         rewards = self.scores.rewards(candidate, split, tasks)
         return fmean(rewards.values()) if rewards else math.nan
 
     def tasks(self, split: Split) -> Sequence[Json]:
-        """The tasks of a split."""
+        """Return the tasks of a split."""
         return self._context.train if split == "train" else self._context.val
 
-    def _unknown(self, job: Job) -> tuple[int, ...]:
+    def _unknown(self, job: MeasureJob) -> tuple[int, ...]:
         known = self.scores
         return tuple(t for t in job.tasks if known.get(job.candidate.id, job.split, t, job.repeat) is None)
 
-    async def _run(self, job: Job, step: int, purpose: str) -> None:
+    async def _run(self, job: MeasureJob, step: int, purpose: str) -> None:
         tasks = self.tasks(job.split)
         collected = await self._context.collect(
             [tasks[position] for position in job.tasks],
             step=step,
             mode=job.split,
-            resources={**self._kept(), **job.candidate.versions},
-            key=f"{self._mark()}{purpose}-{job.candidate.id}-{job.repeat}",
+            resources={**self._pinned_versions(), **job.candidate.versions},
+            key=f"{self._environment_prefix()}{purpose}-{job.candidate.id}-{job.repeat}",
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
-            measured = self._read(episode)
+            measured = self._measured(episode)
             if measured is not None:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
 
-    def _kept(self) -> dict[str, str]:
+    def _pinned_versions(self) -> dict[str, str]:
         texts = (PromptTemplate, JsonResource)
         return {n: v for n, v in self.environment.items() if isinstance(self._context.current(n).resource, texts)}
 
-    def _mark(self) -> str:
-        """Makes other rollouts of those that depend on something else, which a step that is repeated may meet."""
+    def _environment_prefix(self) -> str:
+        """Return the part of rollout ids that depends on the environment.
+
+        A step that is repeated after other resources have changed must not find the rollouts of before.
+        """
         if not self.environment:
             return ""
         return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
-    def _read(self, episode: Episode) -> Measured | None:
+    def _measured(self, episode: Episode) -> Measured | None:
         status = status_of(episode)
         if status in ("infrastructure", "unrewarded"):
             self.broken[status] += 1
@@ -255,7 +263,7 @@ class Evaluator:
 
 
 def status_of(episode: Episode) -> Status:
-    """How a rollout ended, told apart by who is to blame."""
+    """Return how a rollout ended, so that failures of the agent and of infrastructure are told apart."""
     attempt = episode.attempt
     if episode.rollout.status == "succeeded":
         return "unrewarded" if episode.reward is None else "ok"
@@ -269,7 +277,7 @@ def status_of(episode: Episode) -> Status:
 
 
 def feedback_of(episode: Episode) -> str:
-    """What the rewards and the error of a rollout say in words."""
+    """Return the feedback of a rollout's rewards and its error, as text."""
     parts = [reward.feedback for reward in episode.rewards if reward.feedback]
     error = episode.attempt.error if episode.attempt is not None else None
     if error is not None:
@@ -278,34 +286,42 @@ def feedback_of(episode: Episode) -> str:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and 95 % interval of independent values, by Student's t."""
+    """Return the mean and the 95 % interval of independent values, by Student's t.
+
+    mean +/- t * s / sqrt(n), where s divides by n - 1 and t is the 97.5 % quantile with n - 1 degrees of freedom.
+    """
     mean, n = fmean(values), len(values)
     if n < 2:
-        return Estimate(mean=mean, low=mean, high=mean, n=n)
+        return Estimate(mean=mean, low=mean, high=mean, n=n)  # one value has no spread to tell
+    # t and not the normal 1.96: s is estimated from few tasks, and with 8 of them the interval is a fifth wider.
     half = _t95(n - 1) * stdev(values) / math.sqrt(n)
     return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
 
 
 def _t95(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, by the Cornish-Fisher expansion, within 1 % from 3 degrees of freedom."""
-    exact = {1: 12.706, 2: 4.303}
+    """Return the 97.5 % quantile of Student's t with ``freedom`` degrees of freedom.
+
+    By the Cornish-Fisher expansion in 1 / freedom (Abramowitz and Stegun, formula 26.7.5), without a library of
+    statistics; within 1 % from 3 degrees of freedom on.
+    """
+    exact = {1: 12.706, 2: 4.303}  # where three terms of the expansion are not enough
     if freedom in exact:
         return exact[freedom]
-    z, d = 1.959964, float(freedom)
+    z, d = 1.959964, float(freedom)  # z: the same quantile of the normal distribution, the limit for large d
     z3, z5, z7 = z**3, z**5, z**7
-    first = (z3 + z) / (4 * d)
-    second = (5 * z5 + 16 * z3 + 3 * z) / (96 * d * d)
-    third = (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * d**3)
+    first = (z3 + z) / (4 * d)  # g1(z) / d
+    second = (5 * z5 + 16 * z3 + 3 * z) / (96 * d * d)  # g2(z) / d^2
+    third = (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * d**3)  # g3(z) / d^3
     return z + first + second + third
 
 
 def environment_of(context: AlgorithmContext) -> dict[str, str]:
-    """Versions of what rewards depend on besides the candidate: every resource that is not tuned here."""
+    """Return the version of every resource that is not tuned here, on which rewards depend besides the candidate."""
     return {name: version for name, version in sorted(context.live().items()) if name not in context.tunes}
 
 
 def dataset_digest(context: AlgorithmContext) -> str:
-    """Tells one pair of training and validation sets from another, so that a resumed run notices the change."""
+    """Return a digest of the training and validation tasks, by which a resumed run notices that they have changed."""
     return hashlib.blake2b(to_json([list(context.train), list(context.val)]), digest_size=8).hexdigest()
 
 
@@ -315,8 +331,8 @@ def check_splits(context: AlgorithmContext) -> None:
         raise ConfigError("there are no training tasks; set [experiment] train to a JSON-lines file")
     if not context.val:
         raise ConfigError(
-            "there are no validation tasks, by which prompts are compared; set [experiment] val to tasks that are "
-            "not in train, about as many"
+            "there are no validation tasks to compare prompts on; set [experiment] val to tasks that are not in train, "
+            "about as many"
         )
     train = {to_json(task) for task in context.train}
     shared = [task for task in context.val if to_json(task) in train]
@@ -328,7 +344,7 @@ def check_splits(context: AlgorithmContext) -> None:
 
 
 def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:
-    """The error of a measurement in which no rollout gave a reward; ``broken`` counts by status."""
+    """Return the error of a measurement in which no rollout gave a reward; ``broken`` counts them by status."""
     counts = ", ".join(f"{count} {status}" for status, count in sorted(broken.items()))
     return RunError(
         f"none of {tried} rollouts could be scored ({counts}). Check that the agent's model answers and that the agent "

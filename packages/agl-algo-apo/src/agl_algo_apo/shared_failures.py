@@ -1,16 +1,16 @@
-"""Failures that other algorithms paid for: where to look first, and more to show the critic.
+"""Failures that other algorithms paid for: tasks to try first, and further runs to show the critic.
 
-They are evidence and never a score: what else was live when they ran, such as weights, is not what is live now.
+They are evidence and never a score, because other weights may have been live when they ran.
 """
 
 from agl.contracts import AlgorithmContext
 from agl.schemas import to_json
-from agl_algo_apo.evaluate import Measured, feedback_of
-from agl_algo_apo.progress import Progress
+from agl_algo_apo.evaluation import Measured, feedback_of
+from agl_algo_apo.progress import SearchProgress
 
 
-async def read_failures(context: AlgorithmContext, progress: Progress, *, perfect_score: float) -> None:
-    """Take what the sources' steps since the last time say about the live texts into ``progress.shared``.
+async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, perfect_score: float) -> None:
+    """Put the failures of the sources' new steps into ``progress.shared``, as far as they ran with the live texts.
 
     Only rollouts with the texts that are live now count (staleness 0). Where algorithms run at the same time this
     waits for a source's next step.
@@ -24,7 +24,7 @@ async def read_failures(context: AlgorithmContext, progress: Progress, *, perfec
         position = positions.get(to_json(episode.rollout.task))
         if position is None or episode.reward is None:
             continue
-        progress.shared.pop(position, None)
+        progress.shared.pop(position, None)  # the newest rollout of a task counts, also where it succeeded
         if episode.reward < perfect_score:
             progress.shared[position] = Measured(
                 reward=episode.reward, rollout=episode.rollout.rollout_id, feedback=feedback_of(episode)

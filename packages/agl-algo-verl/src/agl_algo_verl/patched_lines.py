@@ -1,4 +1,4 @@
-"""Whether the installed VERL still has the lines that are replaced at run time."""
+"""Guards the lines of VERL that are replaced at run time: a VERL without them is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from agl_algo_verl.runtime import INSTALL, check_version
 
 
-def expect(place: Any, line: str) -> None:
+def expect_line(place: Any, line: str) -> None:
     """Raise RuntimeError unless the source of `place` has `line`, and ConfigError for another version of VERL."""
     check_version()
     if line not in inspect.getsource(place):

@@ -1,6 +1,6 @@
-"""What VERL calls by name and this package does not do, and what to use instead.
+"""Values that VERL accepts and this package refuses, such as names of losses, and what to use instead.
 
-Every advantage estimator and policy loss that VERL 0.9.1 registers is either accepted by `settings.py` or here.
+Every advantage estimator and policy loss that VERL 0.9.1 registers is either accepted by `settings.py` or listed here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ESTIMATORS = {
     "grpo_vectorized": "it gives the numbers of grpo; use grpo",
     "rloo_vectorized": "it gives the numbers of rloo; use rloo",
     "grpo_passk": "it rewards only the best of a group; use grpo",
-    "gdpo": "it normalises several rewards apart; weigh them in the experiment's `reward_weights` and use grpo",
-    "opo": "it weighs rollouts by their length, which an agent's calls have not in common; use rloo",
+    "gdpo": "it normalises each of several rewards alone; weigh them by the experiment's `reward_weights` and use grpo",
+    "opo": "it weighs rollouts by their length, and the calls of an agent have no length in common; use rloo",
     "remax": "it needs a greedy rollout beside every sampled one; use rloo",
     "gpg": "it rescales by the rollouts that differ; use grpo with norm_adv_by_std_in_grpo = false",
     "optimal_token_baseline": "it needs the norms of gradients per token; use gae",
     "tir_optimal_token_baseline": "it needs the norms of gradients per token; use gae",
 }
-"""Advantage estimators of VERL that are refused."""
+"""Advantage estimators of VERL that are refused, with the reason and what to use instead."""
 
 LOSSES = {
     "bypass_mode": "old log-probabilities are always the engine's; use vanilla with rollout_correction.rollout_is",
@@ -39,7 +39,7 @@ LOSSES = {
     "kl_cov": _CLIPPED,
     "sapo": _CLIPPED,
 }
-"""Policy losses of VERL that are refused."""
+"""Policy losses of VERL that are refused, likewise."""
 
 REFUSED: dict[str, dict[str, str]] = {
     "algorithm.adv_estimator": ESTIMATORS,
@@ -47,8 +47,8 @@ REFUSED: dict[str, dict[str, str]] = {
     "actor_rollout_ref.actor.loss_agg_mode": {
         "token-sum": "its gradient grows with the batch; use seq-mean-token-sum",
     },
-    "algorithm.kl_penalty": {"full": "VERL has not written it; use k1 or k3"},
-    "actor_rollout_ref.actor.kl_loss_type": {"full": "VERL has not written it; use low_var_kl"},
+    "algorithm.kl_penalty": {"full": "VERL names it and does not implement it; use k1 or k3"},
+    "actor_rollout_ref.actor.kl_loss_type": {"full": "VERL names it and does not implement it; use low_var_kl"},
     "algorithm.rollout_correction.rollout_is": {
         "sequence": "it would multiply over an agent's rows, not its rollouts; use token",
     },
@@ -56,10 +56,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "separate_async": "it needs devices of its own for serving; use colocate_async",
     },
 }
-"""Values of keys that VERL takes and this package does not."""
+"""The refused values of each key, with the reason and what to use instead."""
 
 
-def check_names(given: Mapping[str, Any]) -> None:
+def check_values(given: Mapping[str, Any]) -> None:
     """Raise ConfigError naming every refused value among nested keys, with what to use instead."""
     wrong: list[str] = []
     for name, values in REFUSED.items():
@@ -67,7 +67,7 @@ def check_names(given: Mapping[str, Any]) -> None:
         if isinstance(value, str) and value in values:
             wrong.append(f"{name} = {value!r}: {values[value]}")
     if wrong:
-        raise ConfigError("The VERL configuration asks for what is not done here:\n- " + "\n- ".join(wrong))
+        raise ConfigError("The VERL configuration has values that cannot be used here:\n- " + "\n- ".join(wrong))
 
 
 def _value(given: Mapping[str, Any], name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers of VERL's training workers, as one number per name."""
+"""Metrics of VERL's training workers, reduced to one number per name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, cast
 from agl_algo_verl.typed import verl_part
 
 
-def reported(metrics: Any) -> dict[str, float]:
-    """Return what an update reports without VERL's prefixes; memory and speed of its process are left out."""
+def plain_metrics(metrics: Any) -> dict[str, float]:
+    """Return the metrics of an update without VERL's prefixes; memory and speed of its process are left out."""
     found = cast("dict[str, Any]", metrics)
     return {name.rsplit("/", 1)[-1]: _number(value) for name, value in found.items() if not name.startswith("perf/")}
 
 
 def _number(value: Any) -> float:
-    """One number: of a number, a list over ranks or micro-batches, or VERL's own metric."""
+    """Return one number for a number, a list over ranks or micro-batches, or VERL's own metric."""
     if isinstance(value, verl_part("verl.utils.metric:Metric")):
         return float(value.aggregate())
     if isinstance(value, list):

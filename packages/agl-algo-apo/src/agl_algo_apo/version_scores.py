@@ -1,7 +1,7 @@
-"""What a search tells the store about versions: the score of each, and whether it flatters.
+"""Scores of resource versions, for the store: the score of each, and which rewards it is made of.
 
-A version's score is that of the candidate which brought it. What is live belongs to the candidate that was published,
-together with the other texts of that candidate.
+A version has the score of the candidate that brought it. The live versions have that of the published candidate, all
+of whose texts are live together.
 """
 
 from collections.abc import Mapping
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import msgspec
 
 from agl_algo_apo.candidates import Lineage
-from agl_algo_apo.evaluate import Estimate, Evaluator, estimate
-from agl_algo_apo.finish import How, Result
+from agl_algo_apo.evaluation import Estimate, Evaluator, estimate
+from agl_algo_apo.final_measurement import How, Result
 from agl_run.experiment.measured import VersionScore
 
 
@@ -31,7 +31,7 @@ def version_scores(
         seed: Id of the first candidate.
         published: Id of the candidate whose texts are live.
         live: The live version of every tuned resource.
-        result: Of the final measurement, ``None`` before it.
+        result: Result of the final measurement, ``None`` before it.
     """
     by_candidate: dict[str, VersionScore] = {}
     owners: dict[tuple[str, str], str] = {}
@@ -42,7 +42,7 @@ def version_scores(
                 estimate(rewards), "first measurement" if candidate.id == seed else "selection"
             )
         for version in candidate.versions.items():
-            owners.setdefault(version, candidate.id)
+            owners.setdefault(version, candidate.id)  # children share unchanged versions; the first one owns them
     if result is not None:
         by_candidate[seed] = _score(result.seed_score, result.how)
         by_candidate[result.winner] = _score(result.score, result.how)
