@@ -16,7 +16,7 @@ from agl.contracts import Store
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.schemas._ids import new_span_id
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.comparison import compare, interval, student_cdf, student_quantile

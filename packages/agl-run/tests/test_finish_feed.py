@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agl.errors import StoreError
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run.experiment.collect import FinishFeed
 
 

@@ -17,8 +17,7 @@ from agl._plugins import PluginManager
 from agl.contracts import RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
-from agl.stores.memory import MemoryStore
-from agl.stores.urls import without_credentials
+from agl.stores import MemoryStore, without_credentials
 from agl_run import parse_config
 from agl_run.experiment.address import advertised_url, is_loopback, local_url
 from agl_run.experiment.build import build_rewards

@@ -13,7 +13,7 @@ import pytest
 import agl
 from agl.errors import ConfigError, StoreError
 from agl.schemas import NamedResources, Rollout, Span
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run import AgentSpec, AsyncRunner, Quiet, RunSetup, Trainer
 from agl_run.experiment import state as saved
 from agl_run.experiment.schedule import concurrent, sequential

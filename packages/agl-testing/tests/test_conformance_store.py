@@ -22,7 +22,7 @@ class TestMemoryStore(StoreConformance):
 
     @pytest.fixture
     def location(self) -> StoreLocation:
-        return StoreLocation(factory="agl.stores.memory:MemoryStore", url="memory://")
+        return StoreLocation(factory="agl.stores:MemoryStore", url="memory://")
 
 
 class ForgivesLateFinish(MemoryStore):

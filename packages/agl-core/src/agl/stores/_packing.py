@@ -116,11 +116,6 @@ class Packer:
         self._marks.clear()
 
 
-def mark_late(span: Span, *, is_late: bool) -> Span:
-    """The span with its ``is_late`` as the store sees it."""
-    return span if span.is_late == is_late else replace(span, is_late=is_late)
-
-
 class Unpacker:
     """Turns bytes of one attempt back into spans.
 
