@@ -10,7 +10,19 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import (
+    PAGE_BYTES,
+    Change,
+    ExperimentRecord,
+    LabelMove,
+    Metric,
+    Presence,
+    Recording,
+    RolloutQuery,
+    SpanChoice,
+    Trained,
+    VersionScore,
+)
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
 from agl.stores import without_credentials
@@ -132,6 +144,12 @@ class HttpStore:
         """All attempts of a rollout."""
         return await self._call("attempts", rollout_id=rollout_id)
 
+    async def recordings(
+        self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
+    ) -> list[Recording]:
+        """One page of rollouts with their attempts and spans."""
+        return await self._call("recordings", query=query, spans=spans, max_bytes=max_bytes)
+
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """Append in order."""
         await self._call("append_spans", spans=spans)
@@ -154,13 +172,61 @@ class HttpStore:
         """Versions of resources."""
         return await self._call("resources", name=name)
 
-    async def save_state(self, states: Mapping[str, bytes]) -> None:
-        """Write algorithm states."""
-        await self._call("save_state", states=states)
+    async def move_label(self, move: LabelMove) -> LabelMove:
+        """Point a label at a version."""
+        return await self._call("move_label", move=move)
+
+    async def label_moves(self, name: str, label: str) -> list[LabelMove]:
+        """Every move of a label."""
+        return await self._call("label_moves", name=name, label=label)
+
+    async def labels(self, name: str | None = None) -> list[LabelMove]:
+        """The newest move of every label."""
+        return await self._call("labels", name=name)
+
+    async def save_scores(self, scores: Sequence[VersionScore]) -> None:
+        """Keep scores of versions."""
+        await self._call("save_scores", scores=scores)
+
+    async def scores(self, name: str) -> list[VersionScore]:
+        """The scores of a resource's versions."""
+        return await self._call("scores", name=name)
+
+    async def save_state(
+        self,
+        states: Mapping[str, bytes],
+        *,
+        experiment: ExperimentRecord | None = None,
+        trained: Sequence[Trained] = (),
+    ) -> None:
+        """Write algorithm states, the experiment's record and its ledger."""
+        await self._call("save_state", states=states, experiment=experiment, trained=trained)
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
         """Read algorithm states."""
         return await self._call("load_state", prefix=prefix)
+
+    async def experiments(self, name: str | None = None) -> list[ExperimentRecord]:
+        """All experiments, or one."""
+        return await self._call("experiments", name=name)
+
+    async def trained(
+        self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
+    ) -> dict[str, int]:
+        """The step that trained on each rollout."""
+        return await self._call("trained", experiment=experiment, run=run, algorithm=algorithm, rollout_ids=rollout_ids)
+
+    async def announce(self, presence: Presence) -> None:
+        """Say that a member takes part in an experiment."""
+        await self._call("announce", presence=presence)
+
+    async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
+        """Forget members."""
+        await self._call("withdraw", experiment=experiment, members=members)
+
+    async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
+        """The members of an experiment, or one."""
+        return await self._call("presences", experiment=experiment, member=member)
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Log numbers."""

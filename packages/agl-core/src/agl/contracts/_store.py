@@ -328,8 +328,8 @@ class Store(Protocol):
         """Forget members; those that are not known are ignored."""
         ...
 
-    async def presences(self, experiment: str) -> list[Presence]:
-        """The members of an experiment, sorted by name; those that were killed are among them."""
+    async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
+        """The members of an experiment, sorted by name, or the one of that name; killed ones are among them."""
         ...
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:

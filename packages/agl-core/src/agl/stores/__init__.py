@@ -4,7 +4,7 @@ from agl.stores._batches import Batches, perform
 from agl.stores._memory import MemoryStore
 from agl.stores._memory_tables import MemoryTables
 from agl.stores._older import older_documents
-from agl.stores._operations import closed, expire, unknown_attempt
+from agl.stores._operations import closed, expire, label_key, ledger_documents, unknown_attempt
 from agl.stores._packing import Packer, Unpacker
 from agl.stores._reading import all_spans, read_recordings
 from agl.stores._rows import (
@@ -51,6 +51,8 @@ __all__ = [
     "deadline",
     "expire",
     "is_wanted",
+    "label_key",
+    "ledger_documents",
     "number_of",
     "older_documents",
     "perform",

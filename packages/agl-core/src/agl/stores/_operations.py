@@ -310,10 +310,7 @@ def load_state(reads: Reads, prefix: str) -> dict[str, bytes]:
 
 def experiments(reads: Reads, name: str | None = None) -> list[ExperimentRecord]:
     """See :meth:`agl.contracts.Store.experiments`."""
-    if name is None:
-        return records(reads, ExperimentRecord, "experiment")
-    data = reads.get(document("experiment", last=name))
-    return [codec.decode(data, ExperimentRecord)] if data else []
+    return records(reads, ExperimentRecord, "experiment", last=name)
 
 
 def trained(
@@ -337,9 +334,9 @@ def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:
     tables.delete([document("presence", experiment, last=member) for member in members])
 
 
-def presences(reads: Reads, experiment: str) -> list[Presence]:
+def presences(reads: Reads, experiment: str, *, member: str | None = None) -> list[Presence]:
     """See :meth:`agl.contracts.Store.presences`."""
-    return records(reads, Presence, "presence", experiment)
+    return records(reads, Presence, "presence", experiment, last=member)
 
 
 def log_metrics(tables: Tables, metrics: Sequence[Metric]) -> None:
@@ -366,6 +363,7 @@ def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:
     return {key[start:].decode(): value for key, value in reads.scan(whole, whole + b"\xff")}  # no text has that byte
 
 
-def records(reads: Reads, type: type[R], *kind: str) -> list[R]:
-    """All documents of a kind as records."""
-    return [codec.decode(data, type) for data in documents(reads, *kind).values()]
+def records(reads: Reads, type: type[R], *kind: str, last: str | None = None) -> list[R]:
+    """All documents of a kind as records, or the one with that last part."""
+    data = documents(reads, *kind).values() if last is None else [reads.get(document(*kind, last=last))]
+    return [codec.decode(each, type) for each in data if each is not None]
