@@ -51,6 +51,7 @@ class MemoryTables:
         self._added = 0
         self._list_of: dict[str, tuple[str, str, str]] = {}
         self._listed: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+        self._grouped: defaultdict[str, list[str]] = defaultdict(list)
         self._queue: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
         self._attempts: dict[str, Attempt] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -125,6 +126,7 @@ class MemoryTables:
         for rollout in rollouts:
             self._added += 1
             self._order[rollout.rollout_id] = self._added
+            insort(self._grouped[rollout.group_id], rollout.rollout_id)
             self._put(rollout)
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
@@ -178,10 +180,11 @@ class MemoryTables:
         if query.ids:
             return rules.select([self._rollout(rollout_id) for rollout_id in query.ids], query)
         lists = [ids for key, ids in self._listed.items() if _matches(key, query)]
+        if query.group_id:
+            lists = [self._grouped.get(query.group_id, [])]
         merged = heapq.merge(*(_from(ids, query) for ids in lists), reverse=query.is_newest_first)
         found = (self._rollout(rollout_id) for rollout_id in merged)
-        wanted = (rollout for rollout in found if query.group_id in (None, rollout.group_id))
-        return list(islice(wanted, query.limit))
+        return list(islice((rollout for rollout in found if rules.is_wanted(rollout, query)), query.limit))
 
     def _log(self, kind: Literal["rollout", "spans"], rollout: Rollout, attempt_id: str) -> None:
         change = Change(
@@ -201,9 +204,8 @@ class MemoryTables:
         self._changes[change.cursor] = change
 
     def changes(self, after: int, limit: int) -> list[Change]:
-        later = islice(self._cursors, bisect_right(self._cursors, after), None)
-        found = (self._changes[cursor] for cursor in later if cursor in self._changes)
-        return list(islice(found, limit))
+        later = (self._cursors[at] for at in range(bisect_right(self._cursors, after), len(self._cursors)))
+        return list(islice((self._changes[cursor] for cursor in later if cursor in self._changes), limit))
 
     def cursor(self) -> int:
         return self._cursor
@@ -246,6 +248,8 @@ class MemoryTables:
                 self._spans.pop((rollout_id, attempt_id), None)
                 self._packer.forget((rollout_id, attempt_id))
             self._unlist(rollout_id)
+            group = self._grouped[rollout.group_id]
+            del group[bisect_left(group, rollout_id)]
             for cursor in self._changes_of.pop(rollout_id):
                 del self._changes[cursor]
             del self._rollouts[rollout_id], self._order[rollout_id]
@@ -304,7 +308,6 @@ def _matches(key: tuple[str, str, str], query: RolloutQuery) -> bool:
 
 def _from(ids: list[str], query: RolloutQuery) -> Iterator[str]:
     """The ids behind ``query.after`` in the query's direction."""
-    if not query.is_newest_first:
-        return islice(ids, bisect_right(ids, query.after), None)
+    first = bisect_right(ids, query.after)
     end = bisect_left(ids, query.after) if query.after else len(ids)
-    return (ids[at] for at in range(end - 1, -1, -1))
+    return (ids[at] for at in (range(end - 1, -1, -1) if query.is_newest_first else range(first, len(ids))))

@@ -63,6 +63,8 @@ async def _existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
     try:
         found = await store.rollouts(RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids)))
     except NotFoundError as error:
+        if error.key not in rollout_ids:
+            raise
         return await _existing(store, [rollout_id for rollout_id in rollout_ids if rollout_id != error.key])
     by_id = {rollout.rollout_id: rollout for rollout in found}
     return [by_id[rollout_id] for rollout_id in rollout_ids]
