@@ -9,7 +9,7 @@ so that a claim need not touch the index of the lists.
 from psycopg import sql
 
 from agl.errors import SchemaVersionError, StoreError
-from agl.stores import older_documents
+from agl_run.sql import older_documents
 from agl_store_postgres.links import Connection
 from agl_store_postgres.urls import Target
 

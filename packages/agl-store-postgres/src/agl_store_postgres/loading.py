@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
-from agl.stores import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
+from agl_run.sql import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
 from agl_store_postgres.links import Connection
 from agl_store_postgres.needs import Needs
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from agl.contracts import LabelMove, Trained, VersionScore
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
-from agl.stores import Work, label_key, ledger_documents
+from agl.stores import Work, documents_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ def _publish(versions: Sequence[ResourceVersion]) -> Needs:
 
 
 def _move_label(move: LabelMove) -> Needs:
-    key = label_key(move.name, move.label)
-    return Needs(versions=[(move.name, move.version)], documents=[key], locks=[f"label {move.name} {move.label}"])
+    locks = [f"label {move.name} {move.label}"]
+    return Needs(versions=[(move.name, move.version)], documents=list(documents_of(move)), locks=locks)
 
 
 def _save_scores(scores: Sequence[VersionScore]) -> Needs:
@@ -84,7 +84,7 @@ def _save_scores(scores: Sequence[VersionScore]) -> Needs:
 
 
 def _save_state(states: Mapping[str, bytes], *, trained: Sequence[Trained] = (), **_: Any) -> Needs:
-    keys = [key for entry in trained for key in ledger_documents(entry)]
+    keys = [key for entry in trained for key in documents_of(entry)]
     return Needs(
         documents=keys, locks=[f"ledger {entry.experiment} {entry.run} {entry.algorithm}" for entry in trained]
     )

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import psycopg
 
-from agl.stores import Batches, Reads, Tables, TableStore, WakeUp, Work
+from agl.stores import Reads, Tables, TableStore, WakeUp, Work
+from agl_run.sql import Batches
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
 from agl_store_postgres.links import START_WAIT_S, Connection, closed_here, connect, wait_for

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agl.schemas import Rollout, encode
-from agl.stores import ATTEMPT_BITS, progress_row
+from agl_run.sql import ATTEMPT_BITS, progress_row
 from agl_store_postgres.links import Connection
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]

@@ -1,22 +1,43 @@
-"""Tables in memory: dicts, heaps and sorted lists, so that no operation walks over the store."""
+"""Tables in memory: dicts and sorted lists, so that no operation walks over the store."""
 
 import heapq
 import math
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Literal
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
+from typing import Any, Generic, Literal, TypeVar
 
 from agl.contracts import Change, Metric, RolloutQuery
-from agl.errors import NotFoundError
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of, rollout_id_of
 from agl.stores import _rules as rules
-from agl.stores._operations import unknown_attempt
+from agl.stores._operations import need_held, need_rollout, unknown_attempt
 from agl.stores._packing import Packer, Unpacker
-from agl.stores._rows import Place, place_spans
+from agl.stores._places import Place, place_spans
+
+N = TypeVar("N", bound=Hashable)
+
+
+class _Lists(Generic[N]):
+    """Sorted lists by name; whatever has an id stands in one of them at most."""
+
+    def __init__(self) -> None:
+        self.lists: dict[N, list[Any]] = {}
+        self._places: dict[str, tuple[N, Any]] = {}
+
+    def put(self, of: str, entry: Any, name: N | None) -> None:
+        """Let ``entry`` stand for that id, in the list of that name or, for ``None``, in no list."""
+        before = self._places.pop(of, None)
+        if before is not None:
+            entries = self.lists[before[0]]
+            del entries[bisect_left(entries, before[1])]
+            if not entries:
+                del self.lists[before[0]]
+        if name is not None:
+            insort(self.lists.setdefault(name, []), entry)
+            self._places[of] = name, entry
 
 
 class _Spans:
@@ -44,19 +65,18 @@ class MemoryTables:
     def __init__(self) -> None:
         self.now = 0.0
         self.has_queued = False
-        self._cursor = 0
         self._packer = Packer()
         self._rollouts: dict[str, bytes] = {}
         self._order: dict[str, int] = {}
         self._added = 0
-        self._list_of: dict[str, tuple[str, str, str]] = {}
-        self._listed: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
-        self._grouped: defaultdict[str, list[str]] = defaultdict(list)
-        self._queue: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
+        self._listed: _Lists[tuple[str, str, str]] = _Lists()
+        self._grouped: _Lists[str] = _Lists()
+        self._queue: _Lists[str] = _Lists()
         self._attempts: dict[str, Attempt] = {}
-        self._deadlines: list[tuple[float, str]] = []
-        self._claims: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._due: _Lists[str] = _Lists()
+        self._claims: _Lists[str] = _Lists()
         self._spans: dict[tuple[str, str], _Spans] = {}
+        self._cursor = 0
         self._cursors: list[int] = []
         self._changes: dict[int, Change] = {}
         self._changes_of: defaultdict[str, list[int]] = defaultdict(list)
@@ -69,121 +89,79 @@ class MemoryTables:
         data = self._rollouts.get(rollout_id)
         return None if data is None else codec.decode(data, Rollout)
 
-    def _rollout(self, rollout_id: str) -> Rollout:
-        found = self.rollout(rollout_id)
-        if found is None:
-            raise NotFoundError("rollout", rollout_id)
-        return found
-
     def held(self, attempt_id: str) -> Claim | None:
         attempt = self._attempts.get(attempt_id)
-        return attempt and Claim(rollout=self._rollout(attempt.rollout_id), attempt=attempt)
+        return attempt and Claim(rollout=need_rollout(self, attempt.rollout_id), attempt=attempt)
 
     def attempts(self, rollout_id: str) -> list[Attempt]:
-        number = self._rollout(rollout_id).attempts
+        number = need_rollout(self, rollout_id).attempts
         return [self._attempts[attempt_id_of(rollout_id, at)] for at in range(1, number + 1)]
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
-        names = list(self._queue) if experiment is None else [experiment]
-        oldest = heapq.merge(*(self._oldest(name, limit) for name in names))
-        return [self._rollout(rollout_id) for _, rollout_id in islice(oldest, limit)]
-
-    def _oldest(self, experiment: str, limit: int) -> list[tuple[int, str]]:
-        """Up to ``limit`` valid entries of a queue, which stay in it; entries that are out of date are dropped."""
-        heap = self._queue.get(experiment, [])
-        found: list[tuple[int, str]] = []
-        while heap and len(found) < limit:
-            entry = heapq.heappop(heap)
-            is_queued = self._list_of.get(entry[1], ("", "", ""))[2] == "queued"
-            if is_queued and self._order[entry[1]] == entry[0] and entry not in found[-1:]:
-                found.append(entry)
-        for entry in found:
-            heapq.heappush(heap, entry)
-        if not heap:
-            self._queue.pop(experiment, None)
-        return found
+        queues = self._queue.lists
+        oldest = heapq.merge(*queues.values()) if experiment is None else queues.get(experiment, [])
+        return [need_rollout(self, rollout_id) for _, rollout_id in islice(oldest, limit)]
 
     def claimed(self, claim_id: str) -> list[Claim]:
-        claims = (self.held(attempt_id) for attempt_id in self._claims.get(claim_id, ()))
-        return [claim for claim in claims if claim is not None]
+        return [need_held(self, attempt_id) for *_, attempt_id in self._claims.lists.get(claim_id, [])]
 
     def overdue(self) -> list[Claim]:
-        found: dict[str, Claim] = {}
-        while self.next_deadline() <= self.now:
-            claim = self.held(heapq.heappop(self._deadlines)[1])
-            if claim is not None and claim.attempt.status == "running" and rules.deadline(claim) <= self.now:
-                found[claim.attempt.attempt_id] = claim
-        return sorted(found.values(), key=self._lapse_order)
-
-    def _lapse_order(self, claim: Claim) -> tuple[float, int, int]:
-        return rules.deadline(claim), self._order[claim.rollout.rollout_id], claim.attempt.number
+        due = takewhile(lambda entry: entry[0] <= self.now, self._due.lists.get("", []))
+        return [need_held(self, attempt_id) for *_, attempt_id in due]
 
     def next_deadline(self) -> float:
-        """A lower bound of when the next attempt lapses; infinity when none runs."""
-        return self._deadlines[0][0] if self._deadlines else math.inf
+        """When the next attempt lapses; infinity when none runs."""
+        due = self._due.lists.get("")
+        return due[0][0] if due else math.inf
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             self._added += 1
             self._order[rollout.rollout_id] = self._added
-            insort(self._grouped[rollout.group_id], rollout.rollout_id)
+            self._grouped.put(rollout.rollout_id, rollout.rollout_id, rollout.group_id)
             self._put(rollout)
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
         for claim in claims:
-            attempt = claim.attempt
-            self._attempts[attempt.attempt_id] = attempt
-            if attempt.status != "running":
-                self._release(attempt)
-            else:
-                heapq.heappush(self._deadlines, (rules.deadline(claim), attempt.attempt_id))
-                if attempt.claim_id:
-                    self._claims[attempt.claim_id][attempt.attempt_id] = None
+            attempt, attempt_id = claim.attempt, claim.attempt.attempt_id
+            is_running = attempt.status == "running"
+            at = self._order[attempt.rollout_id], attempt.number, attempt_id
+            self._attempts[attempt_id] = attempt
+            self._due.put(attempt_id, (rules.deadline(claim), *at), "" if is_running else None)
+            self._claims.put(attempt_id, at, attempt.claim_id or None if is_running else None)
+            if not is_running:
+                self._packer.forget((attempt.rollout_id, attempt_id))
             if is_logged:
                 self._put(claim.rollout)
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
-            unseen = self._attempts.pop(attempt_id_of(rollout.rollout_id, rollout.attempts + 1), None)
-            if unseen is not None:
-                self._release(unseen)
+            self._drop(rollout.rollout_id, attempt_id_of(rollout.rollout_id, rollout.attempts + 1))
             self._put(rollout)
 
-    def _release(self, attempt: Attempt) -> None:
-        held = self._claims.get(attempt.claim_id, {})
-        held.pop(attempt.attempt_id, None)
-        if not held:
-            self._claims.pop(attempt.claim_id, None)
-        self._packer.forget((attempt.rollout_id, attempt.attempt_id))
+    def _drop(self, rollout_id: str, attempt_id: str) -> None:
+        self._attempts.pop(attempt_id, None)
+        self._spans.pop((rollout_id, attempt_id), None)
+        self._packer.forget((rollout_id, attempt_id))
+        self._due.put(attempt_id, None, None)
+        self._claims.put(attempt_id, None, None)
 
     def _put(self, rollout: Rollout) -> None:
-        rollout_id, key = rollout.rollout_id, (rollout.experiment, rollout.mode, rollout.status)
-        if self._list_of.get(rollout_id) != key:
-            self._unlist(rollout_id)
-            insort(self._listed[key], rollout_id)
-            self._list_of[rollout_id] = key
+        rollout_id, is_queued = rollout.rollout_id, rollout.status == "queued"
         self._rollouts[rollout_id] = codec.encode(rollout)
-        if rollout.status == "queued":
-            heapq.heappush(self._queue[rollout.experiment], (self._order[rollout_id], rollout_id))
-            self.has_queued = True
+        self._listed.put(rollout_id, rollout_id, (rollout.experiment, rollout.mode, rollout.status))
+        self._queue.put(rollout_id, (self._order[rollout_id], rollout_id), rollout.experiment if is_queued else None)
+        self.has_queued |= is_queued
         self._log("rollout", rollout, rollout.attempt_id or "")
-
-    def _unlist(self, rollout_id: str) -> None:
-        key = self._list_of.pop(rollout_id, None)
-        if key is not None:
-            ids = self._listed[key]
-            del ids[bisect_left(ids, rollout_id)]
-            if not ids:
-                del self._listed[key]
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         if query.ids:
-            return rules.select([self._rollout(rollout_id) for rollout_id in query.ids], query)
-        lists = [ids for key, ids in self._listed.items() if _matches(key, query)]
+            return rules.select([need_rollout(self, rollout_id) for rollout_id in query.ids], query)
+        lists = [ids for key, ids in self._listed.lists.items() if _matches(key, query)]
         if query.group_id:
-            lists = [self._grouped.get(query.group_id, [])]
+            lists = [self._grouped.lists.get(query.group_id, [])]
         merged = heapq.merge(*(_from(ids, query) for ids in lists), reverse=query.is_newest_first)
-        found = (self._rollout(rollout_id) for rollout_id in merged)
+        found = (need_rollout(self, rollout_id) for rollout_id in merged)
         return list(islice((rollout for rollout in found if rules.is_wanted(rollout, query)), query.limit))
 
     def _log(self, kind: Literal["rollout", "spans"], rollout: Rollout, attempt_id: str) -> None:
@@ -218,7 +196,7 @@ class MemoryTables:
             into.packed.append(packed)
             into.ids.add(span_id)
         for rollout_id, attempt_id in dict.fromkeys(key for key, _, _, _ in rows):
-            self._log("spans", self._rollout(rollout_id), attempt_id)
+            self._log("spans", need_rollout(self, rollout_id), attempt_id)
 
     def _place(self, span: Span) -> Place:
         key = (span.rollout_id, span.attempt_id)
@@ -229,7 +207,7 @@ class MemoryTables:
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
     ) -> list[Span]:
-        rollout = self._rollout(rollout_id)
+        rollout = need_rollout(self, rollout_id)
         which = rollout.attempt_id or "" if attempt_id is None else attempt_id
         if which and (rollout_id_of(which) != rollout_id or which not in self._attempts):
             raise unknown_attempt(rollout_id, which)
@@ -244,12 +222,9 @@ class MemoryTables:
             rollout_id = rollout.rollout_id
             attempt_ids = [attempt.attempt_id for attempt in self.attempts(rollout_id)]
             for attempt_id in ("", *attempt_ids):
-                self._attempts.pop(attempt_id, None)
-                self._spans.pop((rollout_id, attempt_id), None)
-                self._packer.forget((rollout_id, attempt_id))
-            self._unlist(rollout_id)
-            group = self._grouped[rollout.group_id]
-            del group[bisect_left(group, rollout_id)]
+                self._drop(rollout_id, attempt_id)
+            self._listed.put(rollout_id, None, None)
+            self._grouped.put(rollout_id, None, None)
             for cursor in self._changes_of.pop(rollout_id):
                 del self._changes[cursor]
             del self._rollouts[rollout_id], self._order[rollout_id]

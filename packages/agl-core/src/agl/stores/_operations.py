@@ -218,26 +218,14 @@ def move_label(tables: Tables, move: LabelMove) -> LabelMove:
     """See :meth:`agl.contracts.Store.move_label`."""
     if tables.version(move.name, move.version) is None:
         raise unknown_resource(move.name, move.version)
-    before = tables.get(label_key(move.name, move.label))
+    before = tables.get(document("labels", move.name, last=move.label))
     last = codec.decode(before, LabelMove) if before else None
     if last is not None and last.version == move.version:
         return last
     moved_at = max(tables.now, last.moved_at + 1e-6) if last is not None else tables.now  # clocks may go back
     move = replace(move, moved_at=moved_at)
-    tables.put(label_documents(move).items())
+    tables.put(documents_of(move).items())
     return move
-
-
-def label_key(name: str, label: str) -> bytes:
-    """Where the newest move of a label is."""
-    return document("labels", name, last=label)
-
-
-def label_documents(move: LabelMove) -> dict[bytes, bytes]:
-    """What is kept of a move that is the newest of its label."""
-    data = codec.encode(move)
-    history = document("moves", move.name, move.label, last=f"{move.moved_at:020.6f}")
-    return {label_key(move.name, move.label): data, history: data, document("labelled", last=move.name): b""}
 
 
 def label_moves(reads: Reads, name: str, label: str) -> list[LabelMove]:
@@ -256,12 +244,7 @@ def save_scores(tables: Tables, scores: Sequence[VersionScore]) -> None:
     for score in scores:
         if tables.version(score.name, score.version) is None:
             raise unknown_resource(score.name, score.version)
-    tables.put([pair for score in scores for pair in score_documents(score).items()])
-
-
-def score_documents(score: VersionScore) -> dict[bytes, bytes]:
-    """What is kept of a score."""
-    return {document("scores", score.name, last=score.version): codec.encode(score)}
+    tables.put([pair for score in scores for pair in documents_of(score).items()])
 
 
 def scores(reads: Reads, name: str) -> list[VersionScore]:
@@ -277,9 +260,9 @@ def save_state(
     trained: Sequence[Trained] = (),
 ) -> None:
     """See :meth:`agl.contracts.Store.save_state`."""
-    pairs = {document("state", last=key): bytes(value) for key, value in states.items()}
+    pairs = documents_of(states)
     for entry in trained:
-        for key, step in ledger_documents(entry).items():
+        for key, step in documents_of(entry).items():
             if tables.get(key) not in (None, step):
                 raise ConflictError(
                     f"{key[-200:]!r} was trained on in step {tables.get(key)!r} already and not in step {entry.step}; "
@@ -287,20 +270,9 @@ def save_state(
                 )
             pairs[key] = step
     if experiment is not None:
-        pairs |= experiment_documents(experiment)
+        pairs |= documents_of(experiment)
     tables.put([pair for pair in pairs.items() if pair[1]])
     tables.delete([key for key, value in pairs.items() if not value])
-
-
-def experiment_documents(record: ExperimentRecord) -> dict[bytes, bytes]:
-    """What is kept of an experiment."""
-    return {document("experiment", last=record.name): codec.encode(record)}
-
-
-def ledger_documents(entry: Trained) -> dict[bytes, bytes]:
-    """What is kept of a ledger's entry: the step of every rollout."""
-    kind = ("trained", entry.experiment, str(entry.run), entry.algorithm)
-    return {document(*kind, last=rollout_id): b"%d" % entry.step for rollout_id in entry.rollout_ids}
 
 
 def load_state(reads: Reads, prefix: str) -> dict[str, bytes]:
@@ -326,7 +298,7 @@ def trained(
 
 def announce(tables: Tables, presence: Presence) -> None:
     """See :meth:`agl.contracts.Store.announce`."""
-    tables.put([(document("presence", presence.experiment, last=presence.member), codec.encode(presence))])
+    tables.put(documents_of(presence).items())
 
 
 def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:
@@ -342,6 +314,28 @@ def presences(reads: Reads, experiment: str, *, member: str | None = None) -> li
 def log_metrics(tables: Tables, metrics: Sequence[Metric]) -> None:
     """See :meth:`agl.contracts.Store.log_metrics`."""
     tables.log_metrics(metrics)
+
+
+def documents_of(
+    kept: LabelMove | VersionScore | ExperimentRecord | Trained | Presence | Mapping[str, bytes],
+) -> dict[bytes, bytes]:
+    """The documents by which a record, or states by their keys, are kept; of a move, if it is its label's newest."""
+    match kept:
+        case LabelMove(name=name, label=label):
+            history = document("moves", name, label, last=f"{kept.moved_at:020.6f}")
+            keys = [document("labels", name, last=label), history]
+            return {**dict.fromkeys(keys, codec.encode(kept)), document("labelled", last=name): b""}
+        case VersionScore(name=name, version=version):
+            return {document("scores", name, last=version): codec.encode(kept)}
+        case ExperimentRecord(name=name):
+            return {document("experiment", last=name): codec.encode(kept)}
+        case Presence(experiment=experiment, member=member):
+            return {document("presence", experiment, last=member): codec.encode(kept)}
+        case Trained(experiment=experiment, run=run, algorithm=algorithm):
+            keys = [document("trained", experiment, str(run), algorithm, last=each) for each in kept.rollout_ids]
+            return dict.fromkeys(keys, b"%d" % kept.step)
+        case _:
+            return {document("state", last=key): bytes(value) for key, value in kept.items()}
 
 
 def key_of(prefix: bytes, text: str) -> bytes:

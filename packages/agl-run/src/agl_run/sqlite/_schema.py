@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from agl.errors import SchemaVersionError, StoreError
-from agl.stores import older_documents
+from agl_run.sql import older_documents
 
 SETTINGS = (
     "page_size = 4096",

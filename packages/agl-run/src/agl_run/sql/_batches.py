@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from agl.errors import AglError, StoreError
-from agl.stores._operations import closed
-from agl.stores._tables import Tables, Work
+from agl.stores import Tables, Work, closed
 
 W = TypeVar("W")
 Job: TypeAlias = tuple[W, "Future[Any]"]

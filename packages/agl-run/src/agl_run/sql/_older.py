@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from agl.contracts import ExperimentRecord, LabelMove, Trained, VersionScore
-from agl.stores._operations import document, experiment_documents, label_documents, ledger_documents, score_documents
+from agl.stores import documents_of
 
 
 def older_documents(states: Mapping[str, bytes], versions: Iterable[tuple[str, str]]) -> dict[bytes, bytes]:
@@ -17,21 +17,19 @@ def older_documents(states: Mapping[str, bytes], versions: Iterable[tuple[str, s
     found: dict[bytes, bytes] = {}
     for key, value in sorted(states.items()):
         if key.startswith("label/"):
-            found |= label_documents(msgspec.json.decode(value, type=LabelMove))
+            found |= documents_of(msgspec.json.decode(value, type=LabelMove))
         elif match := re.fullmatch(r"experiment/(.+)/experiment", key):
-            found |= experiment_documents(
-                msgspec.convert({**msgspec.json.decode(value), "name": match[1]}, ExperimentRecord)
-            )
+            found |= documents_of(msgspec.convert({**msgspec.json.decode(value), "name": match[1]}, ExperimentRecord))
         elif match := re.fullmatch(r"experiment/(.+)/(\d+)/trained/(.+)/(\d+)", key):
             name, run, algorithm, step = match.groups()
             ids = msgspec.json.decode(value, type=tuple[str, ...])
             entry = Trained(experiment=name, run=int(run), algorithm=algorithm, step=int(step), rollout_ids=ids)
-            found |= ledger_documents(entry)
+            found |= documents_of(entry)
         elif not re.match(r"score/|experiment/.+/(serving$|worker/)", key):
-            found[document("state", last=key)] = value
+            found |= documents_of({key: value})
     for name, version in versions:
         if score := states.get(f"score/{name}/{version}"):
-            found |= score_documents(
+            found |= documents_of(
                 msgspec.convert({**msgspec.json.decode(score), "name": name, "version": version}, VersionScore)
             )
     return found
