@@ -1,6 +1,7 @@
 """The store behind ``agl serve``, from another process or machine: the whole contract over HTTP."""
 
 import asyncio
+import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,8 @@ _RESTART_DELAYS_S = (4.0, 8.0, 16.0)
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
 _MSGPACK = "application/msgpack"
+_LARGE_BYTES = 1 << 20
+"""A body above this is sent in parts, so that it does not hold up the event loop."""
 
 
 class HttpStore:
@@ -268,9 +271,17 @@ class HttpStore:
         while True:
             if method.is_waiting:
                 params["wait_s"] = min(MAX_WAIT_S, max(0.0, deadline - time.monotonic()))
-            result = await self._ask_once(method, self._encode(params))
+            result = await self._ask_once(method, self._body(method.name, params))
             if result or not method.is_waiting or time.monotonic() >= deadline:
                 return result
+
+    def _body(self, name: str, params: dict[str, Any]) -> bytes:
+        try:
+            return self._encode(params)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StoreError(
+                f"{name!r} cannot be sent to the store {self._url}: {error}; values must be JSON"
+            ) from error
 
     async def _ask_once(self, method: Method, body: bytes) -> Any:
         delays = (*_RETRY_DELAYS_S, *(_RESTART_DELAYS_S if self._has_answered else ())) if method.is_repeatable else ()
@@ -295,7 +306,8 @@ class HttpStore:
                 headers={"content-type": _MSGPACK},
             )
         headers = {"authorization": f"Bearer {self._key()}"}
-        async with session.post(f"{self._url}/store/{name}", data=body, headers=headers) as reply:
+        data = io.BytesIO(body) if len(body) > _LARGE_BYTES else body
+        async with session.post(f"{self._url}/store/{name}", data=data, headers=headers) as reply:
             return reply.status, await reply.read()
 
     def _key(self) -> str:

@@ -70,7 +70,9 @@ async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[s
     names = differing(pins)
     tallies = {label: _Tally() for label in pins}
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
-    async for page in pages(store, query) if names else ():
+    if not names:
+        return {label: tally.sample() for label, tally in tallies.items()}
+    async for page in pages(store, query):
         arms = {r.rollout_id: arm for r in page if is_counted(r) and (arm := _arm(r, pins, names)) is not None}
         async for rollout, reward in rewards_of(store, list(arms)):
             tallies[arms[rollout.rollout_id]].add(rollout, reward)

@@ -16,8 +16,8 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, Unpacker, select, unknown_attempt
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Row, number_of, read_change, read_rollout
+from agl.stores import MAX_SEQUENCE, select, unknown_attempt
+from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Row, Unpacker, number_of, read_change, read_rollout
 from agl_store_postgres.links import Connection
 
 MODES: tuple[Mode, ...] = get_args(Mode)

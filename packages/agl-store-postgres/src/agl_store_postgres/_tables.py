@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from agl.contracts import Metric
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
-from agl.stores import Packer, Place, deadline, place_spans
-from agl_run.sql import ATTEMPT_BITS, number_of
+from agl.stores import deadline
+from agl_run.sql import ATTEMPT_BITS, Packer, Place, number_of, place_spans
 from agl_store_postgres.loading import Loaded
 from agl_store_postgres.writing import Changes
 

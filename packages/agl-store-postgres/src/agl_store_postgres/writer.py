@@ -12,8 +12,8 @@ from typing import Any
 
 import psycopg
 
-from agl.stores import Packer, Work, expire
-from agl_run.sql import perform
+from agl.stores import Work, expire
+from agl_run.sql import Packer, perform
 from agl_store_postgres._tables import PostgresTables
 from agl_store_postgres.faults import is_collision, is_lost
 from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link

@@ -3,10 +3,8 @@
 from agl.stores._memory import MemoryStore
 from agl.stores._memory_tables import MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
-from agl.stores._packing import Packer, Unpacker
-from agl.stores._places import MAX_SEQUENCE, Place, place_spans
 from agl.stores._reading import all_spans, read_recordings
-from agl.stores._rules import deadline, is_wanted, select
+from agl.stores._rules import MAX_SEQUENCE, deadline, is_wanted, placed, select
 from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._urls import shown_url, without_credentials
@@ -17,12 +15,9 @@ __all__ = [
     "MAX_SEQUENCE",
     "MemoryStore",
     "MemoryTables",
-    "Packer",
-    "Place",
     "Reads",
     "TableStore",
     "Tables",
-    "Unpacker",
     "WakeUp",
     "Work",
     "all_spans",
@@ -31,7 +26,7 @@ __all__ = [
     "documents_of",
     "expire",
     "is_wanted",
-    "place_spans",
+    "placed",
     "read_recordings",
     "select",
     "shown_url",

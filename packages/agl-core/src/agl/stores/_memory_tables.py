@@ -2,6 +2,7 @@
 
 import heapq
 import math
+import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -14,8 +15,6 @@ from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of, rollout_id_of
 from agl.stores import _rules as rules
 from agl.stores._operations import need_held, need_rollout, unknown_attempt
-from agl.stores._packing import Packer, Unpacker
-from agl.stores._places import Place, place_spans
 
 N = TypeVar("N", bound=Hashable)
 
@@ -41,15 +40,12 @@ class _Lists(Generic[N]):
 
 
 class _Spans:
-    """The spans of one attempt, packed, by sequence."""
+    """The spans of one attempt, deflated, by sequence."""
 
     def __init__(self) -> None:
         self.sequences: list[int] = []
-        self.packed: list[bytes] = []
+        self.deflated: list[bytes] = []
         self.ids: set[str] = set()
-
-    def fetch(self, sequence: int) -> bytes:
-        return self.packed[bisect_left(self.sequences, sequence)]
 
 
 class MemoryTables:
@@ -65,7 +61,6 @@ class MemoryTables:
     def __init__(self) -> None:
         self.now = 0.0
         self.has_queued = False
-        self._packer = Packer()
         self._rollouts: dict[str, bytes] = {}
         self._order: dict[str, int] = {}
         self._added = 0
@@ -129,8 +124,6 @@ class MemoryTables:
             self._attempts[attempt_id] = attempt
             self._due.put(attempt_id, (rules.deadline(claim), *at), "" if is_running else None)
             self._claims.put(attempt_id, at, attempt.claim_id or None if is_running else None)
-            if not is_running:
-                self._packer.forget((attempt.rollout_id, attempt_id))
             if is_logged:
                 self._put(claim.rollout)
 
@@ -142,7 +135,6 @@ class MemoryTables:
     def _drop(self, rollout_id: str, attempt_id: str) -> None:
         self._attempts.pop(attempt_id, None)
         self._spans.pop((rollout_id, attempt_id), None)
-        self._packer.forget((rollout_id, attempt_id))
         self._due.put(attempt_id, None, None)
         self._claims.put(attempt_id, None, None)
 
@@ -189,20 +181,22 @@ class MemoryTables:
         return self._cursor
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows = place_spans(spans, self._packer, self._place)
-        for key, sequence, span_id, packed in rows:
-            into = self._spans.setdefault(key, _Spans())
-            into.sequences.append(sequence)
-            into.packed.append(packed)
-            into.ids.add(span_id)
-        for rollout_id, attempt_id in dict.fromkeys(key for key, _, _, _ in rows):
+        rows: dict[tuple[_Spans, str], tuple[int, bytes]] = {}
+        ends: dict[tuple[str, str], int] = {}
+        for span in spans:
+            key, attempt = (span.rollout_id, span.attempt_id), self._attempts.get(span.attempt_id)
+            kept = self._spans.setdefault(key, _Spans())
+            if span.span_id not in kept.ids and (kept, span.span_id) not in rows:
+                is_late = attempt is not None and attempt.status != "running"
+                placed = rules.placed(span, last=ends.get(key, (kept.sequences or [0])[-1]), is_late=is_late)
+                rows[kept, span.span_id] = placed.sequence, zlib.compress(codec.encode(rules.copied(placed)), 1)
+                ends[key] = placed.sequence
+        for (kept, span_id), (sequence, data) in rows.items():
+            kept.sequences.append(sequence)
+            kept.deflated.append(data)
+            kept.ids.add(span_id)
+        for rollout_id, attempt_id in ends:
             self._log("spans", need_rollout(self, rollout_id), attempt_id)
-
-    def _place(self, span: Span) -> Place:
-        key = (span.rollout_id, span.attempt_id)
-        kept, attempt = self._spans.get(key) or _Spans(), self._attempts.get(span.attempt_id)
-        is_late = attempt is not None and attempt.status != "running"
-        return Place(key=key, last=(kept.sequences or [0])[-1], is_late=is_late, has=kept.ids.__contains__)
 
     def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
@@ -213,9 +207,7 @@ class MemoryTables:
             raise unknown_attempt(rollout_id, which)
         kept = self._spans.get((rollout_id, which)) or _Spans()
         first = bisect_right(kept.sequences, after)
-        unpacker = Unpacker(kept.fetch)
-        page = zip(kept.sequences[first : first + limit], kept.packed[first : first + limit], strict=True)
-        return [unpacker.unpack(data, sequence=sequence) for sequence, data in page]
+        return [codec.decode(zlib.decompress(data), Span) for data in kept.deflated[first : first + limit]]
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:

@@ -1,10 +1,12 @@
-"""Shared parts of stores on SQL databases: rows, writing and reading in batches, and the layouts of older releases.
+"""Shared parts of stores on SQL databases: rows, packed spans, batches, and the layouts of older releases.
 
 A store on anything else needs :mod:`agl.stores` alone.
 """
 
 from agl_run.sql._batches import Batches, perform
 from agl_run.sql._older import older_documents
+from agl_run.sql._packing import Packer, Unpacker
+from agl_run.sql._places import Place, place_spans
 from agl_run.sql._rows import (
     ATTEMPT_BITS,
     NUMBER_MASK,
@@ -21,12 +23,16 @@ __all__ = [
     "ATTEMPT_BITS",
     "Batches",
     "NUMBER_MASK",
+    "Packer",
+    "Place",
     "ROLLOUT",
     "Row",
     "SEQUENCE_BITS",
+    "Unpacker",
     "number_of",
     "older_documents",
     "perform",
+    "place_spans",
     "progress_row",
     "read_change",
     "read_rollout",

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from agl.errors import AglError
-from agl.stores import Packer, Reads, Tables, WakeUp, Work, expire
-from agl_run.sql import Batches, perform
+from agl.stores import Reads, Tables, WakeUp, Work, expire
+from agl_run.sql import Batches, Packer, perform
 from agl_run.sqlite._reads import SQLiteReads
 from agl_run.sqlite._schema import connect, explain, open_file
 from agl_run.sqlite._tables import SQLiteTables, next_deadline

@@ -23,8 +23,8 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, Unpacker, is_wanted, select, unknown_attempt
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, number_of, read_change, read_rollout
+from agl.stores import MAX_SEQUENCE, is_wanted, select, unknown_attempt
+from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Unpacker, number_of, read_change, read_rollout
 from agl_run.sqlite._tables import span_range
 
 MODES: tuple[Mode, ...] = get_args(Mode)

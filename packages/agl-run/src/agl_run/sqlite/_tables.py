@@ -6,8 +6,20 @@ from collections.abc import Iterable, Sequence
 
 from agl.contracts import Metric
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
-from agl.stores import MAX_SEQUENCE, Packer, Place, deadline, place_spans
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, SEQUENCE_BITS, Row, number_of, progress_row, read_rollout
+from agl.stores import MAX_SEQUENCE, deadline
+from agl_run.sql import (
+    ATTEMPT_BITS,
+    NUMBER_MASK,
+    ROLLOUT,
+    SEQUENCE_BITS,
+    Packer,
+    Place,
+    Row,
+    number_of,
+    place_spans,
+    progress_row,
+    read_rollout,
+)
 
 _INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
 _KEEP_LAST_CURSOR = (  # so that cursors never go back

@@ -39,8 +39,10 @@ class CostTests:
     """The one class of tests that needs two stores."""
 
     def test_no_operation_costs_more_in_a_large_store(self, locate: Callable[[str], StoreLocation]) -> None:
+        places = locate("small"), locate("large")
+
         async def body() -> None:
-            async with _opened(locate("small")) as small, _opened(locate("large")) as large:
+            async with _opened(places[0]) as small, _opened(places[1]) as large:
                 await _fill(large)
                 await _prepare(small)
                 await _prepare(large)

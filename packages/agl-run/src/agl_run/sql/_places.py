@@ -4,14 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
-
 from agl.errors import StoreError
 from agl.schemas import Span
-from agl.stores._packing import Packer
-
-MAX_SEQUENCE = (1 << 24) - 1
-"""Sequences of an attempt's spans end here."""
+from agl.stores import placed
+from agl_run.sql._packing import Packer
 
 
 @dataclass(kw_only=True)
@@ -46,13 +42,9 @@ def place_spans(
             place = places.get(where) or places.setdefault(where, find(span))
             if (place.key, span.span_id) in rows or place.has(span.span_id):
                 continue
-            place.last = max(span.sequence, place.last + 1)
-            if place.last > MAX_SEQUENCE:
-                raise StoreError(
-                    f"attempt {span.attempt_id!r} has no room for sequence {place.last}, above {MAX_SEQUENCE}"
-                )
-            marked = span if span.is_late == place.is_late else replace(span, is_late=place.is_late)
-            packed = packer.pack(marked, attempt=place.key, sequence=place.last)
+            kept = placed(span, last=place.last, is_late=place.is_late)
+            place.last = kept.sequence
+            packed = packer.pack(kept, attempt=place.key, sequence=place.last)
             rows[place.key, span.span_id] = place.key, place.last, span.span_id, packed
     except StoreError:
         packer.clear()  # what it remembers of these is not kept
