@@ -12,7 +12,7 @@ from agl.errors import ConfigError
 from agl.schemas import Outcome, PromptTemplate
 from agl.stores import MemoryStore
 from agl_run import Quiet
-from agl_run.experiment.elsewhere import finished
+from agl_run.experiment.finished import finished
 from agl_testing.plugins import PluginFolder
 
 PLUGIN = '''

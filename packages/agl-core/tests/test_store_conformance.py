@@ -1,5 +1,7 @@
 """The memory store runs the conformance class that other stores run."""
 
+from collections.abc import Callable
+
 import pytest
 
 from agl_testing.conformance import StoreConformance, StoreLocation
@@ -12,5 +14,5 @@ class TestMemoryStore(StoreConformance):
     has_older_schema = False
 
     @pytest.fixture
-    def location(self) -> StoreLocation:
-        return StoreLocation(factory="agl.stores:MemoryStore", url="memory://")
+    def locate(self) -> Callable[[str], StoreLocation]:
+        return lambda _: StoreLocation(factory="agl.stores:MemoryStore", url="memory://")

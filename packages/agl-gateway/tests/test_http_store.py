@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,17 @@ class TestHttpStore(StoreConformance):
     has_schema_version = False  # the served store's own; this one stands for no data
 
     @pytest.fixture
-    def location(self, tmp_path: Path) -> Iterator[StoreLocation]:
-        store = SQLiteStore(f"sqlite:///{tmp_path}/served.db")
-        gateway = EmbeddedGateway()
-        url = asyncio.run(gateway.start(store=store, upstreams=[], secret=SECRET))
-        token = AttemptTokens(SECRET).issue("", "", scope="admin", expires_at=time.time() + 600)
-        yield StoreLocation(factory="agl_gateway.client:HttpStore", url=url.replace("://", f"://:{token}@"))
-        asyncio.run(gateway.stop())
-        asyncio.run(store.close())
+    def locate(self, tmp_path: Path) -> Iterator[Callable[[str], StoreLocation]]:
+        with ExitStack() as stack:
+            yield lambda name: _served(stack, tmp_path / f"{name}.db")
+
+
+def _served(stack: ExitStack, path: Path) -> StoreLocation:
+    """A gateway over a new store, until the stack is closed."""
+    store = SQLiteStore(f"sqlite:///{path}")
+    gateway = EmbeddedGateway()
+    url = asyncio.run(gateway.start(store=store, upstreams=[], secret=SECRET))
+    stack.callback(lambda: asyncio.run(store.close()))
+    stack.callback(lambda: asyncio.run(gateway.stop()))
+    token = AttemptTokens(SECRET).issue("", "", scope="admin", expires_at=time.time() + 900)
+    return StoreLocation(factory="agl_gateway.client:HttpStore", url=url.replace("://", f"://:{token}@"))

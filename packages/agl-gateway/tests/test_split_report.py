@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_gateway.split_report import split_report
 from agl_gateway.splits import Split, check_labels, parse_split, pins_of, placed, placement_of
 from agl_run import SQLiteStore

@@ -21,7 +21,7 @@ from agl import (
     pack_ids,
     semconv,
 )
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import _codec as codec
 from agl_run.cli.dialogues import chat_tools
@@ -29,7 +29,7 @@ from agl_run.cli.main import cli
 from agl_run.cli.opening import resolve_url
 from agl_run.cli.query import seconds_of
 from agl_run.cli.show import tree
-from agl_run.experiment.state import ExperimentState, save
+from agl_run.experiment.state import save
 from agl_testing.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is 2+3?"}]
@@ -155,7 +155,7 @@ def test_rm_of_an_unknown_rollout_names_it(store_of):
 
 def test_rm_keeps_what_an_unfinished_experiment_needs(store_of):
     store_of(fill, 2)
-    store_of(save, "calc", ExperimentState(status="running"))
+    store_of(save, ExperimentRecord(name="calc", status="running"))
     result = invoke("runs", "rm", "ro-calc-000")
     assert 1 == result.exit_code
     assert "'calc', which is not finished" in result.stderr
@@ -180,8 +180,8 @@ def test_gc_looks_at_the_age(store_of):
 def test_gc_never_takes_an_unfinished_experiments_rollouts(store_of):
     store_of(fill, 2)
     store_of(fill, 2, experiment="done")
-    store_of(save, "calc", ExperimentState(status="running"))
-    store_of(save, "done", ExperimentState(status="finished"))
+    store_of(save, ExperimentRecord(name="calc", status="running"))
+    store_of(save, ExperimentRecord(name="done", status="finished"))
     assert (
         "removed 2 rollouts\nkept 2 of experiments that are not finished\n"
         == invoke("runs", "gc", "--keep", "0").output

@@ -12,16 +12,15 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl.contracts import Store
+from agl.contracts import LabelMove, Store, VersionScore
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.schemas._ids import new_span_id
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.comparison import compare, interval, student_cdf, student_quantile
 from agl_run.experiment import labels
-from agl_run.experiment.measured import VersionScore, save_scores
 
 VERSIONS = [
     ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="Be brief.\nAnswer {q}")),
@@ -168,12 +167,12 @@ def test_wrong_names_are_told(run: Callable[..., Result], arguments: tuple[str, 
 
 
 def test_moves_of_two_processes_leave_no_torn_label(tmp_path: Path) -> None:
-    async def body() -> tuple[list[labels.Move], dict[str, str]]:
+    async def body() -> tuple[list[LabelMove], dict[str, str]]:
         stores = [SQLiteStore(f"sqlite:///{tmp_path}/runs.db") for _ in range(2)]
         await stores[0].publish(VERSIONS)
         moves = [labels.move(stores[i % 2], "prompt", "production", ("v1", "v2")[i % 2]) for i in range(12)]
         await asyncio.gather(*moves)
-        kept = await labels.history(stores[1], "prompt", "production")
+        kept = await stores[1].label_moves("prompt", "production")
         pointing = await labels.labels_of(stores[0], "prompt")
         for store in stores:
             await store.close()
@@ -255,8 +254,8 @@ def test_score_that_was_measured_later_is_shown_in_place_of_the_versions_own(
     async def measure() -> None:
         store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
         for mean in (0.9, 0.7):
-            again = VersionScore(mean=mean, low=0.5, high=0.9, n=8, how="fresh rollouts")
-            await save_scores(store, {("prompt", "v2"): again})
+            again = VersionScore(name="prompt", version="v2", mean=mean, low=0.5, high=0.9, n=8, how="fresh rollouts")
+            await store.save_scores([again])
         await store.close()
 
     asyncio.run(measure())

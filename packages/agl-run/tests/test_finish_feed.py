@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from agl.errors import StoreError
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run.experiment.collect import FinishFeed
 
 
@@ -16,10 +16,9 @@ def test_who_asks_after_the_store_broke_gets_its_error() -> None:
 async def _ask_after_the_store_broke() -> None:
     store = MemoryStore()
     async with FinishFeed(store) as feed:
-        early = feed.watch("early")
-        await asyncio.sleep(0)
-        await store.close()
-        with pytest.raises(StoreError):
-            await asyncio.wait_for(early, 5.0)
-        with pytest.raises(StoreError):
-            await asyncio.wait_for(feed.watch("late"), 5.0)
+        with feed.watch(["early"]) as early:
+            await store.close()
+            with pytest.raises(StoreError):
+                await asyncio.wait_for(early.take(1), 5.0)
+        with pytest.raises(StoreError), feed.watch(["late"]):
+            pass

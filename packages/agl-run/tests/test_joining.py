@@ -14,11 +14,10 @@ import pytest
 import agl
 from agl._entries import RewardEntry
 from agl._plugins import PluginManager
-from agl.contracts import RewardSetup, Upstream
+from agl.contracts import Presence, RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout
-from agl.stores.memory import MemoryStore
-from agl.stores.urls import without_credentials
+from agl.stores import MemoryStore, without_credentials
 from agl_run import parse_config
 from agl_run.experiment.address import advertised_url, is_loopback, local_url
 from agl_run.experiment.build import build_rewards
@@ -32,7 +31,7 @@ from agl_run.experiment.joining import (
 )
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving, require_alone, worker_key
+from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving, require_alone
 from agl_run.experiment.waiting import WorkerWatch
 from agl_run.runners.liveness import place, worker_is_dead, worker_name
 from agl_run.runners.remote_gateway import RemoteGateway
@@ -157,10 +156,9 @@ def test_experiment_that_another_machine_runs_is_refused_and_one_that_was_killed
 def test_end_waits_for_workers_to_take_leave(tmp_path: Path) -> None:
     async def work() -> None:
         store = MemoryStore()
-        key = worker_key("experiment", "somebody")
         async with asyncio.TaskGroup() as group:
             async with Announcement(store, "experiment", a_serving(a_plan(tmp_path))):
-                await store.save_state({key: b"{}"})
+                await store.announce(Presence(experiment="experiment", member="somebody", session="s"))
 
                 async def is_over() -> bool:
                     return await load_serving(store, "experiment") is None
@@ -168,7 +166,7 @@ def test_end_waits_for_workers_to_take_leave(tmp_path: Path) -> None:
                 async def leave() -> None:
                     await eventually(is_over)
                     await asyncio.sleep(0.1)
-                    await store.save_state({key: b""})
+                    await store.withdraw("experiment", ["somebody"])
 
                 leaving = group.create_task(leave())
             assert leaving.done()

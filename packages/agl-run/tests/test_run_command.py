@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agl import semconv
 from agl.schemas import Attempt, Claim, Outcome, RetryPolicy, Rollout
 from agl.schemas._ids import attempt_id_of, new_rollout_id
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run import AgentSpec, RunSetup
 from agl_run.runners.command import CommandRunner
 from agl_run.runners.printed import HEAD, TAIL, Printed

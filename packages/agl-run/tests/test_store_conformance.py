@@ -1,34 +1,48 @@
 """The SQLite store runs the conformance class that other stores run."""
 
+import asyncio
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agl_run.sqlite._schema import CURRENT
 from agl_testing.conformance import StoreConformance, StoreLocation
+from agl_testing.stores.older import older_states
 
 
 class TestSQLiteStore(StoreConformance):
     @pytest.fixture
-    def location(self, tmp_path: Path) -> StoreLocation:
-        return StoreLocation(factory="agl_run.sqlite:SQLiteStore", url=f"sqlite:///{tmp_path}/runs.db")
+    def locate(self, tmp_path: Path) -> Callable[[str], StoreLocation]:
+        return lambda name: StoreLocation(factory="agl_run.sqlite:SQLiteStore", url=f"sqlite:///{tmp_path}/{name}.db")
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
         execute(location, f"UPDATE agl_schema SET version = {version}")
 
     def make_older(self, location: StoreLocation) -> None:
-        """Layout 1 had no indexes but the one that spans are unique by."""
+        """Layout 1 had no indexes but the one that spans are unique by, and layout 2 kept everything as states."""
+        states = asyncio.run(_older_states(location))
         names = execute(location, "SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
         for (name,) in names:
             if name != "spans_by_id":
                 execute(location, f"DROP INDEX {name}")
-        execute(location, f"UPDATE agl_schema SET version = {CURRENT - 1}")
+        execute(location, "DROP TABLE documents")
+        execute(location, "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
+        for state in states.items():
+            execute(location, "INSERT INTO states VALUES (?, ?)", *state)
+        execute(location, "UPDATE agl_schema SET version = 1")
 
 
-def execute(location: StoreLocation, statement: str) -> list[tuple[str, ...]]:
+async def _older_states(location: StoreLocation) -> dict[str, bytes]:
+    store = location.open()
+    states = await older_states(store, ledger=("e", 2, "a"))
+    await store.close()
+    return states
+
+
+def execute(location: StoreLocation, statement: str, *values: object) -> list[tuple[str, ...]]:
     connection = sqlite3.connect(location.url.removeprefix("sqlite:///"))
-    rows = connection.execute(statement).fetchall()
+    rows = connection.execute(statement, values).fetchall()
     connection.commit()
     connection.close()
     return rows

@@ -128,6 +128,7 @@ def test_older_layout_is_migrated(tmp_path: Path) -> None:
     asyncio.run(fill())
     indexes = layout(path)
     execute(path, *(f"DROP INDEX {name}" for name in indexes if not name.startswith("spans")))
+    execute(path, "DROP TABLE documents", "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
     execute(path, "UPDATE agl_schema SET version = 1")
     asyncio.run(check())
     assert indexes == layout(path)

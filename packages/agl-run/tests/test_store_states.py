@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from agl.contracts import Metric, RolloutQuery, Store
 from agl.errors import AglError
 from agl.schemas import ModelCall, Outcome, PromptTemplate, ResourceVersion, RetryPolicy, Rollout, Span, pack_ids
-from agl.stores.memory import MemoryStore
+from agl.stores import MemoryStore
 from agl_run import SQLiteStore
 
 ROLLOUTS = st.sampled_from(["a", "b", "c", "d"])

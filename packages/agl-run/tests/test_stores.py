@@ -25,8 +25,7 @@ from agl.schemas import (
     Span,
     pack_ids,
 )
-from agl.stores.memory import MemoryStore
-from agl.stores.urls import shown_url
+from agl.stores import MemoryStore, shown_url
 from agl_run import SQLiteStore
 from agl_testing.waiting import eventually
 

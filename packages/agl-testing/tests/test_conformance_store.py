@@ -2,13 +2,14 @@
 
 import asyncio
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
-from agl.contracts import Store
+from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import FencedError, NotFoundError
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
 from agl.stores import MemoryStore
@@ -21,8 +22,8 @@ class TestMemoryStore(StoreConformance):
     has_schema_version = False
 
     @pytest.fixture
-    def location(self) -> StoreLocation:
-        return StoreLocation(factory="agl.stores.memory:MemoryStore", url="memory://")
+    def locate(self) -> Callable[[str], StoreLocation]:
+        return lambda _: StoreLocation(factory="agl.stores:MemoryStore", url="memory://")
 
 
 class ForgivesLateFinish(MemoryStore):
@@ -114,6 +115,52 @@ def test_broken_store_fails_the_test_that_protects_from_it(broken: type[MemorySt
         getattr(StoreConformance(), test)(location)
 
 
+class Scans(MemoryStore):
+    """Looks at the name of everything it has wherever it answers a question; nothing else is wrong with it."""
+
+    def __init__(self, url: str = "memory://") -> None:
+        super().__init__(url)
+        self.names: list[str] = []
+
+    def look_at_all(self) -> None:
+        assert 0 == sum(name == "nobody" for name in self.names)
+
+    async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        self.names += [rollout.rollout_id for rollout in rollouts]
+        return await super().enqueue(rollouts)
+
+    async def claim(self, **options: Any) -> list[Claim]:
+        self.look_at_all()
+        return await super().claim(**options)
+
+    async def changes(self, **options: Any) -> list[Change]:
+        self.look_at_all()
+        return await super().changes(**options)
+
+    async def spans(self, rollout_id: str, **options: Any) -> list[Span]:
+        self.look_at_all()
+        return await super().spans(rollout_id, **options)
+
+    async def rollouts(self, query: RolloutQuery) -> list[Rollout]:
+        self.look_at_all()
+        return await super().rollouts(query)
+
+    async def load_state(self, prefix: str) -> dict[str, bytes]:
+        self.look_at_all()
+        return await super().load_state(prefix)
+
+
+def test_store_that_scans_is_found_out() -> None:
+    with pytest.raises(AssertionError) as caught:
+        StoreConformance().test_no_operation_costs_more_in_a_large_store(
+            lambda _: Opened(factory="", url="memory://", kind=Scans)
+        )
+    scanning = {"claim", "claim nothing", "read changes", "read spans", "load states"}
+    scanning |= {"list queued", "list a group", "list the newest", "list running"}
+    found = set(re.findall(r"'([a-z ]+)': '", str(caught.value)))
+    assert scanning == found
+
+
 def test_unimplemented_schema_hook_says_what_to_do() -> None:
     location = StoreLocation(factory="my:Store", url="my://")
     with pytest.raises(NotImplementedError, match="has_schema_version"):
@@ -124,4 +171,4 @@ def test_store_tests_take_one_fixture_only() -> None:
     names = [name for name in dir(StoreConformance) if name.startswith("test_")]
     assert len(names) > 60
     fixtures = {p for name in names for p in inspect.signature(getattr(StoreConformance, name)).parameters}
-    assert {"self", "location", "tmp_path"} == fixtures
+    assert {"self", "locate", "location", "tmp_path"} == fixtures

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import AlgorithmContext, StepReport
+from agl.contracts import AlgorithmContext, StepReport, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo import artifacts
@@ -34,7 +34,6 @@ from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
 from agl_algo_apo.version_scores import version_scores
-from agl_run.experiment.measured import VersionScore, save_scores
 
 MAX_TRIES = 4
 """Most tries of one candidate."""
@@ -381,8 +380,9 @@ class PromptSearch:
             live={name: self.context.current(name).version for name in self.context.tunes},
             result=self.result,
         )
-        new = {owner: score for owner, score in scores.items() if self._told.get(owner) != score}
-        await save_scores(self.context.store, new)
+        new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
+        if new:
+            await self.context.store.save_scores(list(new.values()))
         self._told |= new
 
     def _metadata(self) -> dict[str, Json]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import msgspec
 
+from agl.contracts import VersionScore
 from agl_algo_apo.candidates import Lineage
 from agl_algo_apo.evaluation import Estimate, Evaluator, estimate
-from agl_algo_apo.final_measurement import How, Result
-from agl_run.experiment.measured import VersionScore
+from agl_algo_apo.final_measurement import Result
 
 
 def version_scores(
@@ -22,8 +22,8 @@ def version_scores(
     published: str,
     live: Mapping[str, str],
     result: Result | None,
-) -> dict[tuple[str, str], VersionScore]:
-    """The scores by (resource, version).
+) -> list[VersionScore]:
+    """The scores of all versions whose candidates were measured.
 
     Args:
         lineage: All candidates.
@@ -33,23 +33,22 @@ def version_scores(
         live: The live version of every tuned resource.
         result: Result of the final measurement, ``None`` before it.
     """
-    by_candidate: dict[str, VersionScore] = {}
+    by_candidate: dict[str, tuple[Estimate, str]] = {}
     owners: dict[tuple[str, str], str] = {}
     for candidate in lineage.all():
         rewards = list(evaluator.scores.rewards(candidate.id, "val").values())
         if rewards:
-            by_candidate[candidate.id] = _score(
-                estimate(rewards), "first measurement" if candidate.id == seed else "selection"
-            )
+            how = "first measurement" if candidate.id == seed else "selection"
+            by_candidate[candidate.id] = estimate(rewards), how
         for version in candidate.versions.items():
             owners.setdefault(version, candidate.id)  # children share unchanged versions; the first one owns them
     if result is not None:
-        by_candidate[seed] = _score(result.seed_score, result.how)
-        by_candidate[result.winner] = _score(result.score, result.how)
+        by_candidate[seed] = result.seed_score, result.how
+        by_candidate[result.winner] = result.score, result.how
     if published != seed:
         owners |= dict.fromkeys(live.items(), published)
-    return {version: by_candidate[owner] for version, owner in owners.items() if owner in by_candidate}
+    return [_score(*version, *by_candidate[owner]) for version, owner in owners.items() if owner in by_candidate]
 
 
-def _score(value: Estimate, how: How) -> VersionScore:
-    return VersionScore(**msgspec.structs.asdict(value), how=how)
+def _score(name: str, version: str, value: Estimate, how: str) -> VersionScore:
+    return VersionScore(name=name, version=version, **msgspec.structs.asdict(value), how=how)

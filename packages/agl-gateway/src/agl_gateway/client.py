@@ -1,6 +1,7 @@
 """The store behind ``agl serve``, from another process or machine: the whole contract over HTTP."""
 
 import asyncio
+import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,19 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
-from agl.contracts import Change, Metric, RolloutQuery
+from agl.contracts import (
+    PAGE_BYTES,
+    Change,
+    ExperimentRecord,
+    LabelMove,
+    Metric,
+    Presence,
+    Recording,
+    RolloutQuery,
+    SpanChoice,
+    Trained,
+    VersionScore,
+)
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
 from agl.stores import without_credentials
@@ -25,6 +38,8 @@ _RESTART_DELAYS_S = (4.0, 8.0, 16.0)
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
 _MSGPACK = "application/msgpack"
+_LARGE_BYTES = 1 << 20
+"""A body above this is sent in parts, so that it does not hold up the event loop."""
 
 
 class HttpStore:
@@ -132,6 +147,12 @@ class HttpStore:
         """All attempts of a rollout."""
         return await self._call("attempts", rollout_id=rollout_id)
 
+    async def recordings(
+        self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
+    ) -> list[Recording]:
+        """One page of rollouts with their attempts and spans."""
+        return await self._call("recordings", query=query, spans=spans, max_bytes=max_bytes)
+
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """Append in order."""
         await self._call("append_spans", spans=spans)
@@ -154,13 +175,61 @@ class HttpStore:
         """Versions of resources."""
         return await self._call("resources", name=name)
 
-    async def save_state(self, states: Mapping[str, bytes]) -> None:
-        """Write algorithm states."""
-        await self._call("save_state", states=states)
+    async def move_label(self, move: LabelMove) -> LabelMove:
+        """Point a label at a version."""
+        return await self._call("move_label", move=move)
+
+    async def label_moves(self, name: str, label: str) -> list[LabelMove]:
+        """Every move of a label."""
+        return await self._call("label_moves", name=name, label=label)
+
+    async def labels(self, name: str | None = None) -> list[LabelMove]:
+        """The newest move of every label."""
+        return await self._call("labels", name=name)
+
+    async def save_scores(self, scores: Sequence[VersionScore]) -> None:
+        """Keep scores of versions."""
+        await self._call("save_scores", scores=scores)
+
+    async def scores(self, name: str) -> list[VersionScore]:
+        """The scores of a resource's versions."""
+        return await self._call("scores", name=name)
+
+    async def save_state(
+        self,
+        states: Mapping[str, bytes],
+        *,
+        experiment: ExperimentRecord | None = None,
+        trained: Sequence[Trained] = (),
+    ) -> None:
+        """Write algorithm states, the experiment's record and its ledger."""
+        await self._call("save_state", states=states, experiment=experiment, trained=trained)
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
         """Read algorithm states."""
         return await self._call("load_state", prefix=prefix)
+
+    async def experiments(self, name: str | None = None) -> list[ExperimentRecord]:
+        """All experiments, or one."""
+        return await self._call("experiments", name=name)
+
+    async def trained(
+        self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
+    ) -> dict[str, int]:
+        """The step that trained on each rollout."""
+        return await self._call("trained", experiment=experiment, run=run, algorithm=algorithm, rollout_ids=rollout_ids)
+
+    async def announce(self, presence: Presence) -> None:
+        """Say that a member takes part in an experiment."""
+        await self._call("announce", presence=presence)
+
+    async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
+        """Forget members."""
+        await self._call("withdraw", experiment=experiment, members=members)
+
+    async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
+        """The members of an experiment, or one."""
+        return await self._call("presences", experiment=experiment, member=member)
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Log numbers."""
@@ -202,9 +271,17 @@ class HttpStore:
         while True:
             if method.is_waiting:
                 params["wait_s"] = min(MAX_WAIT_S, max(0.0, deadline - time.monotonic()))
-            result = await self._ask_once(method, self._encode(params))
+            result = await self._ask_once(method, self._body(method.name, params))
             if result or not method.is_waiting or time.monotonic() >= deadline:
                 return result
+
+    def _body(self, name: str, params: dict[str, Any]) -> bytes:
+        try:
+            return self._encode(params)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise StoreError(
+                f"{name!r} cannot be sent to the store {self._url}: {error}; values must be JSON"
+            ) from error
 
     async def _ask_once(self, method: Method, body: bytes) -> Any:
         delays = (*_RETRY_DELAYS_S, *(_RESTART_DELAYS_S if self._has_answered else ())) if method.is_repeatable else ()
@@ -229,7 +306,8 @@ class HttpStore:
                 headers={"content-type": _MSGPACK},
             )
         headers = {"authorization": f"Bearer {self._key()}"}
-        async with session.post(f"{self._url}/store/{name}", data=body, headers=headers) as reply:
+        data = io.BytesIO(body) if len(body) > _LARGE_BYTES else body
+        async with session.post(f"{self._url}/store/{name}", data=data, headers=headers) as reply:
             return reply.status, await reply.read()
 
     def _key(self) -> str:

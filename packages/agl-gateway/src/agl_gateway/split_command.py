@@ -3,12 +3,12 @@
 import click
 
 from agl import PluginManager
-from agl.contracts import Store
+from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_gateway.split_report import ArmReport, SplitReport, samples, split_report
 from agl_gateway.splits import check_labels, differing, pins_of
 from agl_run import Criterion, check_better, says
-from agl_run.commands import Move, json_option, move, pass_manager, print_json, print_table, store_option, with_store
+from agl_run.commands import json_option, move, pass_manager, print_json, print_table, store_option, with_store
 
 _DEFAULT = ("production", "candidate")
 
@@ -99,7 +99,7 @@ def _promote(
         raise ConfigError(f"--promote compares two arms, and there are {len(labels)}: {' '.join(labels)}")
     old, new = labels
 
-    async def work(store: Store) -> tuple[Move, str]:
+    async def work(store: Store) -> tuple[LabelMove, str]:
         numbers = await better_arm(store, name, (old, new), bar, experiment=experiment)
         version = (await pins_of(store, (old, new)))[new][name]
         return await move(store, name, old, version, reason=reason or numbers), numbers

@@ -8,12 +8,10 @@ the versions that they name now, so that both arms met the same requests at the 
 from collections.abc import Sequence
 
 from agl.contracts import RolloutQuery, Store
-from agl.episodes import episode_reward
 from agl.schemas import Record, Rollout
-from agl.stores import all_spans
 from agl_gateway.splits import Pins, differing, pins_of, placement_of
 from agl_run import Comparison, compare, interval
-from agl_run.commands import COUNTED, is_counted, pages
+from agl_run.commands import COUNTED, is_counted, pages, rewards_of
 
 _PAGE = 500
 
@@ -71,10 +69,13 @@ async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[s
     """By label, what was earned between these versions. Reads the spans of every rollout that the split placed."""
     names = differing(pins)
     tallies = {label: _Tally() for label in pins}
-    async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)):
-        for rollout in page:
-            if names and is_counted(rollout) and (arm := _arm(rollout, pins, names)) is not None:
-                tallies[arm].add(rollout, episode_reward(await all_spans(store, rollout.rollout_id)))
+    query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
+    if not names:
+        return {label: tally.sample() for label, tally in tallies.items()}
+    async for page in pages(store, query):
+        arms = {r.rollout_id: arm for r in page if is_counted(r) and (arm := _arm(r, pins, names)) is not None}
+        async for rollout, reward in rewards_of(store, list(arms)):
+            tallies[arms[rollout.rollout_id]].add(rollout, reward)
     return {label: tally.sample() for label, tally in tallies.items()}
 
 

@@ -14,7 +14,7 @@ import msgspec
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import Record, Rollout
-from agl_run.commands import LABEL, all_labels
+from agl_run.commands import LABEL
 
 KEY = "split"
 """Where the metadata of a rollout hold its placement."""
@@ -103,15 +103,23 @@ async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
     A resource without the arm's label has the version of the first one there.
     """
     baseline = labels[0]
-    pointing = await all_labels(store)
+    pointing = await _pointing(store)
     covered = {name: named for name, named in pointing.items() if baseline in named}
     return {label: {name: named.get(label, named[baseline]) for name, named in covered.items()} for label in labels}
+
+
+async def _pointing(store: Store) -> Pins:
+    """The version that every label points at, by resource and label."""
+    found: Pins = {}
+    for move in await store.labels():
+        found.setdefault(move.name, {})[move.label] = move.version
+    return found
 
 
 async def check_labels(store: Store, labels: Iterable[str]) -> None:
     """Raise :class:`ConfigError` unless every label names something, and nothing lacks the first one."""
     wanted = list(labels)
-    pointing = await all_labels(store)
+    pointing = await _pointing(store)
     for label in wanted:
         if not any(label in named for named in pointing.values()):
             known = sorted({known for named in pointing.values() for known in named})

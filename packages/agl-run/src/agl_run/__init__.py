@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agl_run.comparison import Comparison, Criterion, check_better, compare, interval, says
     from agl_run.experiment.config import ExperimentConfig, ScheduleConfig, load_config, parse_config
-    from agl_run.experiment.measured import VersionScore, save_scores
     from agl_run.experiment.progress import Quiet
     from agl_run.experiment.trainer import DevResult, FitResult, Trainer
     from agl_run.runners.agent import AgentSpec
@@ -31,7 +30,6 @@ __all__ = [
     "SQLiteStore",
     "ScheduleConfig",
     "Trainer",
-    "VersionScore",
     "Worker",
     "WorkerSetup",
     "check_better",
@@ -39,14 +37,12 @@ __all__ = [
     "interval",
     "load_config",
     "parse_config",
-    "save_scores",
     "says",
 ]
 
 _HOMES = {
     "agl_run.comparison": ("Comparison", "Criterion", "check_better", "compare", "interval", "says"),
     "agl_run.experiment.config": ("ExperimentConfig", "ScheduleConfig", "load_config", "parse_config"),
-    "agl_run.experiment.measured": ("VersionScore", "save_scores"),
     "agl_run.experiment.progress": ("Quiet",),
     "agl_run.experiment.trainer": ("DevResult", "FitResult", "Trainer"),
     "agl_run.runners.agent": ("AgentSpec",),

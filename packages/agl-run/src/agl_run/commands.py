@@ -3,16 +3,14 @@
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table
-from agl_run.cli.query import CONVERSATIONS, COUNTED, is_counted, pages, seconds_of
+from agl_run.cli.query import CONVERSATIONS, COUNTED, is_counted, pages, rewards_of, seconds_of
 from agl_run.experiment.labels import NAME as LABEL
-from agl_run.experiment.labels import Move, all_labels, labelled, move
+from agl_run.experiment.labels import labelled, move
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "LABEL",
-    "Move",
-    "all_labels",
     "is_counted",
     "json_option",
     "labelled",
@@ -22,6 +20,7 @@ __all__ = [
     "pass_manager",
     "print_json",
     "print_table",
+    "rewards_of",
     "seconds_of",
     "store_option",
     "with_store",

@@ -1,34 +1,32 @@
 """The tables as a transaction sees and changes them: in memory, over what was locked and read at its start.
 
-Nothing is written before :meth:`PostgresTables.changes` is flushed, so an operation that raises leaves no trace, and
-the operations of one transaction see each other's changes.
+Nothing is written before :attr:`PostgresTables.changes` are flushed, and the operations of one transaction see each
+other's changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from agl.contracts import Metric
-from agl.errors import StoreError
-from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, encode
-from agl.stores import ATTEMPT_BITS, MAX_SEQUENCE, Packer, mark_late, number_of, rules
+from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
+from agl.stores import deadline
+from agl_run.sql import ATTEMPT_BITS, Packer, Place, number_of, place_spans
 from agl_store_postgres.loading import Loaded
-from agl_store_postgres.writing import Changes, SpanRow
+from agl_store_postgres.writing import Changes
 
 
 class PostgresTables:
-    """See :class:`agl.stores.engine.Tables`.
+    """See :class:`agl.stores.Tables`.
 
     Attributes:
         now: The server's clock at the start of the transaction, in Unix seconds.
         changes: What is to be written.
-        is_repeat: The transaction was tried before, and nobody knows whether that was committed.
     """
 
-    def __init__(self, loaded: Loaded, packer: Packer, *, lapsed: Sequence[str] = (), is_repeat: bool = False) -> None:
+    def __init__(self, loaded: Loaded, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
         self._loaded = loaded
         self._packer = packer
         self._lapsed = lapsed
         self.now = loaded.now
-        self.is_repeat = is_repeat
         self.changes = Changes()
 
     def rollout(self, rollout_id: str) -> Rollout | None:
@@ -41,8 +39,11 @@ class PostgresTables:
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
         """The oldest of those that were locked for this transaction's claims and that none of them took."""
-        rollouts = [self._loaded.rollouts[rollout_id] for rollout_id in self._loaded.queues.get(experiment, ())]
-        return [rollout for rollout in rollouts if rollout.status == "queued"][:limit]
+        return self._still_queued(self._loaded.queues.get(experiment, ()))[:limit]
+
+    def _still_queued(self, rollout_ids: Iterable[str]) -> list[Rollout]:
+        found = (self._loaded.rollouts.get(rollout_id) for rollout_id in rollout_ids)
+        return [rollout for rollout in found if rollout is not None and rollout.status == "queued"]
 
     def claimed(self, claim_id: str) -> list[Claim]:
         attempts = [
@@ -53,10 +54,10 @@ class PostgresTables:
         attempts.sort(key=lambda attempt: self._key(attempt.rollout_id, attempt.number))
         return [Claim(rollout=self._loaded.rollouts[attempt.rollout_id], attempt=attempt) for attempt in attempts]
 
-    def overdue(self, now: float) -> list[Claim]:
+    def overdue(self) -> list[Claim]:
         """The attempts that were found overdue and locked when the transaction began."""
         claims = (self.held(attempt_id) for attempt_id in self._lapsed)
-        return [claim for claim in claims if claim is not None and rules.deadline(claim) <= now]
+        return [claim for claim in claims if claim is not None and deadline(claim) <= self.now]
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -66,83 +67,77 @@ class PostgresTables:
             self.changes.added.append((seq, rollout))
         self._log(rollouts)
 
-    def open(self, claims: Sequence[Claim]) -> None:
-        self._put(claims)
-        self.save_rollouts([claim.rollout for claim in claims])
+    def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
         for claim in claims:
-            self.changes.soonest = min(self.changes.soonest, rules.deadline(claim))
-
-    def save(self, claims: Sequence[Claim]) -> None:
-        self._put(claims)
-        self.save_rollouts([claim.rollout for claim in claims])
-        for claim in claims:
-            self._packer.forget(self._key(claim.rollout.rollout_id, claim.attempt.number))
+            attempt, key = claim.attempt, self._key(claim.rollout.rollout_id, claim.attempt.number)
+            before = self._loaded.attempts.get(attempt.attempt_id)
+            if attempt.status != "running":
+                self._packer.forget(key)
+            elif before is None or attempt.lease_until < before.lease_until:
+                self.changes.soonest = min(self.changes.soonest, deadline(claim))
+            self._loaded.attempts[attempt.attempt_id] = attempt
+            self.changes.attempts[key] = (attempt.status, attempt.claim_id, deadline(claim), encode(attempt))
+        if is_logged:
+            self._save([claim.rollout for claim in claims])
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        for rollout in rollouts:
+            number = rollout.attempts + 1
+            if self._loaded.attempts.pop(attempt_id_of(rollout.rollout_id, number), None) is not None:
+                self.changes.attempts[self._key(rollout.rollout_id, number)] = None
+                self._packer.forget(self._key(rollout.rollout_id, number))
+        self._save(rollouts)
+
+    def _save(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
             self._loaded.rollouts[rollout.rollout_id] = rollout
             self.changes.rollouts[self._loaded.seqs[rollout.rollout_id]] = rollout
         self._log(rollouts)
 
-    def renew(self, claims: Sequence[Claim]) -> None:
-        for claim in claims:
-            before = self._loaded.attempts[claim.attempt.attempt_id]
-            if claim.attempt.lease_until < before.lease_until:
-                self.changes.soonest = min(self.changes.soonest, rules.deadline(claim))
-        self._put(claims)
-
-    def drop(self, attempt: Attempt, rollout: Rollout) -> None:
-        key = self._key(attempt.rollout_id, attempt.number)
-        del self._loaded.attempts[attempt.attempt_id]
-        self.changes.attempts[key] = None
-        self._packer.forget(key)
-        self.save_rollouts([rollout])
-
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        """Packs all spans before it keeps the first, so that one that cannot be packed leaves no trace."""
-        rows: dict[tuple[int, str], SpanRow] = {}
-        last: dict[int, int] = {}
-        touched: dict[int, str] = {}
-        try:
-            for span in spans:
-                key = self._key(span.rollout_id, number_of(span.attempt_id) if span.attempt_id else 0)
-                if (key, span.span_id) in self._loaded.kept or (key, span.span_id) in rows:
-                    continue
-                sequence = max(span.sequence, last.get(key, self._loaded.last.get(key, 0)) + 1)
-                rows[key, span.span_id] = self._span_row(span, key, sequence)
-                last[key] = sequence
-                touched[key] = self._loaded.rollouts[span.rollout_id].status
-        except StoreError:
-            self._packer.clear()  # what it remembers of this batch is not kept
-            raise
-        self._loaded.kept |= rows.keys()
-        self._loaded.last |= last
-        self.changes.spans += rows.values()
-        self.changes.feed += [(key, "spans", status, None) for key, status in touched.items()]
+        rows = place_spans(spans, self._packer, self._place)
+        self._loaded.kept |= {(key, span_id) for key, _, span_id, _ in rows}
+        self._loaded.last |= {key: sequence for key, sequence, _, _ in rows}
+        self.changes.spans += rows
+        touched = {key for key, _, _, _ in rows}
+        for rollout_id, attempt_id in dict.fromkeys((span.rollout_id, span.attempt_id) for span in spans):
+            key = self._span_key(rollout_id, attempt_id)
+            if key in touched:
+                self.changes.feed.append((key, "spans", self._loaded.rollouts[rollout_id].status, None))
 
-    def _span_row(self, span: Span, key: int, sequence: int) -> SpanRow:
-        if sequence > MAX_SEQUENCE:
-            raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")
-        attempt = self._loaded.attempts.get(span.attempt_id)
-        marked = mark_late(span, is_late=attempt is not None and attempt.status != "running")
-        return key, sequence, span.span_id, self._packer.pack(marked, attempt=key, sequence=sequence)
+    def _place(self, span: Span) -> Place:
+        key, attempt = self._span_key(span.rollout_id, span.attempt_id), self._loaded.attempts.get(span.attempt_id)
+        return Place(
+            key=key,
+            last=self._loaded.last.get(key, 0),
+            is_late=attempt is not None and attempt.status != "running",
+            has=lambda span_id: (key, span_id) in self._loaded.kept,
+        )
+
+    def _span_key(self, rollout_id: str, attempt_id: str) -> int:
+        return self._key(rollout_id, number_of(attempt_id) if attempt_id else 0)
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
-        """The transaction does nothing else."""
-        self.changes.removed += [self._loaded.seqs[rollout.rollout_id] for rollout in rollouts]
+        for rollout in rollouts:
+            del self._loaded.rollouts[rollout.rollout_id]
+            self.changes.removed.append(self._loaded.seqs[rollout.rollout_id])
 
     def version(self, name: str, version: str) -> ResourceVersion | None:
-        found = self._loaded.versions.get((name, version))
-        return None if found is None else rules.copied(found)
+        return self._loaded.versions.get((name, version))
 
     def add_version(self, version: ResourceVersion) -> None:
         self._loaded.versions[version.name, version.version] = version
         self.changes.versions.append((version.name, version.version, encode(version)))
         self.changes.feed.append((None, "resource", version.version, version.name))
 
-    def save_state(self, states: Mapping[str, bytes]) -> None:
-        """Write states by key; an empty value deletes the key."""
-        self.changes.states |= {key: bytes(value) for key, value in states.items()}
+    def get(self, key: bytes) -> bytes | None:
+        return self.changes.documents.get(key, self._loaded.documents.get(key))
+
+    def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        self.changes.documents |= pairs
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        self.changes.documents |= dict.fromkeys(keys)
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Log numbers."""
@@ -153,15 +148,7 @@ class PostgresTables:
     @property
     def has_spare(self) -> bool:
         """Whether queued rollouts are locked that none of the claims took: whoever skipped them must look again."""
-        ids = [rollout_id for ids in self._loaded.queues.values() for rollout_id in ids]
-        return any(self._loaded.rollouts[rollout_id].status == "queued" for rollout_id in ids)
-
-    def _put(self, claims: Sequence[Claim]) -> None:
-        for claim in claims:
-            key = self._key(claim.rollout.rollout_id, claim.attempt.number)
-            self._loaded.attempts[claim.attempt.attempt_id] = claim.attempt
-            row = (claim.attempt.status, claim.attempt.claim_id, rules.deadline(claim), encode(claim.attempt))
-            self.changes.attempts[key] = row
+        return any(self._still_queued(rollout_ids) for rollout_ids in self._loaded.queues.values())
 
     def _key(self, rollout_id: str, number: int) -> int:
         return self._loaded.seqs[rollout_id] << ATTEMPT_BITS | number

@@ -45,6 +45,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "target_session_attrs=read-write",
     ),
     ("lock timeout", "somebody holds a lock on the store's tables: end that session (see pg_stat_activity)"),
+    ("index row", "ids, names and keys have at most 2,600 bytes in PostgreSQL: choose a shorter one"),
     (r"nul \(0x00\)", "PostgreSQL keeps no NUL character in ids, names and keys: leave it out"),
     ("surrogates not allowed", "that text is no Unicode: it holds half of a character"),
     (r"\bssl\b", "see sslmode and sslrootcert in the URL, and the server's ssl settings"),

@@ -1,7 +1,7 @@
 """The store's tables: how they are laid out, and how an older layout is brought up to date.
 
-Rollouts and attempts are numbered as in :mod:`agl.stores.keys`. Text that is compared or sorted has the collation
-``C``, so that ids sort here as they do in Python. Spans and states come packed: PostgreSQL does not compress them
+Rollouts and attempts are numbered as in :mod:`agl.stores`. Text that is compared or sorted has the collation
+``C``, so that ids sort here as they do in Python. Spans and documents come packed: PostgreSQL does not compress them
 again (``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running and its status after that,
 so that a claim need not touch the index of the lists.
 """
@@ -9,6 +9,7 @@ so that a claim need not touch the index of the lists.
 from psycopg import sql
 
 from agl.errors import SchemaVersionError, StoreError
+from agl_run.sql import older_documents
 from agl_store_postgres.links import Connection
 from agl_store_postgres.urls import Target
 
@@ -49,10 +50,17 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"CREATE INDEX versions_by_name ON versions (name, seq)",
         b"CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
     ),
+    (
+        b"CREATE TABLE documents (key bytea PRIMARY KEY, value bytea NOT NULL)",
+        b"ALTER TABLE documents ALTER COLUMN value SET STORAGE EXTERNAL",
+    ),
 )
 """Statements that bring a schema of version N to N + 1; a new one runs them all."""
 
 CURRENT = len(MIGRATIONS)
+
+_STATES_MOVE = 2
+"""The version with which labels, scores, experiments and ledgers still lay among the states of algorithms."""
 
 _LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
 
@@ -86,7 +94,18 @@ def _migrate(connection: Connection, target: Target) -> None:
     for number in range(version, CURRENT):
         for statement in MIGRATIONS[number]:
             connection.execute(statement)
+        if number == _STATES_MOVE:
+            _move_states(connection)
     connection.execute("UPDATE agl_schema SET version = %s", (CURRENT,))
+
+
+def _move_states(connection: Connection) -> None:
+    """Make documents of the states."""
+    states = {str(key): bytes(value) for key, value in connection.execute("SELECT key, value FROM states")}
+    versions = [(str(name), str(version)) for name, version in connection.execute("SELECT name, version FROM versions")]
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO documents VALUES (%b, %b)", older_documents(states, versions).items())
+    connection.execute("DROP TABLE states")
 
 
 def _version(connection: Connection, target: Target) -> int:

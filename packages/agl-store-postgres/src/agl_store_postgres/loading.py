@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
-from agl.stores import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
+from agl_run.sql import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
 from agl_store_postgres.links import Connection
+from agl_store_postgres.needs import Needs
 
 Rows: TypeAlias = Iterable[Row]
 
@@ -19,7 +20,7 @@ BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE"
 NOW = b"extract(epoch FROM clock_timestamp())::float8"
 
 _CLOCK = b"SELECT " + NOW + b", (SELECT min(deadline) FROM attempts WHERE status = 'running')"
-_LOCK_CLAIMS = b"SELECT pg_advisory_xact_lock(hashtextextended(id, 1)) FROM unnest(%s::text[]) AS c(id)"
+_LOCK_NAMES = b"SELECT pg_advisory_xact_lock(hashtextextended(name, 1)) FROM unnest(%s::text[]) AS c(name)"
 _LOCK_ROLLOUTS = f"SELECT {ROLLOUT} FROM rollouts r WHERE rollout_id = ANY(%s::text[]) ORDER BY seq FOR UPDATE".encode()
 _CURRENT = b"SELECT a.data FROM rollouts r JOIN attempts a ON a.id = r.attempt WHERE r.rollout_id = ANY(%s::text[])"
 _NAMED = (
@@ -57,29 +58,9 @@ _VERSIONS = (
     b"SELECT v.data FROM unnest(%s::text[], %s::text[]) AS w(name, version) "
     b"JOIN versions v ON v.name = w.name AND v.version = w.version"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """What an operation will ask for.
-
-    Attributes:
-        rollout_ids: Rollouts, with their running or deciding attempts.
-        attempt_ids: Attempts, with their rollouts.
-        spans: Spans to be appended.
-        new: Rollouts that may be added.
-        queue: The experiment, or ``None`` for all, and how many of its oldest queued rollouts.
-        claim_ids: Claims whose running attempts are asked for.
-        versions: Resource versions by name and version.
-    """
-
-    rollout_ids: Sequence[str] = ()
-    attempt_ids: Sequence[str] = ()
-    spans: Sequence[Span] = ()
-    new: int = 0
-    queue: tuple[str | None, int] | None = None
-    claim_ids: Sequence[str] = ()
-    versions: Sequence[tuple[str, str]] = ()
+_DOCUMENTS = b"SELECT key, value FROM documents WHERE key = ANY(%b::bytea[])"
+_XID = b"SELECT pg_current_xact_id_if_assigned()::text"
+"""Of a transaction that locked or wrote something; one that did neither may be repeated."""
 
 
 @dataclass(kw_only=True)
@@ -94,6 +75,7 @@ class Loaded:
         kept: Spans to be appended that are there already, by the attempt's number and the span's id.
         queues: The oldest queued rollouts of each experiment that was asked for.
         numbers: Fresh numbers for rollouts to be added.
+        xid: The transaction's id, by which the server knows later whether it was committed.
     """
 
     now: float = 0.0
@@ -106,6 +88,8 @@ class Loaded:
     queues: dict[str | None, list[str]] = field(default_factory=dict[str | None, list[str]])
     numbers: list[int] = field(default_factory=list[int])
     versions: dict[tuple[str, str], ResourceVersion] = field(default_factory=dict[tuple[str, str], ResourceVersion])
+    documents: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    xid: str | None = None
 
     def put_rollout(self, row: Row) -> str:
         """Keep a rollout as it was read last; returns its id."""
@@ -148,8 +132,11 @@ def begin(db: Connection, needs: Sequence[Needs]) -> Loaded:
             query, params = (_QUEUE_ALL, (limit,)) if experiment is None else (_QUEUE_OF, (experiment, limit))
             ask.send(f"queue {experiment!r}", query, *params)
         _ask_for_versions(ask, needs)
+        if keys := [key for need in needs for key in need.documents]:
+            ask.send("documents", _DOCUMENTS, keys)
         if new := sum(need.new for need in needs):
             ask.send("numbers", _NUMBERS, new)
+        ask.send("xid", _XID)
     return _read(ask, queues)
 
 
@@ -166,10 +153,11 @@ def begin_lapsed(db: Connection) -> tuple[Loaded, list[str]]:
 
 
 def _ask_for_rollouts(ask: _Ask, needs: Sequence[Needs]) -> None:
-    claim_ids = sorted({claim_id for need in needs for claim_id in need.claim_ids})
+    claim_ids = {claim_id for need in needs for claim_id in need.claim_ids}
+    if names := sorted(claim_ids.union(*(need.locks for need in needs))):
+        ask.send("none", _LOCK_NAMES, names)
     if claim_ids:
-        ask.send("none", _LOCK_CLAIMS, claim_ids)
-        ask.send("claimed", _CLAIMED, claim_ids)
+        ask.send("claimed", _CLAIMED, list(claim_ids))
     whole = {rollout_id for need in needs for rollout_id in need.rollout_ids}
     named = {attempt_id for need in needs for attempt_id in need.attempt_ids}
     named |= {span.attempt_id for need in needs for span in need.spans if span.attempt_id}
@@ -227,4 +215,6 @@ def _read(ask: _Ask, queues: Iterable[str | None]) -> Loaded:
     for (data,) in ask.rows("versions"):
         version = decode(data, ResourceVersion)
         loaded.versions[version.name, version.version] = version
+    loaded.documents = dict(ask.rows("documents"))
+    ((loaded.xid,),) = ask.rows("xid")
     return loaded

@@ -1,4 +1,4 @@
-"""The one thread of a store object that listens: it wakes whoever waits, and has overdue attempts decided in time."""
+"""The thread of a store object that listens: it wakes those that wait, and has overdue attempts decided in time."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psycopg
 from psycopg import sql
 
-from agl.stores import Bell
+from agl.stores import WakeUp
 from agl_store_postgres.links import Connection, Link
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import Target
@@ -32,23 +32,24 @@ _logger = logging.getLogger(__name__)
 class Watch:
     """Listens while somebody waits, or has waited before.
 
-    Attributes:
-        queue_bell: Rings when a rollout was queued.
-        feed_bell: Rings when the change feed grew.
+    Args:
+        wake_ups: Rung when rollouts were queued, and when the change feed grew.
+        expire: Has overdue attempts decided; returns at once.
     """
 
-    def __init__(self, target: Target, *, feed: int, expire: Callable[[], object]) -> None:
+    def __init__(
+        self, target: Target, *, feed: int, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object]
+    ) -> None:
         self._target = target
         self._feed = feed
         self._expire = expire
+        self._queued, self._changed = wake_ups
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._deadline = math.inf
         self._heard: list[str] = []
-        self.queue_bell = Bell()
-        self.feed_bell = Bell()
 
     def start(self) -> None:
         """Begin to listen, unless it does; everybody is woken once it listens."""
@@ -99,7 +100,7 @@ class Watch:
                 self._look(db)
                 looked_at = time.monotonic()
                 if not is_due:
-                    self.queue_bell.ring()
+                    self._queued.ring()
 
     def _pause(self, db: Connection, limit_s: float) -> None:
         wait_s = max(0.0, min(limit_s, self._deadline - time.monotonic()))
@@ -116,9 +117,9 @@ class Watch:
         for _, _, soonest in messages:
             self._note(soonest)
         if any(has_queued for has_queued, _, _ in messages):
-            self.queue_bell.ring()
+            self._queued.ring()
         if any(has_grown for _, has_grown, _ in messages):
-            self.feed_bell.ring()
+            self._changed.ring()
 
     def _hear(self, notify: psycopg.Notify) -> None:
         self._heard.append(notify.payload)
@@ -138,5 +139,5 @@ class Watch:
         self._deadline = min(self._deadline, deadline + self._offset)
 
     def _ring_all(self) -> None:
-        self.queue_bell.ring()
-        self.feed_bell.ring()
+        self._queued.ring()
+        self._changed.ring()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agl.schemas import Rollout, encode
-from agl.stores import ATTEMPT_BITS
+from agl_run.sql import ATTEMPT_BITS, progress_row
 from agl_store_postgres.links import Connection
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
@@ -31,8 +31,8 @@ _SPAN_TYPES = ("int8", "int4", "text", "bytea")
 _SAVE_ROLLOUTS = (
     b"UPDATE rollouts r SET status = v.status, attempts = v.attempts, attempt = v.attempt, stage = v.stage, "
     b"started_at = v.started_at, finished_at = v.finished_at "
-    b"FROM unnest(%s::bigint[], %s::text[], %s::int[], %s::bigint[], %s::text[], %s::float8[], %s::float8[]) "
-    b"AS v(seq, status, attempts, attempt, stage, started_at, finished_at) WHERE r.seq = v.seq"
+    b"FROM unnest(%s::text[], %s::int[], %s::bigint[], %s::float8[], %s::float8[], %s::text[], %s::bigint[]) "
+    b"AS v(status, attempts, attempt, started_at, finished_at, stage, seq) WHERE r.seq = v.seq"
 )
 _SAVE_ATTEMPTS = (
     b"INSERT INTO attempts SELECT * FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::float8[], %b::bytea[]) "
@@ -41,11 +41,11 @@ _SAVE_ATTEMPTS = (
 )
 _DROP_ATTEMPTS = b"DELETE FROM attempts WHERE id = ANY(%s::bigint[])"
 _ADD_VERSIONS = b"INSERT INTO versions (name, version, data) VALUES (%s, %s, %b)"
-_SAVE_STATES = (
-    b"INSERT INTO states SELECT * FROM unnest(%s::text[], %b::bytea[]) ON CONFLICT (key) "
+_SAVE_DOCUMENTS = (
+    b"INSERT INTO documents SELECT * FROM unnest(%b::bytea[], %b::bytea[]) ON CONFLICT (key) "
     b"DO UPDATE SET value = excluded.value"
 )
-_DROP_STATES = b"DELETE FROM states WHERE key = ANY(%s::text[])"
+_DROP_DOCUMENTS = b"DELETE FROM documents WHERE key = ANY(%b::bytea[])"
 _SAVE_METRICS = (
     b"INSERT INTO metrics SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::float8[], "
     b"%s::float8[]) ON CONFLICT (experiment, algorithm, step, name) "
@@ -78,6 +78,7 @@ class Changes:
         added: New rollouts with their numbers.
         rollouts: Known rollouts as they are now, by number.
         attempts: Attempts as they are now, by number; ``None`` for one to remove.
+        documents: Documents as they are now, by key; ``None`` for one to remove.
         feed: New entries of the change feed, in order.
         removed: Numbers of rollouts to remove with all they have.
         has_queued: A rollout was queued, so that waiting claims must look.
@@ -89,7 +90,7 @@ class Changes:
     attempts: dict[int, AttemptRow | None] = field(default_factory=dict[int, AttemptRow | None])
     spans: list[SpanRow] = field(default_factory=list[SpanRow])
     versions: list[tuple[str, str, bytes]] = field(default_factory=list[tuple[str, str, bytes]])
-    states: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    documents: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
     metrics: dict[tuple[str, str, int, str], tuple[float, float]] = field(
         default_factory=dict[tuple[str, str, int, str], tuple[float, float]]
     )
@@ -112,11 +113,11 @@ def commit(db: Connection, changes: Changes, *, feed: int) -> None:
         _copy(db, _ADD_SPANS, _SPAN_TYPES, changes.spans)
     with db.pipeline():
         _save(db, changes)
-        for statement in _REMOVE if changes.removed else ():
-            db.execute(statement, (changes.removed,))
         if changes.feed:
             db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
             db.execute(_ADD_CHANGES, _columns(changes.feed))
+        for statement in _REMOVE if changes.removed else ():  # last, whatever else was written of these rollouts
+            db.execute(statement, (changes.removed,))
         if changes.is_heard:
             db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), _message(changes)))
         db.execute(b"COMMIT")
@@ -139,7 +140,7 @@ def _message(changes: Changes) -> str:
 
 def _save(db: Connection, changes: Changes) -> None:
     if changes.rollouts:
-        db.execute(_SAVE_ROLLOUTS, _columns([_row(seq, rollout) for seq, rollout in changes.rollouts.items()]))
+        db.execute(_SAVE_ROLLOUTS, _columns([progress_row(rollout, seq) for seq, rollout in changes.rollouts.items()]))
     kept = [(key, *row) for key, row in changes.attempts.items() if row is not None]
     if kept:
         db.execute(_SAVE_ATTEMPTS, _columns(kept))
@@ -147,10 +148,10 @@ def _save(db: Connection, changes: Changes) -> None:
         db.execute(_DROP_ATTEMPTS, ([key for key, row in changes.attempts.items() if row is None],))
     for version in changes.versions:
         db.execute(_ADD_VERSIONS, version)
-    states = sorted(changes.states.items())  # in one order, so that two writers never wait for each other
-    if states:
-        db.execute(_DROP_STATES, ([key for key, value in states if not value],))
-        db.execute(_SAVE_STATES, _columns([state for state in states if state[1]], width=2))
+    documents = sorted(changes.documents.items())  # in one order, so that two writers never wait for each other
+    if documents:
+        db.execute(_DROP_DOCUMENTS, ([key for key, value in documents if value is None],))
+        db.execute(_SAVE_DOCUMENTS, _columns([pair for pair in documents if pair[1] is not None], width=2))
     if changes.metrics:
         db.execute(_SAVE_METRICS, _columns([(*key, *value) for key, value in sorted(changes.metrics.items())]))
 
@@ -170,9 +171,3 @@ def _columns(rows: Sequence[tuple[Any, ...]], *, width: int = 0) -> list[list[An
 def _new_row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
     where = (rollout.rollout_id, rollout.experiment, rollout.mode, rollout.group_id)
     return seq, *where, "queued", "open", 0, None, 0.0, 0.0, encode(rollout)
-
-
-def _row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
-    attempt = seq << ATTEMPT_BITS | rollout.attempts if rollout.attempt_id else None  # always the newest one
-    stage = rollout.status if rollout.is_finished else "open"
-    return seq, rollout.status, rollout.attempts, attempt, stage, rollout.started_at, rollout.finished_at

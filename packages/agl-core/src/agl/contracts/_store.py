@@ -1,4 +1,4 @@
-"""The store contract: where rollouts wait, spans land, and versions and states are kept.
+"""The store contract: where rollouts wait, spans land, and what experiments know is kept.
 
 Invariants, each a test of ``agl_testing.StoreConformance``:
 
@@ -17,7 +17,12 @@ Invariants, each a test of ``agl_testing.StoreConformance``:
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from agl.schemas import Attempt, Claim, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
+from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
+
+PAGE_BYTES = 32 << 20
+"""Bytes of spans after which a page of recordings ends."""
+
+SpanChoice = Literal["none", "deciding", "all"]
 
 
 class Change(Record, frozen=True, kw_only=True):
@@ -38,17 +43,6 @@ class Change(Record, frozen=True, kw_only=True):
     experiment: str = ""
 
 
-class Metric(Record, frozen=True, kw_only=True):
-    """One logged number. Unique by (experiment, algorithm, step, name): logging again replaces it."""
-
-    experiment: str
-    algorithm: str
-    step: int
-    name: str
-    value: float
-    time: float = 0.0
-
-
 class RolloutQuery(Record, frozen=True, kw_only=True):
     """Which rollouts to list, in order of id; ``after`` is the last id of the page before."""
 
@@ -62,8 +56,118 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
     is_newest_first: bool = False
 
 
+class Recording(Record, frozen=True, kw_only=True):
+    """A rollout with its attempts, first to last, and its spans; what an episode is built from.
+
+    Attributes:
+        is_whole: Whether these are all of the spans; :func:`agl.stores.read_recordings` reads the rest.
+    """
+
+    rollout: Rollout
+    attempts: list[Attempt]
+    spans: list[Span] = []
+    is_whole: bool = True
+
+
+class LabelMove(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A label, such as ``production``, was pointed at a version of a resource.
+
+    Attributes:
+        name: The resource's name.
+        moved_at: Unix seconds by the store's clock, increasing over the moves of a label.
+        is_back: Whether this is a roll-back to what the label pointed at before.
+        reason: Why, in the words of the one who did it.
+    """
+
+    name: str
+    label: str
+    version: str
+    moved_at: float = 0.0
+    is_back: bool = False
+    reason: str = ""
+
+
+class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The mean reward of a resource's version, with its 95 % interval from ``low`` to ``high``.
+
+    Attributes:
+        n: Tasks that were measured.
+        how: Which rewards these are, such as ``fresh rollouts``, or ``selection`` for those by which the version was
+            chosen among others, which flatter the chosen one.
+    """
+
+    name: str
+    version: str
+    mean: float
+    low: float
+    high: float
+    n: int
+    how: str
+
+
+class ExperimentRecord(Record, frozen=True, kw_only=True):
+    """An experiment between two steps.
+
+    Attributes:
+        run: Counts fresh starts, from 1; part of every rollout's id.
+        status: ``finished`` once every algorithm is; until then the experiment may be resumed.
+        live: The live version of every resource.
+        turn: Steps taken by all algorithms together.
+        owner: Worker name of the process that runs or ran it.
+    """
+
+    name: str
+    run: int = 1
+    status: Literal["running", "finished"] = "running"
+    live: dict[str, str] = {}
+    turn: int = 0
+    owner: str = ""
+
+
+class Trained(Record, frozen=True, kw_only=True):
+    """An entry of the ledger: the rollouts that a step of an algorithm trained on."""
+
+    experiment: str
+    run: int
+    algorithm: str
+    step: int
+    rollout_ids: tuple[str, ...]
+
+
+class Presence(Record, frozen=True, kw_only=True):
+    """A member of a running experiment says that it takes part.
+
+    Attributes:
+        member: ``""`` for the process that runs the experiment, a worker's name for a worker elsewhere.
+        session: Random; every start of the experiment has its own.
+        since: Unix seconds by the member's clock.
+        beat: Counts while the member lives, so that a killed one is told apart without comparing clocks.
+        details: What others need to know to join, such as addresses and settings; never a key.
+    """
+
+    experiment: str
+    member: str = ""
+    session: str
+    since: float = 0.0
+    beat: int = 0
+    details: dict[str, Json] = {}
+
+
+class Metric(Record, frozen=True, kw_only=True):
+    """One logged number. Unique by (experiment, algorithm, step, name): logging again replaces it."""
+
+    experiment: str
+    algorithm: str
+    step: int
+    name: str
+    value: float
+    time: float = 0.0
+
+
 class Store(Protocol):
     """Asynchronous and batch-first; every method may be called concurrently and repeated safely."""
+
+    # Rollouts and their attempts
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Queue rollouts in order; returns them as stored, an already known id as it stands now."""
@@ -82,7 +186,9 @@ class Store(Protocol):
         """Open attempts for up to ``limit`` of the oldest queued rollouts.
 
         Waits up to ``wait_s`` seconds for the first one. The same non-empty ``claim_id`` again returns the
-        attempts that are still running under it, so that a lost answer loses no rollout.
+        attempts that are still running under it, so that a lost answer loses no rollout. A caller that is cancelled
+        leaves the rollouts queued; with a ``claim_id`` the attempts stay open for a repetition until their leases
+        lapse.
         """
         ...
 
@@ -98,12 +204,11 @@ class Store(Protocol):
         """Cancel rollouts that are not finished; finished ones stay as they are."""
         ...
 
-    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
-        """Changes with a cursor above ``after``, in order; waits up to ``wait_s`` seconds for the first."""
-        ...
+    async def delete(self, rollout_ids: Sequence[str]) -> int:
+        """Remove finished rollouts with their attempts and spans; returns how many there were.
 
-    async def cursor(self) -> int:
-        """The newest change's cursor, 0 in an empty store."""
+        Raises :class:`~agl.errors.ConflictError` for one that is not finished, and removes none then.
+        """
         ...
 
     async def rollouts(self, query: RolloutQuery) -> list[Rollout]:
@@ -113,6 +218,18 @@ class Store(Protocol):
     async def attempts(self, rollout_id: str) -> list[Attempt]:
         """All attempts of a rollout, first to last."""
         ...
+
+    async def recordings(
+        self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
+    ) -> list[Recording]:
+        """One page of rollouts with their attempts and spans: of the deciding or running attempt, of all, or none.
+
+        The page ends early, with at least one rollout, once its spans exceed ``max_bytes``; the rollouts behind the
+        last one are asked for with ``query.after``. With ``all``, spans that belong to no attempt come first.
+        """
+        ...
+
+    # Spans and the change feed
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """Append in order; a span id that the attempt already has is ignored."""
@@ -128,6 +245,16 @@ class Store(Protocol):
         """
         ...
 
+    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
+        """Changes with a cursor above ``after``, in order; waits up to ``wait_s`` seconds for the first."""
+        ...
+
+    async def cursor(self) -> int:
+        """The newest change's cursor, 0 in an empty store."""
+        ...
+
+    # Resources, their labels and scores
+
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
         """Add resource versions; the newest published one of a name is what an unpinned rollout gets."""
         ...
@@ -140,12 +267,69 @@ class Store(Protocol):
         """All versions of ``name`` in order of publication; the newest of every name for ``None``."""
         ...
 
-    async def save_state(self, states: Mapping[str, bytes]) -> None:
-        """Write algorithm states by key, all or none; an empty value deletes the key."""
+    async def move_label(self, move: LabelMove) -> LabelMove:
+        """Point a label at a version that exists; returns the move as stored, the last one if it points there already.
+
+        Every move is kept. Of two processes that move a label at once, one comes after the other.
+        """
+        ...
+
+    async def label_moves(self, name: str, label: str) -> list[LabelMove]:
+        """Every move of a label, oldest first; none for a label that does not exist."""
+        ...
+
+    async def labels(self, name: str | None = None) -> list[LabelMove]:
+        """The newest move of every label of a resource, or of all resources, sorted by name and label."""
+        ...
+
+    async def save_scores(self, scores: Sequence[VersionScore]) -> None:
+        """Keep scores of versions that exist; what was kept of the same version is replaced."""
+        ...
+
+    async def scores(self, name: str) -> list[VersionScore]:
+        """The scores of a resource's versions, sorted by version; without those that were never measured."""
+        ...
+
+    # Experiments
+
+    async def save_state(
+        self,
+        states: Mapping[str, bytes],
+        *,
+        experiment: ExperimentRecord | None = None,
+        trained: Sequence[Trained] = (),
+    ) -> None:
+        """Write algorithm states by key, the experiment's record and its ledger, all or none.
+
+        An empty value deletes the key. The ledger only grows: a rollout that another step of the same algorithm and
+        run trained on raises :class:`~agl.errors.ConflictError`.
+        """
         ...
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
         """All states whose key starts with ``prefix``, sorted by key."""
+        ...
+
+    async def experiments(self, name: str | None = None) -> list[ExperimentRecord]:
+        """All experiments by name, or the one of that name; none if it never ran."""
+        ...
+
+    async def trained(
+        self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
+    ) -> dict[str, int]:
+        """The step that trained on each rollout, by rollout id; of all rollouts in the ledger, or of those given."""
+        ...
+
+    async def announce(self, presence: Presence) -> None:
+        """Say that a member takes part in an experiment; replaces what the member said before."""
+        ...
+
+    async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
+        """Forget members; those that are not known are ignored."""
+        ...
+
+    async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
+        """The members of an experiment, sorted by name, or the one of that name; killed ones are among them."""
         ...
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
@@ -154,13 +338,6 @@ class Store(Protocol):
 
     async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
         """The experiment's numbers by (algorithm, step, name)."""
-        ...
-
-    async def delete(self, rollout_ids: Sequence[str]) -> int:
-        """Remove finished rollouts with their attempts and spans; returns how many there were.
-
-        Raises :class:`~agl.errors.ConflictError` for one that is not finished, and removes none then.
-        """
         ...
 
     async def close(self) -> None:

@@ -1,40 +1,35 @@
-"""The memory store, and the parts that every store is made of."""
+"""The store kit: the store contract over the tables of a backend, and the memory store."""
 
-from agl.stores.bell import Bell
-from agl.stores.jobs import Job, answer, new_job
-from agl.stores.keys import (
-    ATTEMPT_BITS,
-    MAX_SEQUENCE,
-    NUMBER_MASK,
-    ROLLOUT,
-    SEQUENCE_BITS,
-    Row,
-    number_of,
-    read_rollout,
-)
-from agl.stores.memory import MemoryStore
-from agl.stores.packing import Packer, Unpacker, mark_late
-from agl.stores.paging import all_spans
-from agl.stores.urls import shown_url, without_credentials
+from agl.stores._memory import MemoryStore
+from agl.stores._memory_tables import MemoryTables
+from agl.stores._operations import closed, documents_of, expire, unknown_attempt
+from agl.stores._reading import all_spans, read_recordings
+from agl.stores._rules import MAX_SEQUENCE, deadline, is_wanted, placed, select
+from agl.stores._store import TableStore
+from agl.stores._tables import Backend, Reads, Tables, Work
+from agl.stores._urls import shown_url, without_credentials
+from agl.stores._wake_up import WakeUp
 
 __all__ = [
-    "ATTEMPT_BITS",
+    "Backend",
     "MAX_SEQUENCE",
-    "NUMBER_MASK",
-    "ROLLOUT",
-    "SEQUENCE_BITS",
-    "Bell",
-    "Job",
     "MemoryStore",
-    "Packer",
-    "Row",
-    "Unpacker",
+    "MemoryTables",
+    "Reads",
+    "TableStore",
+    "Tables",
+    "WakeUp",
+    "Work",
     "all_spans",
-    "answer",
-    "mark_late",
-    "new_job",
-    "number_of",
-    "read_rollout",
+    "closed",
+    "deadline",
+    "documents_of",
+    "expire",
+    "is_wanted",
+    "placed",
+    "read_recordings",
+    "select",
     "shown_url",
+    "unknown_attempt",
     "without_credentials",
 ]

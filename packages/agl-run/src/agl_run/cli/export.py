@@ -27,12 +27,13 @@ from agl.schemas import (
     unpack_floats,
     unpack_ids,
 )
+from agl.stores import read_recordings
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dialogues import dialogues
 from agl_run.cli.lineage import shown, text_of
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.query import deciding, every_span, filter_options, make_query, pages
+from agl_run.cli.query import deciding, filter_options, make_query
 
 
 class Recorded(Record, frozen=True, kw_only=True):
@@ -154,12 +155,10 @@ def _target(output: Path | None) -> Generator[BinaryIO]:
 
 
 async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Recorded]:
-    async for page in pages(store, query):
-        for rollout in page:
-            attempts = await store.attempts(rollout.rollout_id)
-            spans = await every_span(store, rollout.rollout_id, attempts)
-            episode = build_episode(rollout, deciding(rollout, attempts), spans, agent_match=agents)
-            yield Recorded(episode=episode, spans=spans)
+    async for recording in read_recordings(store, query, spans="all"):
+        attempt = deciding(recording.rollout, recording.attempts)
+        episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
+        yield Recorded(episode=episode, spans=recording.spans)
 
 
 def _messages(item: Recorded) -> Iterable[Any]:

@@ -6,15 +6,12 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.contracts import RolloutQuery, Store
-from agl.episodes import episode_reward
+from agl.contracts import RolloutQuery, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
-from agl.stores import all_spans
-from agl_run.cli.query import COUNTED, is_counted, pages
+from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
 from agl_run.comparison import interval
 from agl_run.experiment import labels
-from agl_run.experiment.measured import scores_of
 
 _MANY = 1000
 
@@ -58,11 +55,10 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
     names = dict.fromkeys(v.name for v in kept)
     pointing = {n: await labels.labels_of(store, n) for n in names}
-    kept_scores = {n: await scores_of(store, n) for n in names}
+    measured = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
     found: list[Listed] = []
     for v in kept:
-        measured = kept_scores[v.name].get(v.version)
-        score = score_of(v.metadata) if measured is None else measured.words
+        score = measured.get((v.name, v.version)) or score_of(v.metadata)
         found.append(Listed(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
     return found
 
@@ -90,13 +86,10 @@ async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: 
     """The rewards of every rollout that counts and pinned each of the versions; a failed rollout counts 0."""
     found: dict[str, list[float]] = {version: [] for version in versions}
     async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
-        for rollout in page:
-            arm = found.get(rollout.resources.get(name, ""))
-            if arm is None or not is_counted(rollout):
-                continue
-            reward = episode_reward(await all_spans(store, rollout.rollout_id))
+        ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
+        async for rollout, reward in rewards_of(store, ours):
             if reward is not None or rollout.status == "failed":
-                arm.append(reward or 0.0)
+                found[rollout.resources[name]].append(reward or 0.0)
     return [Arm(version=version, rewards=rewards) for version, rewards in found.items()]
 
 
@@ -121,6 +114,10 @@ def score_of(metadata: dict[str, Any]) -> str:
     """
     measured, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
     return measured or (f"{selection} (selection)" if selection else "")
+
+
+def _words(score: VersionScore) -> str:
+    return f"{score.mean:.3f} [{score.low:.3f}, {score.high:.3f}] n={score.n} ({score.how})"
 
 
 def _estimate(score: Any) -> str:

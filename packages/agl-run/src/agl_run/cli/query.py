@@ -1,17 +1,18 @@
 """Which rollouts a command is about: filters as options, and paging through a store."""
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import click
 import msgspec
 
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
+from agl.episodes import episode_reward
 from agl.errors import NotFoundError
-from agl.schemas import Attempt, Rollout, RolloutStatus, Span
-from agl.stores import all_spans
+from agl.schemas import Attempt, Rollout, RolloutStatus
+from agl.stores import read_recordings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,6 +68,14 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
         query = msgspec.structs.replace(query, after=page[-1].rollout_id)
 
 
+async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:
+    """The rollouts in order of id, each with the reward that its spans give."""
+    if rollout_ids:
+        query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
+        async for recording in read_recordings(store, query):
+            yield recording.rollout, episode_reward(recording.spans)
+
+
 async def find(store: Store, rollout_id: str) -> Rollout:
     """The rollout by id, or the newest for ``latest``."""
     if rollout_id == LATEST:
@@ -86,10 +95,11 @@ async def _latest(store: Store) -> Rollout:
     return newest[0]
 
 
-async def every_span(store: Store, rollout_id: str, attempts: list[Attempt]) -> list[Span]:
-    """Spans of all attempts, and those that belong to the rollout alone."""
-    ids = ["", *(attempt.attempt_id for attempt in attempts)]
-    return [span for attempt_id in ids for span in await all_spans(store, rollout_id, attempt_id)]
+async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "deciding") -> Recording:
+    """A rollout with its attempts and spans; raises :class:`~agl.errors.NotFoundError`."""
+    query = RolloutQuery(ids=(rollout_id,))
+    (found,) = [recording async for recording in read_recordings(store, query, spans=spans)]
+    return found
 
 
 def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:

@@ -28,7 +28,7 @@ from agl_run.cli.dev import describe_episode
 from agl_run.cli.experiment import make_trainer
 from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
 from agl_run.cli.output import json_option, print_json
-from agl_run.cli.query import deciding, find
+from agl_run.cli.query import deciding, find, read_one
 from agl_run.cli.replay_report import Side, compare, side_of
 from agl_run.cli.replay_server import ReplayServer
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig, load_config
@@ -136,8 +136,8 @@ def _store_of(file: Path) -> str:
 
 async def _load(store: Store, rollout_id: str) -> _Past:
     rollout = await find(store, rollout_id)
-    attempt = deciding(rollout, await store.attempts(rollout.rollout_id))
-    spans = await all_spans(store, rollout.rollout_id)
+    recording = await read_one(store, rollout.rollout_id)
+    attempt, spans = deciding(rollout, recording.attempts), recording.spans
     pinned = [await store.resource(name, version) for name, version in rollout.resources.items()]
     return _Past(
         side=side_of(build_episode(rollout, attempt, spans), spans),

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from agl import PluginManager
-from agl.contracts import Store
+from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import Arm, Listed, Shown, arms, diff, listed, shown, text_of
@@ -121,7 +121,7 @@ def promote(
         ctx.invoke(split, labels=(label, version), promoted=name, **options, **criterion)
         return
 
-    async def work(store: Store) -> tuple[labels.Move, str]:
+    async def work(store: Store) -> tuple[LabelMove, str]:
         chosen = (await shown(store, name, version)).version.version
         if not if_better:
             return await labels.move(store, name, label, chosen, reason=reason), ""

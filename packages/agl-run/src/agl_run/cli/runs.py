@@ -15,7 +15,7 @@ from agl.contracts import RolloutQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
-from agl.stores import all_spans
+from agl.stores import read_recordings
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
@@ -126,10 +126,12 @@ def collect_garbage(
 
 
 async def _listed(store: Store, query: RolloutQuery) -> list[Listed]:
-    return [
-        Listed(rollout=rollout, reward=episode_reward(await all_spans(store, rollout.rollout_id)))
-        for rollout in await store.rollouts(query)
-    ]
+    found: list[Listed] = []
+    async for recording in read_recordings(store, query):
+        found.append(Listed(rollout=recording.rollout, reward=episode_reward(recording.spans)))
+        if len(found) == query.limit:
+            break
+    return found
 
 
 def _row(item: Listed) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from agl.schemas import Episode, Span
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json
-from agl_run.cli.query import deciding, every_span, find
+from agl_run.cli.query import deciding, find, read_one
 from agl_run.explain import explain
 
 
@@ -32,9 +32,8 @@ def why(
 
     async def load(store: Store) -> tuple[Episode, list[Span]]:
         rollout = await find(store, rollout_id)
-        attempts = await store.attempts(rollout.rollout_id)
-        spans = await every_span(store, rollout.rollout_id, attempts)
-        attempt = deciding(rollout, attempts)
+        recording = await read_one(store, rollout.rollout_id, spans="all")
+        attempt, spans = deciding(rollout, recording.attempts), recording.spans
         return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans
 
     episode, spans = with_store(manager, store_url, load)

@@ -3,16 +3,17 @@
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
-from agl.contracts import Collected, Credit, RolloutQuery, Store
+from agl.contracts import Collected, Credit, Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
-from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, to_json
-from agl.stores import all_spans
+from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
+from agl.stores import read_recordings
 from agl_run.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.config import AlgorithmConfig
 from agl_run.experiment.names import NameCheck
@@ -20,21 +21,59 @@ from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.counterfactual import Replays
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
+T = TypeVar("T")
+
 WAIT_S = 20.0
 """Seconds of one wait at the change feed; only a bound, every change wakes it."""
 
 GRACE_S = 90.0
 """Seconds that a worker may take to start an agent's process and to stop an agent that ran out of time."""
 
-"""Spans read at once."""
+TOGETHER = 64
+"""Rollouts that are read at once, as soon as so many have finished."""
+
+
+class Finishing:
+    """The rollouts of one request, handed out as they finish."""
+
+    def __init__(self, rollout_ids: Iterable[str], *, on_finish: Callable[[], None]) -> None:
+        self._open = set(rollout_ids)
+        self._finished: list[str] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._on_finish = on_finish
+
+    def resolve(self, rollout_id: str) -> None:
+        """Take note that a rollout is finished; idempotent."""
+        if rollout_id in self._open:
+            self._open.remove(rollout_id)
+            self._finished.append(rollout_id)
+            self._news.set()
+            self._on_finish()
+
+    def fail(self, error: Exception) -> None:
+        """End the waiting: nobody will hear of further rollouts."""
+        self._error = error
+        self._news.set()
+
+    async def take(self, count: int) -> list[str]:
+        """Those that were not taken yet, once there are ``count``, or all; nothing when all were taken."""
+        while self._error is None and self._open and len(self._finished) < count:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        taken, self._finished = self._finished, []
+        return taken
 
 
 class FinishFeed:
-    """Tells who waits that a rollout is finished; one reader of the change feed for all."""
+    """Wakes waiters through one shared reader of the change feed, and keeps spans for them that were read already."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._requests: dict[str, Finishing] = {}
+        self._kept: dict[str, tuple[str, list[Span]]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
@@ -49,34 +88,43 @@ class FinishFeed:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
 
-    def watch(self, rollout_id: str) -> "asyncio.Future[None]":
-        """A future that ends when the rollout is finished; ask before enqueueing. Raises what ended the reading."""
+    @contextmanager
+    def watch(
+        self, rollout_ids: Sequence[str], *, on_finish: Callable[[], None] = lambda: None
+    ) -> Generator[Finishing]:
+        """Watch rollouts; begin before they are enqueued. Raises what ended the reading."""
         if self._error is not None:
             raise self._error
-        return self._waiting.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+        request = Finishing(rollout_ids, on_finish=on_finish)
+        self._requests |= dict.fromkeys(rollout_ids, request)
+        try:
+            yield request
+        finally:
+            for rollout_id in rollout_ids:
+                self._requests.pop(rollout_id, None)
+                self._kept.pop(rollout_id, None)
 
-    def forget(self, rollout_id: str) -> None:
-        """Nobody waits for it any more."""
-        self._waiting.pop(rollout_id, None)
+    def keep(self, rollout_id: str, attempt_id: str, spans: list[Span]) -> None:
+        """Keep the spans of an attempt that is about to end for the one that watches its rollout, if anybody does."""
+        if rollout_id in self._requests:
+            self._kept[rollout_id] = (attempt_id, spans)
 
-    def resolve(self, rollout_id: str) -> None:
-        """The rollout is finished."""
-        future = self._waiting.pop(rollout_id, None)
-        if future is not None and not future.done():
-            future.set_result(None)
+    def kept(self, rollout_id: str) -> tuple[str, list[Span]] | None:
+        """An attempt's id and its spans, which are given away."""
+        return self._kept.pop(rollout_id, None)
 
     async def _read(self, cursor: int) -> None:
         try:
             while True:
                 for change in await self._store.changes(after=cursor, wait_s=WAIT_S):
                     cursor = change.cursor
-                    if change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled"):
-                        self.resolve(change.key)
+                    is_end = change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled")
+                    if is_end and change.key in self._requests:
+                        self._requests[change.key].resolve(change.key)
         except Exception as error:  # noqa: BLE001  # handed to everybody who waits, now or later
             self._error = error
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(error)
+            for request in set(self._requests.values()):
+                request.fail(error)
 
 
 class Collector:
@@ -177,7 +225,7 @@ class Collector:
 
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Episodes of finished rollouts that others asked for, with what the experiment's policies left out."""
-        episodes = [await read_episode(self._store, r.rollout_id, selection=self._selection) for r in rollouts]
+        episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
         self._agreement.report(episodes)
         return self._apply_policies(episodes)
 
@@ -216,33 +264,29 @@ class Collector:
         )
 
     async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
-        futures = {rollout.rollout_id: self._feed.watch(rollout.rollout_id) for rollout in rollouts}
-        self._count(asked=len(rollouts))
-
-        async def finished(rollout: Rollout) -> Episode:
-            await futures[rollout.rollout_id]
-            episode = await read_episode(self._store, rollout.rollout_id, selection=self._selection)
-            self._count(done=1)
-            return episode
-
-        tasks: list[asyncio.Task[Episode]] = []
-        work: list[asyncio.Future[list[Episode]]] = []
-        try:
+        ids = [rollout.rollout_id for rollout in rollouts]
+        self._count(asked=len(ids))
+        episodes: dict[str, Episode] = {}
+        with self._feed.watch(ids, on_finish=lambda: self._count(done=1)) as finishing:
             for rollout in await self._store.enqueue(rollouts):
                 if rollout.is_finished:
-                    self._feed.resolve(rollout.rollout_id)
-            tasks = [asyncio.create_task(finished(rollout)) for rollout in rollouts]
-            work.append(asyncio.gather(*tasks))
-            await asyncio.wait({*work, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done() and not work[0].done():
+                    finishing.resolve(rollout.rollout_id)
+            while taken := await self._unless_broken(finishing.take(TOGETHER)):
+                kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
+                for episode in await read_episodes(self._store, taken, selection=self._selection, kept=kept):
+                    episodes[episode.rollout.rollout_id] = episode
+        return [episodes[rollout_id] for rollout_id in ids]
+
+    async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """What comes of waiting; raises the worker's error when the worker breaks first."""
+        task = asyncio.create_task(waiting)
+        try:
+            await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure.done() and not task.done():
                 self._failure.result()
-            return await work[0]
+            return await task
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, *work, return_exceptions=True)
-            for rollout_id in futures:
-                self._feed.forget(rollout_id)
+            task.cancel()
 
     def _count(self, *, asked: int = 0, done: int = 0) -> None:
         """Show how far all requests that are under way now have come together."""
@@ -298,15 +342,46 @@ def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelectio
     )
 
 
-async def read_episode(store: Store, rollout_id: str, *, selection: EpisodeSelection) -> Episode:
-    """The episode of a finished rollout, from the store."""
-    rollout = (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
-    attempts = await store.attempts(rollout_id)
-    deciding = [attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id]
+async def read_episodes(
+    store: Store,
+    rollout_ids: Sequence[str],
+    *,
+    selection: EpisodeSelection,
+    kept: Mapping[str, tuple[str, list[Span]] | None] | None = None,
+) -> list[Episode]:
+    """The episodes of finished rollouts in their order, from the store, in as few requests as they fit into.
+
+    Args:
+        store: Where they are.
+        rollout_ids: Each once.
+        selection: How they are built.
+        kept: Attempts and their spans that need not be read, by rollout.
+    """
+    known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
+    recordings = await _recordings(store, list(known), spans="none")
+    for recording in recordings.values():
+        attempt_id, spans = known[recording.rollout.rollout_id]
+        if recording.rollout.attempt_id == attempt_id:  # another attempt may have decided the rollout
+            recordings[recording.rollout.rollout_id] = msgspec.structs.replace(recording, spans=spans)
+        else:
+            del known[recording.rollout.rollout_id]
+    recordings |= await _recordings(store, [each for each in rollout_ids if each not in known], spans="deciding")
+    return [_episode(recordings[rollout_id], selection) for rollout_id in rollout_ids]
+
+
+async def _recordings(store: Store, rollout_ids: Sequence[str], *, spans: SpanChoice) -> dict[str, Recording]:
+    query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
+    found = [recording async for recording in read_recordings(store, query, spans=spans)] if rollout_ids else []
+    return {recording.rollout.rollout_id: recording for recording in found}
+
+
+def _episode(recording: Recording, selection: EpisodeSelection) -> Episode:
+    rollout = recording.rollout
+    deciding = [attempt for attempt in recording.attempts if attempt.attempt_id == rollout.attempt_id]
     return build_episode(
         rollout,
         deciding[0] if deciding else None,
-        await all_spans(store, rollout_id),
+        recording.spans,
         agent_match=selection.agents,
         policy=selection.policy,
         options=selection.options,

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from agl.contracts import ExtendableAlgorithm, Store
+from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
 from agl.errors import ConfigError
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import cancel_unfinished
 from agl_run.experiment.config import AlgorithmConfig, ScheduleConfig
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.state import AlgorithmState, ExperimentState
+from agl_run.experiment.state import AlgorithmState
 from agl_run.runners.liveness import worker_name
 
 
-async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> ExperimentState:
+async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> ExperimentRecord:
     """The state that a run begins with, already saved.
 
     Raises:
@@ -28,7 +28,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Exper
     previous = await saved.load_experiment(store, name)
     reopened: dict[str, AlgorithmState] = {}
     if previous is None or fresh:
-        state = ExperimentState(run=previous.run + 1 if previous else 1, owner=worker_name())
+        state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name())
         await cancel_unfinished(store, name)
     elif resume:
         reopened = await _reopened(store, plan, previous)
@@ -43,11 +43,11 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Exper
             f"experiment {name!r} was started before and is not finished; pass --resume (resume=True) to continue it, "
             "or --fresh (fresh=True) to start again"
         )
-    await saved.save(store, name, state, algorithms=reopened)
+    await saved.save(store, state, algorithms=reopened)
     return state
 
 
-async def _reopened(store: Store, plan: Plan, previous: ExperimentState) -> dict[str, AlgorithmState]:
+async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:
     """The states of the algorithms that had finished and go on."""
     configs = plan.config.algorithm
     states = {

@@ -9,17 +9,27 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import Algorithm, AlgorithmContext, CheckedAlgorithm, Credit, Logger, Metric, Policy, StepReport
+from agl.contracts import (
+    Algorithm,
+    AlgorithmContext,
+    CheckedAlgorithm,
+    Credit,
+    ExperimentRecord,
+    Logger,
+    Metric,
+    Policy,
+    StepReport,
+)
 from agl.errors import AglError, ConfigError
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import Collector
 from agl_run.experiment.config import AlgorithmConfig
-from agl_run.experiment.elsewhere import experiment_of
+from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import Reader, Sources
 from agl_run.experiment.session import Session
-from agl_run.experiment.state import AlgorithmState, ExperimentState
+from agl_run.experiment.state import AlgorithmState
 from agl_run.replay.counterfactual import check_replays
 
 VALIDATION = "validate"
@@ -37,7 +47,7 @@ class Driver:
     """
 
     def __init__(
-        self, session: Session, state: ExperimentState, *, progress: Progress, loggers: Sequence[Logger]
+        self, session: Session, state: ExperimentRecord, *, progress: Progress, loggers: Sequence[Logger]
     ) -> None:
         self.session = session
         self.state = state
@@ -100,7 +110,6 @@ class Driver:
             )
             await saved.save(
                 self.session.store,
-                self.name,
                 self.state,
                 algorithms={label: state},
                 trained={(label, report.step): report.trained} if report.trained else None,

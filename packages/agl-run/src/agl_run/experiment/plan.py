@@ -17,7 +17,7 @@ from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.tracing import check_patterns
 from agl_run.experiment.config import AlgorithmConfig, ExperimentConfig, RunnerConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
-from agl_run.experiment.elsewhere import PREFIX, experiment_of
+from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, AgentSpec, LoadedAgent
 from agl_run.runners.setup import PLACEHOLDER_KEY, environment
 

@@ -14,7 +14,7 @@ from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Record, ResourceVersion, Rollout
 from agl_run.experiment.collect import Collector, step_name
-from agl_run.experiment.elsewhere import PREFIX, Finished, finished
+from agl_run.experiment.finished import PREFIX, Finished, finished
 from agl_run.experiment.state import AlgorithmState, load_algorithm
 
 PAGE = 1000

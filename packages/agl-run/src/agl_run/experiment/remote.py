@@ -2,7 +2,7 @@
 
 While an experiment runs it is a :class:`~agl_run.runners.worker.Worker` like the experiment's own, with the gateway
 elsewhere. When the experiment stops, or starts again at another address, what runs is given back and the worker waits.
-States have no wake-up in a store, so the experiment's record is read every two seconds; rollouts arrive by wake-up.
+Presence has no wake-up in a store, so it is read every two seconds; rollouts arrive by wake-up.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import Store
+from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.tracing import load_secret
 from agl_run.experiment.joining import Obstacle, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving import Serving, load_serving, worker_key
+from agl_run.experiment.serving import Serving, load_serving
 from agl_run.experiment.state import load_experiment
 from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
 from agl_run.runners.liveness import worker_name
@@ -163,11 +163,11 @@ class RemoteWorker:
 
     async def _take_part(self, serving: Serving, gateway: RemoteGateway | None) -> None:
         """Run attempts until this start of the experiment is over; what still runs then is given back."""
-        key = worker_key(self._plan.name, self._name)
+        member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
         with ExitStack() as stack:
             try:
-                await self._store.save_state({key: msgspec.json.encode({"session": serving.session})})
+                await self._store.announce(member)
                 async with Worker(self._setup(serving, gateway, stack)) as worker:
                     self._announce(serving, gateway)
                     self._has_joined = True
@@ -176,11 +176,11 @@ class RemoteWorker:
                 self._tell("lost", f"the store does not answer: {error}")
                 await asyncio.sleep(LOOK_S)
             finally:
-                await self._take_leave(key)
+                await self._take_leave()
 
-    async def _take_leave(self, key: str) -> None:
+    async def _take_leave(self) -> None:
         try:
-            await self._store.save_state({key: b""})
+            await self._store.withdraw(self._plan.name, [self._name])
         except StoreError as error:
             _LOG.debug("the worker could not take leave: %s", error)
 

@@ -1,24 +1,24 @@
 """What a running experiment says of itself in its store, so that workers on other machines can join it.
 
 Where its gateway is, which models and versions agents get, and which settings a worker must have too. It holds
-addresses and names, never a key. A counter that goes up every few seconds tells a running experiment from one that
-was killed, without comparing the clocks of two machines.
+addresses and names, never a key. It is the presence of the experiment's own process among the members of the
+experiment, which counts every few seconds.
 """
 
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 import agl
-from agl.contracts import Store, Upstream
+from agl.contracts import Presence, Store, Upstream
 from agl.errors import ConfigError, StoreError
-from agl.schemas import LLM, Json, Record, new_trace_id
+from agl.schemas import LLM, Json, Record, new_trace_id, to_builtins
 from agl.stores import without_credentials
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.state import PREFIX
 from agl_run.runners.liveness import place
 
 _LOG = logging.getLogger("agl_run.experiment")
@@ -63,21 +63,16 @@ class Serving(Record, frozen=True, kw_only=True):
     beat: int = 0
 
 
-def serving_key(name: str) -> str:
-    """Where the record of a running experiment is kept."""
-    return f"{PREFIX}{name}/serving"
-
-
-def worker_key(name: str, worker: str = "") -> str:
-    """Where a worker elsewhere says that it takes part; the prefix of all without one."""
-    return f"{PREFIX}{name}/worker/{worker}"
+OWNER = ""
+"""The member that runs the experiment; workers elsewhere go by their names."""
 
 
 async def load_serving(store: Store, name: str) -> Serving | None:
     """The running experiment, ``None`` when none runs or it ended in order."""
-    key = serving_key(name)
-    data = (await store.load_state(key)).get(key)
-    return None if data is None else msgspec.json.decode(data, type=Serving)
+    for presence in await store.presences(name, member=OWNER):
+        found = {**presence.details, "session": presence.session, "beat": presence.beat}
+        return msgspec.convert(found, Serving)
+    return None
 
 
 async def require_alone(store: Store, name: str, *, patience_s: float = 1.5 * BEAT_S) -> None:
@@ -100,7 +95,7 @@ async def require_alone(store: Store, name: str, *, patience_s: float = 1.5 * BE
 
 async def withdraw(store: Store, name: str) -> None:
     """Remove the record of an experiment that ended, or that starts anew and was killed before."""
-    await store.save_state({serving_key(name): b""})
+    await store.withdraw(name, [OWNER])
 
 
 def settings_of(plan: Plan) -> dict[str, Json]:
@@ -123,6 +118,7 @@ class Announcement:
         self._name = name
         self._serving = serving
         self._beat_s = beat_s
+        self._since = time.time()
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Announcement":
@@ -148,7 +144,16 @@ class Announcement:
         await self._write()
 
     async def _write(self) -> None:
-        await self._store.save_state({serving_key(self._name): msgspec.json.encode(self._serving)})
+        serving = self._serving
+        presence = Presence(
+            experiment=self._name,
+            member=OWNER,
+            session=serving.session,
+            since=self._since,
+            beat=serving.beat,
+            details=to_builtins(serving),
+        )
+        await self._store.announce(presence)
 
     async def _beat(self) -> None:
         while True:
@@ -161,13 +166,11 @@ class Announcement:
 
     async def _see_workers_off(self) -> None:
         """Workers whose store is this experiment's own gateway read the end there, so it stays open a moment."""
-        prefix = worker_key(self._name)
         for _ in range(int(FAREWELL_S / _LOOK_S)):
-            left = await self._store.load_state(prefix)
-            if not left:
+            if not await self._store.presences(self._name):
                 return
             await asyncio.sleep(_LOOK_S)
-        await self._store.save_state(dict.fromkeys(await self._store.load_state(prefix), b""))
+        await self._store.withdraw(self._name, [left.member for left in await self._store.presences(self._name)])
 
 
 def make_serving(

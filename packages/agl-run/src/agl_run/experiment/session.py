@@ -4,13 +4,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from agl.contracts import Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Upstream
+from agl.contracts import ExperimentRecord, Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.schemas import LLM, Outcome, ResourceVersion
+from agl.stores import read_recordings
 from agl.tracing import load_secret
 from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import no_token_ids
@@ -20,7 +22,6 @@ from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, require_alone, withdraw
-from agl_run.experiment.state import ExperimentState
 from agl_run.experiment.waiting import WorkerWatch
 from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
 from agl_run.runners.liveness import worker_is_dead
@@ -70,7 +71,7 @@ class Session:
         await require_alone(self.store, self.plan.name)
         return self.store
 
-    async def start(self, state: ExperimentState, *, say: Callable[[str], None] | None = None) -> None:
+    async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
         """Start the rest: policies at their live versions, the gateway, the worker, or the wait for others.
 
         Args:
@@ -87,7 +88,8 @@ class Session:
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         around = self._surroundings(upstreams)
         tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
-        self.worker = await self._stack.enter_async_context(Worker(worker_setup(self.plan, around, tracers)))
+        setup = replace(worker_setup(self.plan, around, tracers), keep=self.feed.keep)
+        self.worker = await self._stack.enter_async_context(Worker(setup))
         announcement = Announcement(self.store, self.plan.name, self._serving(state, around, endpoints))
         self._announcement = await self._stack.enter_async_context(announcement)
         if not around.concurrency and say is not None:
@@ -129,11 +131,15 @@ class Session:
 
     async def _reclaim_lost(self) -> None:
         """Give back attempts of this experiment whose worker died on this machine, without waiting for leases."""
-        query = RolloutQuery(experiment=self.plan.name, status=("running",), limit=100_000)
-        for rollout in await self.store.rollouts(query):
-            for attempt in await self.store.attempts(rollout.rollout_id):
-                if attempt.status == "running" and worker_is_dead(attempt.worker):
-                    await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost")])
+        query = RolloutQuery(experiment=self.plan.name, status=("running",))
+        lost = [
+            attempt.attempt_id
+            async for recording in read_recordings(self.store, query, spans="none")
+            for attempt in recording.attempts
+            if attempt.status == "running" and worker_is_dead(attempt.worker)
+        ]
+        for attempt_id in lost:
+            await self.store.finish([Outcome(attempt_id=attempt_id, status="lost")])
 
     async def _start_policies(self) -> dict[str, LLM]:
         manager, trained = self.plan.manager, self.plan.trained_policies()
@@ -198,7 +204,7 @@ class Session:
             for name, llm in endpoints.items()
         }
 
-    async def _make_live(self, state: ExperimentState) -> None:
+    async def _make_live(self, state: ExperimentRecord) -> None:
         await self.live.restore(state.live)
         for name in state.live:
             if name in self.policies:
@@ -232,7 +238,7 @@ class Session:
             concurrency=self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentState, around: Surroundings, endpoints: Mapping[str, LLM]) -> Serving:
+    def _serving(self, state: ExperimentRecord, around: Surroundings, endpoints: Mapping[str, LLM]) -> Serving:
         return make_serving(
             self.plan,
             run=state.run,

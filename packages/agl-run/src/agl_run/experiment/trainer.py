@@ -12,7 +12,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.algorithms import AlgorithmSpec, Spec
-from agl.contracts import Logger, Store
+from agl.contracts import ExperimentRecord, Logger, Store
 from agl.errors import ConfigError
 from agl.schemas import LLM, Episode, Json, Record, Resource
 from agl_run.experiment import state as saved
@@ -33,7 +33,6 @@ from agl_run.experiment.plan import Plan, make_plan
 from agl_run.experiment.progress import Progress, default_progress
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
-from agl_run.experiment.state import ExperimentState
 
 T = TypeVar("T")
 
@@ -255,7 +254,9 @@ class Trainer:
         try:
             store = await session.open_store()
             previous = await saved.load_experiment(store, name)
-            state = ExperimentState(run=previous.run if previous else 1, live=previous.live if previous else {})
+            state = ExperimentRecord(
+                name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
+            )
             await session.start(state)
             driver = Driver(session, state, progress=progress, loggers=())
             chosen = list(plan.train or plan.val)[:tasks]
@@ -297,7 +298,7 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
     await run_schedule(turns, plan.config.schedule, after_step=after_step)
     after = newest if validated == driver.state.turn else await driver.validate(driver.state.turn)
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
-    await saved.save(driver.session.store, driver.name, finished)
+    await saved.save(driver.session.store, finished)
     return before, after
 
 

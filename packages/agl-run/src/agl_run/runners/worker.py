@@ -15,7 +15,7 @@ import msgspec
 from agl.contracts import RewardEmitter, Runner, Store
 from agl.episodes import find_disagreement
 from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreError
-from agl.schemas import Claim, Outcome, Reward, Rollout, Span, new_trace_id
+from agl.schemas import Claim, Outcome, Reward, Rollout, Span, decode, encode, new_trace_id
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_run.runners.liveness import worker_name
@@ -31,8 +31,8 @@ CLAIM_WAIT_S = 20.0
 """Seconds that one claim waits in the store; only a bound, arriving work wakes it."""
 
 
-def _ignore(_hook: str, **_values: object) -> None:
-    """Tell nobody."""
+def _ignore(*_: object, **__: object) -> None:
+    """Does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class WorkerSetup:
         gateway: Waited for before an attempt ends, so that its calls are in the store.
         requires_calls: Whether a successful attempt without any model call is a failure.
         notify: Calls an observer hook by name with its arguments.
+        keep: Gets the ids of a rollout and its attempt, and the attempt's spans, where they were read to judge it:
+            whoever waits for the rollout need not read them again.
     """
 
     store: Store
@@ -58,6 +60,7 @@ class WorkerSetup:
     gateway: Settles | None = None
     requires_calls: bool = False
     notify: Callable[..., None] = _ignore
+    keep: Callable[[str, str, list[Span]], None] = _ignore
 
 
 class Worker:
@@ -208,7 +211,21 @@ class Worker:
             for name, emitter in setup.rewards
             for reward in await _rewards_of(name, emitter, rollout, spans)
         ]
-        return msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
+        outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
+        setup.keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
+        return outcome
+
+
+def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
+    """All spans of an attempt as its store will give them: those that it has, and those that come with the outcome."""
+    spans = list(recorded)
+    known = {span.span_id for span in recorded}
+    for span in added:
+        if span.span_id not in known:
+            known.add(span.span_id)
+            sequence = max(span.sequence, spans[-1].sequence + 1 if spans else 1)
+            spans.append(decode(encode(msgspec.structs.replace(span, sequence=sequence, is_late=False)), Span))
+    return spans
 
 
 _NO_CALLS = (

@@ -1,7 +1,7 @@
 """The SQLite file: its layout, how an older one is brought up to date, and how it is opened.
 
-Keys are one 63-bit integer: rollouts and attempts as in :mod:`agl.stores.keys`, spans ``attempt << 24 | sequence``,
-so that removing a rollout removes ranges.
+Rollouts and attempts are numbered as in :mod:`agl.stores`, spans ``attempt << 24 | sequence``, so that removing a
+rollout removes ranges.
 A rollout's ``stage`` is ``open`` while it is queued or running and its status after that: rollouts are listed by stage,
 so that a claim need not touch that index. Running ones are found through their attempts.
 """
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from agl.errors import SchemaVersionError, StoreError
+from agl_run.sql import older_documents
 
 SETTINGS = (
     "page_size = 4096",
@@ -53,10 +54,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX versions_by_name ON versions (name, seq)",
         "CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
     ),
+    ("CREATE TABLE documents (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",),
 )
 """Statements that bring a file of version N to N + 1; a new file runs them all."""
 
 CURRENT = len(MIGRATIONS)
+
+_STATES_MOVE = 2
+"""The version with which labels, scores, experiments and ledgers still lay among the states of algorithms."""
 
 
 def path_of(url: str) -> Path:
@@ -109,9 +114,13 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
     return connection
 
 
-def explain(error: sqlite3.Error, path: Path) -> StoreError:
-    """What a SQLite error means for whoever runs the program, and what to do about it."""
+def explain(error: Exception, path: Path) -> Exception:
+    """What an error of SQLite, or of a text that it cannot keep, means and what to do; others stay as they are."""
     text = str(error)
+    if isinstance(error, UnicodeEncodeError):
+        return StoreError(f"the store {path} cannot keep a text: {text}; it holds half of a character")
+    if not isinstance(error, sqlite3.Error):
+        return error
     if "locked" in text or "busy" in text:
         hint = "another process holds it in a long transaction: end that process, or wait and try again"
     elif "not a database" in text or "malformed" in text:
@@ -146,6 +155,8 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         for number in range(_version(connection, path), CURRENT):
             for statement in MIGRATIONS[number]:
                 connection.execute(statement)
+            if number == _STATES_MOVE:
+                _move_states(connection)
         connection.execute("CREATE TABLE IF NOT EXISTS agl_schema (version INTEGER NOT NULL)")
         connection.execute("DELETE FROM agl_schema")
         connection.execute("INSERT INTO agl_schema VALUES (?)", (CURRENT,))
@@ -153,6 +164,14 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     except BaseException:
         connection.execute("ROLLBACK")
         raise
+
+
+def _move_states(connection: sqlite3.Connection) -> None:
+    """Make documents of the states."""
+    states = dict(connection.execute("SELECT key, value FROM states"))
+    found = older_documents(states, connection.execute("SELECT name, version FROM versions"))
+    connection.executemany("INSERT INTO documents VALUES (?, ?)", found.items())
+    connection.execute("DROP TABLE states")
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:

@@ -2,23 +2,23 @@
 
 import math
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from agl.contracts import Metric
-from agl.errors import StoreError
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
-from agl.stores import (
+from agl.stores import MAX_SEQUENCE, deadline
+from agl_run.sql import (
     ATTEMPT_BITS,
-    MAX_SEQUENCE,
     NUMBER_MASK,
     ROLLOUT,
     SEQUENCE_BITS,
     Packer,
+    Place,
     Row,
-    mark_late,
     number_of,
+    place_spans,
+    progress_row,
     read_rollout,
-    rules,
 )
 
 _INSERT_CHANGES = "INSERT INTO changes (attempt, kind, status) VALUES (?, ?, ?)"
@@ -39,27 +39,28 @@ _LOG_STARTED = (
     "INSERT INTO changes (attempt, kind, status) SELECT r.attempt, 'rollout', 'running' "
     "FROM json_each(?) AS claimed CROSS JOIN rollouts r ON r.seq = claimed.value ORDER BY claimed.key"
 )
+_PLACE = (
+    f"SELECT r.seq << {ATTEMPT_BITS} | ?, a.status FROM rollouts r "
+    f"LEFT JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? WHERE r.rollout_id = ?"
+)
+_IS_KEPT = f"SELECT 1 FROM spans WHERE key >> {SEQUENCE_BITS} = ? AND span_id = ?"
 
 
 class SQLiteTables:
-    """See :class:`agl.stores.engine.Tables`.
+    """See :class:`agl.stores.Tables`; for one transaction.
 
     Attributes:
-        has_queued: A rollout was queued in this transaction.
-        has_changed: The change feed grew in this transaction.
+        has_queued: A rollout was queued.
+        has_changed: The change feed grew.
     """
 
-    def __init__(self, connection: sqlite3.Connection, packer: Packer) -> None:
+    def __init__(self, connection: sqlite3.Connection, packer: Packer, *, now: float) -> None:
+        self.now = now
         self._db = connection
         self._packer = packer
         self._seqs: dict[str, int] = {}
         self.has_queued = False
         self.has_changed = False
-
-    def begin(self) -> None:
-        """Forget what the transaction before looked up and changed."""
-        self._seqs.clear()
-        self.has_queued = self.has_changed = False
 
     def rollout(self, rollout_id: str) -> Rollout | None:
         row = self._db.execute(f"SELECT {ROLLOUT} FROM rollouts r WHERE rollout_id = ?", (rollout_id,)).fetchone()
@@ -96,18 +97,17 @@ class SQLiteTables:
         return [name for (name,) in rows]
 
     def claimed(self, claim_id: str) -> list[Claim]:
-        rows = self._db.execute(
-            f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
-            "WHERE a.status = 'running' AND a.claim_id <> '' AND a.claim_id = ? ORDER BY a.id",
-            (claim_id,),
-        )
-        return [self._claim(row) for row in rows.fetchall()]
+        return self._claims("a.claim_id <> '' AND a.claim_id = ? ORDER BY a.id", claim_id)
 
-    def overdue(self, now: float) -> list[Claim]:
+    def overdue(self) -> list[Claim]:
+        return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
+
+    def _claims(self, condition: str, value: object) -> list[Claim]:
+        """The running attempts that meet a condition."""
         rows = self._db.execute(
             f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
-            "WHERE a.status = 'running' AND a.deadline <= ? ORDER BY a.deadline, a.id",
-            (now,),
+            f"WHERE a.status = 'running' AND {condition}",
+            (value,),
         )
         return [self._claim(row) for row in rows.fetchall()]
 
@@ -119,76 +119,60 @@ class SQLiteTables:
             "finished_at, data) VALUES (?, ?, ?, ?, 'queued', 'open', 0, 0.0, 0.0, ?)",
             [(r.rollout_id, r.experiment, r.mode, r.group_id, encode(r)) for r in rollouts],
         )
-        last = self._db.execute("SELECT max(seq) FROM rollouts").fetchone()[0]
+        (last,) = self._db.execute("SELECT max(seq) FROM rollouts").fetchone()
         first = last - len(rollouts) + 1
         self._seqs.update((rollout.rollout_id, first + at) for at, rollout in enumerate(rollouts))
         self._log(rollouts)
 
-    def open(self, claims: Sequence[Claim]) -> None:
-        if not claims:
-            return
-        self._db.executemany("INSERT INTO attempts VALUES (?, ?, ?, ?, ?)", [self._attempt_row(c) for c in claims])
-        seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
-        self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
-        self._db.execute(_LOG_STARTED, (seqs,))
-        self.has_changed = True
-
-    def save(self, claims: Sequence[Claim]) -> None:
+    def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
         self._db.executemany("REPLACE INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
-        self.save_rollouts([claim.rollout for claim in claims])
-        for claim in claims:
+        decided = [claim for claim in claims if claim.attempt.status != "running"]
+        for claim in decided:
             self._packer.forget(self._key(claim.rollout.rollout_id, claim.attempt.number))
-
-    def renew(self, claims: Sequence[Claim]) -> None:
-        self._db.executemany("REPLACE INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
+        if is_logged:
+            self._update([claim.rollout for claim in decided])
+            self._start([claim for claim in claims if claim.attempt.status == "running"])
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        self._db.executemany(_UPDATE_ROLLOUT, map(self._rollout_row, rollouts))
+        for rollout in rollouts:
+            unseen = self._key(rollout.rollout_id, rollout.attempts + 1)
+            self._db.execute("DELETE FROM attempts WHERE id BETWEEN ? AND ?", (unseen, unseen | NUMBER_MASK))
+            self._packer.forget(unseen)
+        self._update(rollouts)
+
+    def _update(self, rollouts: Sequence[Rollout]) -> None:
+        rows = [progress_row(rollout, self._seqs[rollout.rollout_id]) for rollout in rollouts]
+        self._db.executemany(_UPDATE_ROLLOUT, rows)
         self._log(rollouts)
 
-    def drop(self, attempt: Attempt, rollout: Rollout) -> None:
-        key = self._key(attempt.rollout_id, attempt.number)
-        self._db.execute("DELETE FROM attempts WHERE id = ?", (key,))
-        self._packer.forget(key)
-        self.save_rollouts([rollout])
+    def _start(self, claims: Sequence[Claim]) -> None:
+        """What :meth:`_update` does, for rollouts whose attempts were opened all at one time."""
+        if claims:
+            seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
+            self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
+            self._db.execute(_LOG_STARTED, (seqs,))
+            self.has_changed = True
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        touched: dict[int, str] = {}
-        targets: dict[tuple[str, str], tuple[int, str, bool, int]] = {}
-        for span in spans:
-            where = (span.rollout_id, span.attempt_id)
-            attempt, status, is_late, last = targets.get(where) or self._target(span)
-            sequence = max(span.sequence, last + 1)
-            if self._insert_span(mark_late(span, is_late=is_late), attempt, sequence):
-                touched[attempt] = status
-                last = sequence
-            targets[where] = (attempt, status, is_late, last)
-        self._db.executemany(_INSERT_CHANGES, [(attempt, "spans", status) for attempt, status in touched.items()])
-        self.has_changed |= bool(touched)
+        rows = place_spans(spans, self._packer, self._place)
+        keyed = [(key << SEQUENCE_BITS | sequence, span_id, data) for key, sequence, span_id, data in rows]
+        self._db.executemany("INSERT INTO spans VALUES (?, ?, ?)", keyed)
+        self._db.executemany(
+            f"INSERT INTO changes (attempt, kind, status) SELECT ?, 'spans', status FROM rollouts "
+            f"WHERE seq = ? >> {ATTEMPT_BITS}",
+            [(key, key) for key in dict.fromkeys(row[0] for row in rows)],
+        )
+        self.has_changed |= bool(rows)
 
-    def _insert_span(self, span: Span, attempt: int, sequence: int) -> bool:
-        if sequence > MAX_SEQUENCE:
-            raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")
-        data = self._packer.pack(span, attempt=attempt, sequence=sequence)
-        row = (attempt << SEQUENCE_BITS | sequence, span.span_id, data)
-        is_new = self._db.execute("INSERT OR IGNORE INTO spans VALUES (?, ?, ?)", row).rowcount == 1
-        if not is_new:
-            self._packer.forget(attempt)  # what it just remembered is not at that sequence
-        return is_new
-
-    def _target(self, span: Span) -> tuple[int, str, bool, int]:
-        """Where a span goes: the attempt's key, the rollout's status, whether it is late, the last sequence."""
+    def _place(self, span: Span) -> Place:
         number = number_of(span.attempt_id) if span.attempt_id else 0
-        row = self._db.execute(
-            f"SELECT r.seq << {ATTEMPT_BITS} | ?, r.status, a.status FROM rollouts r "
-            f"LEFT JOIN attempts a ON a.id = r.seq << {ATTEMPT_BITS} | ? WHERE r.rollout_id = ?",
-            (number, number, span.rollout_id),
-        ).fetchone()
-        attempt, status, attempt_status = row
-        low, high = span_range(attempt)
-        (last,) = self._db.execute("SELECT max(key) FROM spans WHERE key BETWEEN ? AND ?", (low, high)).fetchone()
-        is_late = attempt_status not in (None, "running")
-        return attempt, status, is_late, 0 if last is None else last & MAX_SEQUENCE
+        key, status = self._db.execute(_PLACE, (number, number, span.rollout_id)).fetchone()
+        (last,) = self._db.execute("SELECT max(key) FROM spans WHERE key BETWEEN ? AND ?", span_range(key)).fetchone()
+
+        def has(span_id: str) -> bool:
+            return last is not None and self._db.execute(_IS_KEPT, (key, span_id)).fetchone() is not None
+
+        return Place(key=key, last=(last or 0) & MAX_SEQUENCE, is_late=status not in (None, "running"), has=has)
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -212,18 +196,19 @@ class SQLiteTables:
         )
         self.has_changed = True
 
-    def save_state(self, states: Mapping[str, bytes]) -> None:
-        """Write states by key; an empty value deletes the key."""
-        for key, value in states.items():
-            if value:
-                self._db.execute("REPLACE INTO states VALUES (?, ?)", (key, bytes(value)))
-            else:
-                self._db.execute("DELETE FROM states WHERE key = ?", (key,))
-
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Log numbers."""
         rows = [(m.experiment, m.algorithm, m.step, m.name, m.value, m.time) for m in metrics]
         self._db.executemany("REPLACE INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def get(self, key: bytes) -> bytes | None:
+        row = self._db.execute("SELECT value FROM documents WHERE key = ?", (key,)).fetchone()
+        return row and row[0]
+
+    def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        self._db.executemany("REPLACE INTO documents VALUES (?, ?)", pairs)
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        self._db.executemany("DELETE FROM documents WHERE key = ?", ((key,) for key in keys))
 
     def _rollout(self, row: Row) -> Rollout:
         rollout = read_rollout(row)
@@ -240,13 +225,7 @@ class SQLiteTables:
     def _attempt_row(self, claim: Claim) -> Row:
         attempt = claim.attempt
         key = self._key(claim.rollout.rollout_id, attempt.number)
-        return key, attempt.status, attempt.claim_id, rules.deadline(claim), encode(attempt)
-
-    def _rollout_row(self, rollout: Rollout) -> Row:
-        seq = self._seqs[rollout.rollout_id]
-        attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
-        stage = rollout.status if rollout.is_finished else "open"
-        return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, stage, seq
+        return key, attempt.status, attempt.claim_id, deadline(claim), encode(attempt)
 
     def _log(self, rollouts: Sequence[Rollout]) -> None:
         """Put the rollouts on the change feed as they are now."""

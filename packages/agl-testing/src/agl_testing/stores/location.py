@@ -11,7 +11,7 @@ class StoreLocation(Record, frozen=True, kw_only=True):
 
     Attributes:
         factory: ``"module:attribute"``, as in the plugin's record.
-        url: A fresh, empty location for every test.
+        url: Where; a fresh, empty place for every test.
     """
 
     factory: str
@@ -27,7 +27,7 @@ class Acknowledged(Record, frozen=True, kw_only=True):
     """One line of a child's report: a write that the store has acknowledged.
 
     Attributes:
-        kind: ``enqueued``, ``claimed``, ``appended`` or ``finished``.
+        kind: ``enqueued``, ``claimed``, ``appended``, ``finished`` or ``trained``.
         key: The rollout's id.
     """
 

@@ -27,6 +27,8 @@ from agl.schemas import (
 _NUMBERS = count(1)
 NO_RETRY = RetryPolicy()
 TWO_ATTEMPTS = RetryPolicy(max_attempts=2)
+VICTIM = "victim"
+"""The experiment of the processes that are killed."""
 
 
 def make_rollout(

@@ -6,13 +6,14 @@ acknowledged it appends a line to REPORT, so that a test can compare what was pr
 
 import asyncio
 import sys
+from itertools import count
 from typing import BinaryIO
 
 import msgspec
 
-from agl.contracts import Store
+from agl.contracts import ExperimentRecord, Store, Trained
 from agl_testing.stores.location import Acknowledged, StoreLocation
-from agl_testing.stores.samples import TWO_ATTEMPTS, make_call, make_rollout, make_span, outcome_of
+from agl_testing.stores.samples import TWO_ATTEMPTS, VICTIM, make_call, make_rollout, make_span, outcome_of
 
 LEASE_S = 1.0
 
@@ -29,6 +30,7 @@ async def main(location: StoreLocation, report_path: str, mode: str) -> None:
 
 
 async def _write(store: Store, report: BinaryIO) -> None:
+    numbers = count(1)
     while True:
         rollout = (await store.enqueue([make_rollout(retry=TWO_ATTEMPTS)]))[0]
         _acknowledge(report, "enqueued", rollout.rollout_id)
@@ -39,6 +41,13 @@ async def _write(store: Store, report: BinaryIO) -> None:
             _acknowledge(report, "appended", key)
             await store.finish([outcome_of(claim, spans=[make_span(claim, name="final")])])
             _acknowledge(report, "finished", key)
+            step = next(numbers)
+            await store.save_state(
+                {f"victim/{key}": bytes(1000)},
+                experiment=ExperimentRecord(name=VICTIM, turn=step),
+                trained=[Trained(experiment=VICTIM, run=1, algorithm="a", step=step, rollout_ids=(key,))],
+            )
+            _acknowledge(report, "trained", key)
 
 
 async def _drain(store: Store, report: BinaryIO) -> None:

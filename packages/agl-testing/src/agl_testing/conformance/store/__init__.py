@@ -1,13 +1,17 @@
 """The conformance class of stores: every invariant of :mod:`agl.contracts._store`."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
 
 from agl_testing.conformance._base import Conformance
+from agl_testing.conformance.store.cost import CostTests
 from agl_testing.conformance.store.durability import DurabilityTests
+from agl_testing.conformance.store.experiments import ExperimentTests
 from agl_testing.conformance.store.leases import LeaseTests
 from agl_testing.conformance.store.queue import QueueTests
+from agl_testing.conformance.store.recordings import RecordingTests
 from agl_testing.conformance.store.resources import ResourceTests
 from agl_testing.conformance.store.spans import FeedTests, SpanTests
 from agl_testing.stores.location import StoreLocation
@@ -15,15 +19,26 @@ from agl_testing.stores.location import StoreLocation
 __all__ = ["StoreConformance", "StoreLocation"]
 
 
-class StoreConformance(QueueTests, LeaseTests, SpanTests, FeedTests, ResourceTests, DurabilityTests, Conformance):
+class StoreConformance(
+    QueueTests,
+    LeaseTests,
+    SpanTests,
+    FeedTests,
+    RecordingTests,
+    ResourceTests,
+    ExperimentTests,
+    CostTests,
+    DurabilityTests,
+    Conformance,
+):
     """Run every test of the store contract.
 
     .. code-block:: python
 
         class TestMyStore(StoreConformance):
             @pytest.fixture
-            def location(self, tmp_path):
-                return StoreLocation(factory="my_store:MyStore", url=f"my:///{tmp_path}/x.db")
+            def locate(self, tmp_path):
+                return lambda name: StoreLocation(factory="my_store:MyStore", url=f"my:///{tmp_path}/{name}.db")
 
             def set_schema_version(self, location, version): ...
 
@@ -35,6 +50,11 @@ class StoreConformance(QueueTests, LeaseTests, SpanTests, FeedTests, ResourceTes
     contract: ClassVar[str] = "store"
 
     @pytest.fixture
-    def location(self) -> StoreLocation:
-        """A fresh, empty location; the one fixture to override."""
-        raise NotImplementedError("override the fixture 'location' with the store under test")
+    def locate(self) -> Callable[[str], StoreLocation]:
+        """Gives a fresh, empty location for a name, another one for another name; the one fixture to override."""
+        raise NotImplementedError("override the fixture 'locate' with the store under test")
+
+    @pytest.fixture
+    def location(self, locate: Callable[[str], StoreLocation]) -> StoreLocation:
+        """The location that most tests need."""
+        return locate("store")

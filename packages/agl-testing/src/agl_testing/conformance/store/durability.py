@@ -13,12 +13,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from agl.contracts import Metric, RolloutQuery, Store
+from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained, VersionScore
 from agl.errors import NotFoundError, SchemaVersionError, StoreError
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import require, run
 from agl_testing.stores.location import Acknowledged, StoreLocation
-from agl_testing.stores.samples import finish_one, make_rollout, make_span, outcome_of, start_one
+from agl_testing.stores.samples import VICTIM, finish_one, make_rollout, make_span, outcome_of, start_one
 
 KILLS = 12
 """How often the kill test kills; each kill costs about half a second."""
@@ -119,6 +119,28 @@ class DurabilityTests:
         taken = [line.key for report in reports for line in _read_report(report)]
         assert sorted(asked) == sorted(taken)
 
+    def test_objects_that_move_one_label_at_once_leave_one_history(self, location: StoreLocation) -> None:
+        require(self.is_shared, "is_shared", "store")
+
+        async def body() -> None:
+            stores = [location.open() for _ in range(3)]
+            versions = [f"v{number}" for number in range(12)]
+            await stores[0].publish(
+                [ResourceVersion(name="p", version=v, resource=PromptTemplate(template=v)) for v in versions]
+            )
+            moves = [LabelMove(name="p", label="production", version=version) for version in versions]
+            made = await asyncio.gather(*(stores[at % 3].move_label(move) for at, move in enumerate(moves)))
+            history = await stores[1].label_moves("p", "production")
+            assert sorted(versions) == sorted(move.version for move in history)
+            times = [move.moved_at for move in history]
+            assert sorted(set(times)) == times
+            assert sorted(made, key=lambda move: move.moved_at) == history
+            assert [history[-1]] == await stores[2].labels("p")
+            for store in stores:
+                await store.close()
+
+        run(body())
+
     def test_closed_store_refuses_work(self, location: StoreLocation) -> None:
         async def body() -> None:
             store = location.open()
@@ -158,19 +180,6 @@ class DurabilityTests:
 
         run(go_on())
 
-    def test_operations_cost_no_more_in_a_large_store(self, location: StoreLocation) -> None:
-        async def body() -> None:
-            store = location.open()
-            await _cost(store)
-            small = min([await _cost(store) for _ in range(5)])
-            for _ in range(20):
-                await store.enqueue([make_rollout(experiment="other") for _ in range(250)])
-            large = min([await _cost(store) for _ in range(5)])
-            await store.close()
-            assert large < 8 * small + 0.02
-
-        run(body(), limit_s=90)
-
 
 async def _fill(location: StoreLocation) -> list[object]:
     """Write a little of everything; returns what is there then."""
@@ -178,9 +187,22 @@ async def _fill(location: StoreLocation) -> list[object]:
     await finish_one(store, spans=2)
     claim = await start_one(store, make_rollout(experiment="e"))
     await store.append_spans([make_span(claim)])
-    await store.save_state({"k": b"v"})
-    version = ResourceVersion(name="prompt", version="v1", resource=PromptTemplate(template="t"))
-    await store.publish([version])
+    versions = [
+        ResourceVersion(name="prompt", version=version, resource=PromptTemplate(template=version))
+        for version in ("v1", "v2")
+    ]
+    await store.publish(versions)
+    for version in ("v1", "v2"):
+        await store.move_label(LabelMove(name="prompt", label="production", version=version, reason="why"))
+    score = VersionScore(name="prompt", version="v1", mean=0.5, low=0.25, high=0.75, n=8, how="fresh")
+    await store.save_scores([score])
+    await store.save_state(
+        {"experiment/e/2/algorithm/a": b"v"},
+        experiment=ExperimentRecord(name="e", run=2, live={"prompt": "v2"}, turn=3, owner="w"),
+        trained=[
+            Trained(experiment="e", run=2, algorithm="a", step=step, rollout_ids=(f"r{step}",)) for step in (1, 2)
+        ],
+    )
     await store.log_metrics([Metric(experiment="e", algorithm="a", step=1, name="loss", value=0.5)])
     seen = await _contents(store)
     await store.close()
@@ -195,17 +217,6 @@ async def _read(location: StoreLocation) -> list[object]:
         await store.close()
 
 
-async def _cost(store: Store) -> float:
-    started = time.perf_counter()
-    await store.enqueue([make_rollout(experiment="mine")])
-    claim = (await store.claim(worker="w", experiment="mine"))[0]
-    await store.append_spans([make_span(claim)])
-    await store.finish([outcome_of(claim)])
-    await store.spans(claim.rollout.rollout_id)
-    await store.changes(after=await store.cursor() - 1)
-    return time.perf_counter() - started
-
-
 async def _contents(store: Store) -> list[object]:
     rollouts = await store.rollouts(RolloutQuery())
     ids = [rollout.rollout_id for rollout in rollouts]
@@ -215,6 +226,11 @@ async def _contents(store: Store) -> list[object]:
         await store.changes(),
         await store.resources("prompt"),
         await store.load_state(""),
+        await store.experiments(),
+        await store.trained("e", run=2, algorithm="a"),
+        [msgspec.structs.replace(move, moved_at=round(move.moved_at, 3)) for move in await store.labels()],
+        [move.version for move in await store.label_moves("prompt", "production")],
+        await store.scores("prompt"),
         await store.metrics("e"),
     ]
     return [rollouts, attempts, spans, rest]
@@ -223,6 +239,9 @@ async def _contents(store: Store) -> list[object]:
 async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> list[Acknowledged]:
     store = location.open()
     lost: list[Acknowledged] = []
+    ledger = await store.trained(VICTIM, run=1, algorithm="a")
+    states = {key.removeprefix("victim/") for key in await store.load_state("victim/")}
+    assert ledger.keys() == states, "a state and its ledger are written together or not at all"
     for item in acknowledged:
         try:
             rollout = (await store.rollouts(RolloutQuery(ids=(item.key,))))[0]
@@ -236,6 +255,7 @@ async def _lost(location: StoreLocation, acknowledged: list[Acknowledged]) -> li
             "claimed": bool(attempts),
             "appended": any(span.name == "appended" for span in spans),
             "finished": rollout.status == "succeeded" and any(span.name == "final" for span in spans),
+            "trained": item.key in ledger,
         }[item.kind]
         lost += [] if is_kept else [item]
     await store.close()

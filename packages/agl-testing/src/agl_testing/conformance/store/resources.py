@@ -1,11 +1,11 @@
-"""Resource versions, algorithm states, metrics and retention."""
+"""Resource versions with their labels and scores, metrics and retention."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
 import msgspec
 import pytest
 
-from agl.contracts import Metric, RolloutQuery, Store
+from agl.contracts import LabelMove, Metric, RolloutQuery, Store, VersionScore
 from agl.errors import ConflictError, NotFoundError, StoreError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Weights
 from agl_testing.conformance.store.case import store_test
@@ -76,14 +76,61 @@ class ResourceTests:
         assert [("resource", "prompt", "v1")] == [(c.kind, c.key, c.status) for c in await store.changes()]
 
     @store_test
-    async def test_states_are_replaced_found_by_prefix_and_deleted_when_empty(self, store: Store) -> None:
-        await store.save_state({"exp/b": b"2", "exp/a": b"\x00\xff", "exp_a": b"3", "e%": b"4"})
-        await store.save_state({"exp/b": b"22", "e%": b""})
-        loaded = await store.load_state("exp/")
-        assert [("exp/a", b"\x00\xff"), ("exp/b", b"22")] == list(loaded.items())
-        assert {} == await store.load_state("e%")
-        assert ["exp_a"] == list(await store.load_state("exp_"))
-        assert ["exp/a", "exp/b", "exp_a"] == list(await store.load_state(""))
+    async def test_label_points_where_it_was_moved_last_and_every_move_is_kept(self, store: Store) -> None:
+        await store.publish([_version("v1"), _version("v2")])
+        asked = [
+            LabelMove(name="prompt", label="production", version="v1", reason="first"),
+            LabelMove(name="prompt", label="production", version="v2"),
+            LabelMove(name="prompt", label="production", version="v1", is_back=True, reason="back from v2"),
+        ]
+        made = [await store.move_label(move) for move in asked]
+        assert asked == [msgspec.structs.replace(move, moved_at=0.0) for move in made]
+        assert made == await store.label_moves("prompt", "production")
+        assert 0 < made[0].moved_at < made[1].moved_at < made[2].moved_at
+        assert [made[-1]] == await store.labels("prompt")
+        assert [] == await store.label_moves("prompt", "other")
+
+    @store_test
+    async def test_label_that_points_there_already_does_not_move(self, store: Store) -> None:
+        await store.publish([_version("v1")])
+        first = await store.move_label(LabelMove(name="prompt", label="production", version="v1", reason="first"))
+        again = await store.move_label(LabelMove(name="prompt", label="production", version="v1", reason="again"))
+        assert [first] == [again] == await store.label_moves("prompt", "production")
+
+    @store_test
+    async def test_labels_belong_to_their_resource(self, store: Store) -> None:
+        names = ["a", "a/b", "é"]
+        await store.publish([_version("v1", name=name) for name in names])
+        for name in reversed(names):
+            for label in ("production", "candidate"):
+                await store.move_label(LabelMove(name=name, label=label, version="v1"))
+        expected = [(name, label) for name in names for label in ("candidate", "production")]
+        assert expected == [(move.name, move.label) for move in await store.labels()]
+        assert expected[:2] == [(move.name, move.label) for move in await store.labels("a")]
+        assert [] == await store.labels("b")
+
+    @store_test
+    async def test_label_of_an_unknown_version_is_refused(self, store: Store) -> None:
+        await store.publish([_version("v1")])
+        for name, version in (("prompt", "v9"), ("nobody", "v1")):
+            with pytest.raises(NotFoundError, match=f"{name}@{version}"):
+                await store.move_label(LabelMove(name=name, label="production", version=version))
+        assert [] == await store.labels()
+
+    @store_test
+    async def test_scores_replace_those_of_the_same_version(self, store: Store) -> None:
+        def score(version: str, mean: float, name: str = "prompt") -> VersionScore:
+            low, high = mean - 0.125, mean + 0.125
+            return VersionScore(name=name, version=version, mean=mean, low=low, high=high, n=8, how="fresh")
+
+        await store.publish([_version("v1"), _version("v2"), _version("v1", name="prompt/x")])
+        await store.save_scores([score("v2", 0.5), score("v1", 0.25), score("v1", 1.0, "prompt/x")])
+        await store.save_scores([score("v2", 0.75)])
+        assert [score("v1", 0.25), score("v2", 0.75)] == await store.scores("prompt")
+        assert [] == await store.scores("nobody")
+        with pytest.raises(NotFoundError, match="v9"):
+            await store.save_scores([score("v1", 0.0), score("v9", 0.0)])
+        assert [0.25, 0.75] == [each.mean for each in await store.scores("prompt")]
 
     @store_test
     async def test_metrics_replace_and_come_in_order(self, store: Store) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from agl.contracts import RolloutQuery
@@ -19,7 +20,6 @@ from agl.schemas import (
     Claim,
     ErrorInfo,
     Outcome,
-    Record,
     ResourceVersion,
     Rollout,
     RolloutStatus,
@@ -28,7 +28,10 @@ from agl.schemas import (
 from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of, rollout_id_of
 
-_R = TypeVar("_R", bound=Record)
+_R = TypeVar("_R", bound=Struct)
+
+MAX_SEQUENCE = (1 << 24) - 1
+"""The highest sequence of a span of an attempt."""
 
 MAX_ATTEMPTS = 255
 """Attempts of one rollout at most: what a store has room for in its keys."""
@@ -212,6 +215,14 @@ def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None
                 f"span {span.span_id!r} names rollout {span.rollout_id!r} and attempt {span.attempt_id!r} of another; "
                 "set rollout_id to the attempt's rollout"
             )
+
+
+def placed(span: Span, *, last: int, is_late: bool) -> Span:
+    """The span as it is kept behind the sequence ``last`` of its attempt; ``is_late`` if that is decided."""
+    sequence = max(span.sequence, last + 1)
+    if sequence > MAX_SEQUENCE:
+        raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")
+    return replace(span, sequence=sequence, is_late=is_late)
 
 
 def check_secrets(version: ResourceVersion) -> None:

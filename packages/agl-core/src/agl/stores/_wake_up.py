@@ -1,18 +1,23 @@
-"""Waking whoever waits for a store to change, in any thread and event loop."""
+"""Waking callers that wait for a store to change, in any thread and event loop."""
 
 import asyncio
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 
 
-class Bell:
-    """Rings for all that wait. Read :attr:`count` before looking for work, and pass it to :meth:`wait`.
+class WakeUp:
+    """Wakes all that wait. Read :attr:`count` before looking for work, and pass it to :meth:`wait`.
 
     A ring between the two is then never missed: ``wait`` returns at once.
+
+    Args:
+        on_wait: Called when somebody begins to wait; returns the seconds after which it must look again although
+            nothing rang, because a deadline comes or another process may have changed the data.
     """
 
-    def __init__(self, *, on_wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, *, on_wait: Callable[[], float] = lambda: math.inf) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[asyncio.Future[None], asyncio.AbstractEventLoop] = {}
         self._on_wait = on_wait
@@ -24,17 +29,15 @@ class Bell:
         return bool(self._waiting)
 
     async def wait(self, seen: int, timeout_s: float) -> None:
-        """Return when the bell rang after ``seen`` was read, or after ``timeout_s`` seconds."""
+        """Return after a ring since ``seen`` was read, or when it is time to look again, or to give up."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
             if self.count != seen:
                 return
             self._waiting[future] = loop
-        if self._on_wait is not None:
-            self._on_wait()
         try:
-            await asyncio.wait((future,), timeout=max(0.0, timeout_s))
+            await asyncio.wait((future,), timeout=max(0.0, min(timeout_s, self._on_wait())))
         finally:
             with self._lock:
                 self._waiting.pop(future, None)
@@ -48,16 +51,10 @@ class Bell:
         for future, loop in waiting.items():
             by_loop[loop].append(future)
         for loop, futures in by_loop.items():
-            call_in(loop, lambda futures=futures: _wake(futures))
-
-
-def call_in(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> bool:
-    """Run ``callback`` in ``loop`` from any thread; false when the loop is closed."""
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:  # the loop was closed: nobody waits there any more
-        return False
-    return True
+            try:
+                loop.call_soon_threadsafe(_wake, futures)
+            except RuntimeError:  # the loop was closed: nobody waits there any more
+                continue
 
 
 def _wake(futures: list[asyncio.Future[None]]) -> None:

@@ -17,9 +17,8 @@ import msgspec
 from msgspec.structs import force_setattr, replace
 
 from agl.errors import StoreError
-from agl.schemas import Json, ModelCall, Span
-from agl.schemas import _codec as codec
-from agl.stores._sharing import Marks
+from agl.schemas import Json, ModelCall, Span, decode, encode, to_json
+from agl_run.sql._sharing import Marks
 
 MIN_DEFLATED = 512
 SHARED_KEYS = ("functions", "tools", "system", "instructions", "prompt", "input", "messages")
@@ -75,7 +74,7 @@ class Packer:
         """The span as bytes to keep at ``sequence`` of ``attempt``."""
         try:
             call = span.call
-            return _PLAIN + codec.encode(span) if call is None else self._pack_call(span, call, attempt, sequence)
+            return _PLAIN + encode(span) if call is None else self._pack_call(span, call, attempt, sequence)
         except (TypeError, ValueError, OverflowError) as error:
             self.clear()
             raise StoreError(
@@ -88,7 +87,7 @@ class Packer:
         prompt, reply = call.prompt_ids, call.response_ids
         share = self._marks.add(attempt, sequence, prompt=prompt, response=reply, text=text)
         suffix = text[share.text :] if share else text
-        response = b"" if call.response is None else codec.to_json(call.response)
+        response = b"" if call.response is None else to_json(call.response)
         low, high = _squeeze((prompt[share.ids :] if share else prompt) + reply)
         body = b"".join((suffix, response, high))
         deflated = zlib.compress(body, 1) if len(suffix) + len(response) >= MIN_DEFLATED else body
@@ -105,7 +104,7 @@ class Packer:
             shared_ids=share.ids if share else 0,
             shared_text=share.text if share else 0,
         )
-        return _CALL + codec.encode(packed)
+        return _CALL + encode(packed)
 
     def forget(self, attempt: object) -> None:
         """Drop what is remembered of an attempt, because it ended or because its last span was not kept."""
@@ -114,11 +113,6 @@ class Packer:
     def clear(self) -> None:
         """Drop everything, because what was packed last may not have been kept."""
         self._marks.clear()
-
-
-def mark_late(span: Span, *, is_late: bool) -> Span:
-    """The span with its ``is_late`` as the store sees it."""
-    return span if span.is_late == is_late else replace(span, is_late=is_late)
 
 
 class Unpacker:
@@ -135,7 +129,7 @@ class Unpacker:
     def unpack(self, data: bytes, *, sequence: int) -> Span:
         """The span that was stored at ``sequence``."""
         is_plain = data[:1] == _PLAIN
-        span = codec.decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
+        span = decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
         force_setattr(span, "sequence", sequence)
         return span
 
@@ -203,7 +197,7 @@ def _split(request: Json) -> tuple[bytes, Json]:
         return b"", request
     body = cast("dict[str, Any]", request)
     shared = {key: body[key] for key in SHARED_KEYS if key in body}
-    return codec.to_json(shared), {key: value for key, value in body.items() if key not in shared}
+    return to_json(shared), {key: value for key, value in body.items() if key not in shared}
 
 
 def _merge(text: bytes, rest: Json) -> Json:
@@ -217,7 +211,7 @@ def _parse(text: bytes) -> Json:
 
 def _open(data: bytes) -> _Packed:
     """A stored call with its text inflated."""
-    packed = codec.decode(memoryview(data)[1:], _Packed)
+    packed = decode(memoryview(data)[1:], _Packed)
     if packed.is_deflated:
         force_setattr(packed, "text", zlib.decompress(packed.text))
     return packed

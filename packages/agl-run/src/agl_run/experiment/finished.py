@@ -4,9 +4,9 @@ They are read in the order in which they finished, by the store's change feed, s
 and nothing is read twice.
 """
 
-from contextlib import suppress
+from collections.abc import Sequence
 
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Record, Rollout
 
@@ -43,13 +43,28 @@ async def finished(store: Store, experiment: str, *, after: int, limit: int = BA
     """The next training rollouts of an experiment that finished above the cursor ``after``; ``limit`` at most."""
     found: list[Rollout] = []
     while changes := await store.changes(after=after, limit=_PAGE):
-        for change in changes:
-            after = change.cursor
-            is_end = change.kind == "rollout" and change.status in _FINISHED
-            if is_end and change.experiment == experiment:
-                with suppress(NotFoundError):  # removed meanwhile
-                    (rollout,) = await store.rollouts(RolloutQuery(ids=(change.key,)))
-                    found += [rollout] if rollout.mode == "train" else []
+        ends = {change.key: change.cursor for change in changes if _is_end(change) and change.experiment == experiment}
+        for rollout in await _existing(store, list(ends)):
+            found += [rollout] if rollout.mode == "train" else []
             if len(found) == limit:
-                return Finished(rollouts=found, cursor=after, is_all=False)
+                return Finished(rollouts=found, cursor=ends[rollout.rollout_id], is_all=False)
+        after = changes[-1].cursor
     return Finished(rollouts=found, cursor=after, is_all=True)
+
+
+def _is_end(change: Change) -> bool:
+    return change.kind == "rollout" and change.status in _FINISHED
+
+
+async def _existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
+    """The rollouts in the given order, without those that were removed since the change feed named them."""
+    if not rollout_ids:
+        return []
+    try:
+        found = await store.rollouts(RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids)))
+    except NotFoundError as error:
+        if error.key not in rollout_ids:
+            raise
+        return await _existing(store, [rollout_id for rollout_id in rollout_ids if rollout_id != error.key])
+    by_id = {rollout.rollout_id: rollout for rollout in found}
+    return [by_id[rollout_id] for rollout_id in rollout_ids]

@@ -1,0 +1,363 @@
+"""The store's operations, written once over the tables that a store provides.
+
+Every operation checks everything before it changes anything, so that one that raises leaves no trace.
+The caller is in a transaction; nothing here waits.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from agl.contracts import (
+    PAGE_BYTES,
+    ExperimentRecord,
+    LabelMove,
+    Metric,
+    Presence,
+    Recording,
+    RolloutQuery,
+    SpanChoice,
+    Trained,
+    VersionScore,
+)
+from agl.errors import ConflictError, NotFoundError, StoreError
+from agl.schemas import Claim, Outcome, Record, ResourceVersion, Rollout, Span
+from agl.schemas import _codec as codec
+from agl.stores import _rules as rules
+from agl.stores._tables import Reads, Tables
+
+R = TypeVar("R", bound=Record)
+
+SPAN_PAGE = 10_000
+"""Spans of one attempt in a recording at most."""
+
+
+def closed(shown_url: str) -> StoreError:
+    """The error for a store that was closed."""
+    return StoreError(f"the store {shown_url} was closed; open it again, or close it only when nobody waits for it")
+
+
+def unknown_resource(name: str, version: str | None) -> NotFoundError:
+    """The error for a resource that nobody published."""
+    key = name if version is None else f"{name}@{version}"
+    return NotFoundError("resource", key, "publish it first, or name it in the experiment's resources")
+
+
+def unknown_attempt(rollout_id: str, attempt_id: str) -> NotFoundError:
+    """The error for an attempt that the rollout has not."""
+    return NotFoundError("attempt", attempt_id, f"rollout {rollout_id!r} has no such attempt")
+
+
+def need_rollout(tables: Tables, rollout_id: str) -> Rollout:
+    """The rollout, or :class:`NotFoundError`."""
+    found = tables.rollout(rollout_id)
+    if found is None:
+        raise NotFoundError("rollout", rollout_id)
+    return found
+
+
+def need_held(tables: Tables, attempt_id: str) -> Claim:
+    """The attempt with its rollout, or :class:`NotFoundError`."""
+    found = tables.held(attempt_id)
+    if found is None:
+        raise NotFoundError("attempt", attempt_id)
+    return found
+
+
+def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """See :meth:`agl.contracts.Store.enqueue`."""
+    new: dict[str, Rollout] = {}
+    stored: list[Rollout] = []
+    for rollout in rollouts:
+        known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
+        if known is None:
+            known = new[rollout.rollout_id] = rules.new_rollout(rollout, now=tables.now)
+        elif not rules.is_same_definition(known, rules.copied(rollout)):
+            raise rules.conflict("rollout", rollout.rollout_id)
+        stored.append(known)
+    tables.add(list(new.values()))
+    return stored
+
+
+def claim(
+    tables: Tables, *, worker: str, limit: int, lease_s: float, experiment: str | None, claim_id: str
+) -> list[Claim]:
+    """See :meth:`agl.contracts.Store.claim`, without the waiting."""
+    if claim_id and (running := tables.claimed(claim_id)):
+        return running
+    claims = [
+        rules.open_attempt(rollout, worker=worker, claim_id=claim_id, lease_s=lease_s, now=tables.now)
+        for rollout in tables.queued(experiment, limit)
+    ]
+    tables.save(claims)
+    return claims
+
+
+def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
+    """Take back attempts whose claimer went away before it saw them."""
+    for claim in claims:
+        current = tables.held(claim.attempt.attempt_id)
+        if current is not None and current.attempt == claim.attempt:
+            tables.save_rollouts([rules.release(current)])
+
+
+def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float = 60.0) -> list[str]:
+    """See :meth:`agl.contracts.Store.renew`."""
+    found = [need_held(tables, attempt_id) for attempt_id in attempt_ids]
+    held = [claim for claim in found if claim.attempt.status == "running"]
+    renewed = [replace(claim.attempt, lease_until=tables.now + lease_s) for claim in held]
+    tables.save([replace(claim, attempt=a) for claim, a in zip(held, renewed, strict=True)], is_logged=False)
+    return [claim.attempt.attempt_id for claim in held]
+
+
+def finish(tables: Tables, outcomes: Sequence[Outcome]) -> list[Rollout]:
+    """See :meth:`agl.contracts.Store.finish`."""
+    after: dict[str, Claim] = {}
+    decided: dict[str, Claim] = {}
+    for outcome in outcomes:
+        rules.check_spans(outcome.spans, attempt_id=outcome.attempt_id)
+        current = after.get(outcome.attempt_id) or need_held(tables, outcome.attempt_id)
+        settled = rules.settle(current, outcome, now=tables.now)
+        if settled is not None:
+            decided[outcome.attempt_id] = settled
+        after[outcome.attempt_id] = settled or current
+    tables.insert_spans([span for outcome in outcomes for span in outcome.spans])
+    tables.save(list(decided.values()))
+    return [after[outcome.attempt_id].rollout for outcome in outcomes]
+
+
+def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
+    """See :meth:`agl.contracts.Store.cancel`."""
+    found = {rollout_id: need_rollout(tables, rollout_id) for rollout_id in rollout_ids}
+    for rollout in found.values():
+        if rollout.is_finished:
+            continue
+        found[rollout.rollout_id] = after = rules.cancel_rollout(rollout, now=tables.now)
+        if rollout.attempt_id is None:
+            tables.save_rollouts([after])
+        else:
+            attempt = need_held(tables, rollout.attempt_id).attempt
+            tables.save([Claim(rollout=after, attempt=replace(attempt, status="cancelled", finished_at=tables.now))])
+    return [found[rollout_id] for rollout_id in rollout_ids]
+
+
+def expire(tables: Tables) -> None:
+    """Decide every attempt that is overdue; the first thing that every transaction does."""
+    lapsed = (rules.lapse(claim, now=tables.now) for claim in tables.overdue())
+    tables.save([claim for claim in lapsed if claim is not None])
+
+
+def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
+    """See :meth:`agl.contracts.Store.append_spans`."""
+    rules.check_spans(spans)
+    for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
+        if attempt_id:
+            need_held(tables, attempt_id)
+        else:
+            need_rollout(tables, rollout_id)
+    tables.insert_spans(spans)
+
+
+def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
+    """See :meth:`agl.contracts.Store.delete`."""
+    found = {rollout_id: need_rollout(tables, rollout_id) for rollout_id in rollout_ids}
+    unfinished = [rollout_id for rollout_id, rollout in found.items() if not rollout.is_finished]
+    if unfinished:
+        raise ConflictError(
+            f"rollout {unfinished[0]!r} is {found[unfinished[0]].status} and {len(unfinished)} of {len(found)} are not "
+            "finished; nothing was deleted: cancel them first, or wait until they finish"
+        )
+    tables.remove(list(found.values()))
+    return len(found)
+
+
+def recordings(
+    reads: Reads, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
+) -> list[Recording]:
+    """See :meth:`agl.contracts.Store.recordings`."""
+    found: list[Recording] = []
+    for rollout in reads.rollouts(query):
+        attempts = reads.attempts(rollout.rollout_id)
+        ids = {"none": [], "deciding": [None], "all": ["", *(attempt.attempt_id for attempt in attempts)]}[spans]
+        parts = [reads.spans(rollout.rollout_id, attempt_id=each, limit=SPAN_PAGE) for each in ids]
+        is_whole = all(len(part) < SPAN_PAGE for part in parts)
+        own = [span for part in parts for span in part]
+        found.append(Recording(rollout=rollout, attempts=attempts, spans=own, is_whole=is_whole))
+        max_bytes -= sum(len(codec.encode(span)) for span in own)
+        if max_bytes < 0:
+            break
+    return found
+
+
+def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
+    """See :meth:`agl.contracts.Store.publish`."""
+    new: dict[tuple[str, str], ResourceVersion] = {}
+    for version in versions:
+        rules.check_secrets(version)
+        version = rules.copied(version)
+        key = (version.name, version.version)
+        known = new.get(key) or tables.version(*key)
+        if known is None:
+            new[key] = version
+        elif known != version:
+            raise rules.conflict("resource version", f"{version.name}@{version.version}")
+    for version in new.values():
+        tables.add_version(version)
+
+
+def resource(reads: Reads, name: str, version: str | None = None) -> ResourceVersion:
+    """See :meth:`agl.contracts.Store.resource`."""
+    found = reads.version(name, version)
+    if found is None:
+        raise unknown_resource(name, version)
+    return found
+
+
+def move_label(tables: Tables, move: LabelMove) -> LabelMove:
+    """See :meth:`agl.contracts.Store.move_label`."""
+    if tables.version(move.name, move.version) is None:
+        raise unknown_resource(move.name, move.version)
+    before = tables.get(document("labels", move.name, last=move.label))
+    last = codec.decode(before, LabelMove) if before else None
+    if last is not None and last.version == move.version:
+        return last
+    moved_at = max(tables.now, last.moved_at + 1e-6) if last is not None else tables.now  # clocks may go back
+    move = replace(move, moved_at=moved_at)
+    tables.put(documents_of(move).items())
+    return move
+
+
+def label_moves(reads: Reads, name: str, label: str) -> list[LabelMove]:
+    """See :meth:`agl.contracts.Store.label_moves`."""
+    return records(reads, LabelMove, "moves", name, label)
+
+
+def labels(reads: Reads, name: str | None = None) -> list[LabelMove]:
+    """See :meth:`agl.contracts.Store.labels`."""
+    names = documents(reads, "labelled") if name is None else [name]
+    return [move for each in names for move in records(reads, LabelMove, "labels", each)]
+
+
+def save_scores(tables: Tables, scores: Sequence[VersionScore]) -> None:
+    """See :meth:`agl.contracts.Store.save_scores`."""
+    for score in scores:
+        if tables.version(score.name, score.version) is None:
+            raise unknown_resource(score.name, score.version)
+    tables.put([pair for score in scores for pair in documents_of(score).items()])
+
+
+def scores(reads: Reads, name: str) -> list[VersionScore]:
+    """See :meth:`agl.contracts.Store.scores`."""
+    return records(reads, VersionScore, "scores", name)
+
+
+def save_state(
+    tables: Tables,
+    states: Mapping[str, bytes],
+    *,
+    experiment: ExperimentRecord | None = None,
+    trained: Sequence[Trained] = (),
+) -> None:
+    """See :meth:`agl.contracts.Store.save_state`."""
+    pairs = documents_of(states)
+    for entry in trained:
+        for key, step in documents_of(entry).items():
+            if tables.get(key) not in (None, step):
+                raise ConflictError(
+                    f"{key[-200:]!r} was trained on in step {tables.get(key)!r} already and not in step {entry.step}; "
+                    "nothing was saved: a step trains on rollouts of its own"
+                )
+            pairs[key] = step
+    if experiment is not None:
+        pairs |= documents_of(experiment)
+    tables.put([pair for pair in pairs.items() if pair[1]])
+    tables.delete([key for key, value in pairs.items() if not value])
+
+
+def load_state(reads: Reads, prefix: str) -> dict[str, bytes]:
+    """See :meth:`agl.contracts.Store.load_state`."""
+    return documents(reads, "state", last=prefix)
+
+
+def experiments(reads: Reads, name: str | None = None) -> list[ExperimentRecord]:
+    """See :meth:`agl.contracts.Store.experiments`."""
+    return records(reads, ExperimentRecord, "experiment", last=name)
+
+
+def trained(
+    reads: Reads, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
+) -> dict[str, int]:
+    """See :meth:`agl.contracts.Store.trained`."""
+    kind = ("trained", experiment, str(run), algorithm)
+    if rollout_ids is None:
+        return {rollout_id: int(step) for rollout_id, step in documents(reads, *kind).items()}
+    found = ((rollout_id, reads.get(document(*kind, last=rollout_id))) for rollout_id in rollout_ids)
+    return {rollout_id: int(step) for rollout_id, step in found if step is not None}
+
+
+def announce(tables: Tables, presence: Presence) -> None:
+    """See :meth:`agl.contracts.Store.announce`."""
+    tables.put(documents_of(presence).items())
+
+
+def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:
+    """See :meth:`agl.contracts.Store.withdraw`."""
+    tables.delete([document("presence", experiment, last=member) for member in members])
+
+
+def presences(reads: Reads, experiment: str, *, member: str | None = None) -> list[Presence]:
+    """See :meth:`agl.contracts.Store.presences`."""
+    return records(reads, Presence, "presence", experiment, last=member)
+
+
+def log_metrics(tables: Tables, metrics: Sequence[Metric]) -> None:
+    """See :meth:`agl.contracts.Store.log_metrics`."""
+    tables.log_metrics(metrics)
+
+
+def documents_of(
+    kept: LabelMove | VersionScore | ExperimentRecord | Trained | Presence | Mapping[str, bytes],
+) -> dict[bytes, bytes]:
+    """The documents by which a record, or states by their keys, are kept; of a move, if it is its label's newest."""
+    match kept:
+        case LabelMove(name=name, label=label):
+            history = document("moves", name, label, last=f"{kept.moved_at:020.6f}")
+            keys = [document("labels", name, last=label), history]
+            return {**dict.fromkeys(keys, codec.encode(kept)), document("labelled", last=name): b""}
+        case VersionScore(name=name, version=version):
+            return {document("scores", name, last=version): codec.encode(kept)}
+        case ExperimentRecord(name=name):
+            return {document("experiment", last=name): codec.encode(kept)}
+        case Presence(experiment=experiment, member=member):
+            return {document("presence", experiment, last=member): codec.encode(kept)}
+        case Trained(experiment=experiment, run=run, algorithm=algorithm):
+            keys = [document("trained", experiment, str(run), algorithm, last=each) for each in kept.rollout_ids]
+            return dict.fromkeys(keys, b"%d" % kept.step)
+        case _:
+            return {document("state", last=key): bytes(value) for key, value in kept.items()}
+
+
+def key_of(prefix: bytes, text: str) -> bytes:
+    """A key that ends in text, and sorts as the text does."""
+    try:
+        return prefix + text.encode()
+    except UnicodeEncodeError as error:
+        raise StoreError(f"{text!r} cannot be a key: {error}; it holds half of a character") from error
+
+
+def document(*kind: str, last: str = "") -> bytes:
+    """The key of a document: of which kind it is, and the part by which those of one kind are in order."""
+    return key_of(b"x" + codec.encode(kind), last)
+
+
+def documents(reads: Reads, *kind: str, last: str = "") -> dict[str, bytes]:
+    """All documents of a kind whose last part starts with ``last``, by their last part, in its order."""
+    start, whole = len(document(*kind)), document(*kind, last=last)
+    return {key[start:].decode(): value for key, value in reads.scan(whole, whole + b"\xff")}  # no text has that byte
+
+
+def records(reads: Reads, type: type[R], *kind: str, last: str | None = None) -> list[R]:
+    """All documents of a kind as records, or the one with that last part."""
+    data = documents(reads, *kind).values() if last is None else [reads.get(document(*kind, last=last))]
+    return [codec.decode(each, type) for each in data if each is not None]

@@ -1,0 +1,48 @@
+"""Reading all of what a store gives page by page."""
+
+from collections.abc import AsyncIterator
+
+from msgspec.structs import replace
+
+from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
+from agl.schemas import Span
+
+PAGE = 10_000
+
+
+async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
+    """All spans of one attempt in order of ``sequence``, by default of the deciding or running one.
+
+    Raises :class:`agl.errors.NotFoundError` for an unknown rollout.
+    """
+    spans: list[Span] = []
+    while True:
+        after = spans[-1].sequence if spans else 0
+        page = await store.spans(rollout_id, attempt_id=attempt_id, after=after, limit=PAGE)
+        spans.extend(page)
+        if len(page) < PAGE:
+            return spans
+
+
+async def read_recordings(
+    store: Store, query: RolloutQuery, *, spans: SpanChoice = "deciding"
+) -> AsyncIterator[Recording]:
+    """All rollouts that a query wants, whatever its limit, with their attempts and spans, in as few requests as fit.
+
+    Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
+    """
+    left = len(query.ids)
+    while page := await store.recordings(query, spans=spans):
+        for recording in page:
+            yield recording if recording.is_whole else await _whole(store, recording, spans)
+        query = replace(query, after=page[-1].rollout.rollout_id)
+        left -= len(page)
+        if query.ids and not left:
+            return
+
+
+async def _whole(store: Store, recording: Recording, spans: SpanChoice) -> Recording:
+    rollout_id = recording.rollout.rollout_id
+    attempts = [None] if spans == "deciding" else ["", *(attempt.attempt_id for attempt in recording.attempts)]
+    found = [span for attempt_id in attempts for span in await all_spans(store, rollout_id, attempt_id)]
+    return replace(recording, spans=found, is_whole=True)

@@ -1,0 +1,126 @@
+"""The store contract, implemented once over the tables of a backend."""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from agl.contracts import Change
+from agl.schemas import Claim
+from agl.stores import _operations as operations
+from agl.stores._tables import Backend, Reads, Tables, Work
+from agl.stores._wake_up import WakeUp
+
+if TYPE_CHECKING:
+    from types import CoroutineType
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _writes(
+    act: Callable[Concatenate[Tables, P], T],
+) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
+    """A method of the contract that does an operation in a writing transaction."""
+
+    @wraps(act)
+    async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.backend.write(Work(act=act, args=args, kwargs=kwargs))
+
+    return method
+
+
+def _reads(
+    look: Callable[Concatenate[Reads, P], T],
+) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
+    """A method of the contract that reads, by the method of that name of the tables, or else by an operation."""
+
+    @wraps(look)
+    async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
+        name = look.__name__
+        return await self.backend.read(lambda reads: getattr(reads, name, partial(look, reads))(*args, **kwargs))
+
+    return method
+
+
+class TableStore:
+    """A :class:`agl.contracts.Store` over a backend; waits, takes back what a cancelled caller claimed, and closes.
+
+    Attributes:
+        backend: Runs the transactions; closed with the store.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.backend.shown_url!r})"
+
+    enqueue = _writes(operations.enqueue)
+    renew = _writes(operations.renew)
+    finish = _writes(operations.finish)
+    cancel = _writes(operations.cancel)
+    delete = _writes(operations.delete)
+    rollouts = _reads(Reads.rollouts)
+    attempts = _reads(Reads.attempts)
+    recordings = _reads(operations.recordings)
+    append_spans = _writes(operations.append_spans)
+    spans = _reads(Reads.spans)
+    cursor = _reads(Reads.cursor)
+    publish = _writes(operations.publish)
+    resource = _reads(operations.resource)
+    resources = _reads(Reads.resources)
+    move_label = _writes(operations.move_label)
+    label_moves = _reads(operations.label_moves)
+    labels = _reads(operations.labels)
+    save_scores = _writes(operations.save_scores)
+    scores = _reads(operations.scores)
+    save_state = _writes(operations.save_state)
+    load_state = _reads(operations.load_state)
+    experiments = _reads(operations.experiments)
+    trained = _reads(operations.trained)
+    announce = _writes(operations.announce)
+    withdraw = _writes(operations.withdraw)
+    presences = _reads(operations.presences)
+    log_metrics = _writes(operations.log_metrics)
+    metrics = _reads(Reads.metrics)
+
+    async def claim(
+        self,
+        *,
+        worker: str,
+        limit: int = 1,
+        lease_s: float = 60.0,
+        wait_s: float = 0.0,
+        experiment: str | None = None,
+        claim_id: str = "",
+    ) -> list[Claim]:
+        """See :meth:`agl.contracts.Store.claim`."""
+        how = {"worker": worker, "limit": limit, "lease_s": lease_s, "experiment": experiment, "claim_id": claim_id}
+        work = Work(act=operations.claim, kwargs=how, undo=None if claim_id else _unclaim)
+        return await _until_found(lambda: self.backend.write(work), self.backend.queued, wait_s)
+
+    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
+        """See :meth:`agl.contracts.Store.changes`."""
+        look = partial(self.backend.read, lambda reads: reads.changes(after, limit))
+        return await _until_found(look, self.backend.changed, wait_s)
+
+    async def close(self) -> None:
+        """See :meth:`agl.contracts.Store.close`."""
+        await self.backend.close()
+
+
+def _unclaim(claims: Sequence[Claim]) -> Work[None]:
+    return Work(act=operations.unclaim, args=(claims,))
+
+
+async def _until_found(look: Callable[[], Awaitable[list[T]]], wake_up: WakeUp, wait_s: float) -> list[T]:
+    """Look again whenever something rang, until something is found or the time is over."""
+    end = time.monotonic() + wait_s
+    while True:
+        seen = wake_up.count
+        found = await look()
+        left_s = end - time.monotonic()
+        if found or left_s <= 0:
+            return found
+        await wake_up.wait(seen, left_s)

@@ -1,0 +1,188 @@
+"""What the author of a store writes: tables, as a transaction sees them, and a backend that runs transactions.
+
+The operations of :mod:`agl.stores` are written over these, once for all stores. They check everything before they
+change anything, so that one that raises leaves no trace. Nothing here waits for anything but the database.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from agl.contracts import Change, Metric, RolloutQuery
+from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
+from agl.stores._wake_up import WakeUp
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Documents(Protocol):
+    """A map from bytes to bytes, as a writing transaction sees it."""
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key."""
+        ...
+
+    def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Write keys with their values."""
+        ...
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Remove keys; unknown ones are ignored."""
+        ...
+
+
+class Tables(Documents, Protocol):
+    """What a store keeps, as a writing transaction sees it; each change of a rollout is put on the change feed.
+
+    States, labels, scores, ledgers and presence are kept as documents.
+
+    Attributes:
+        now: The transaction's time, in Unix seconds; leases and time limits follow it.
+    """
+
+    now: float
+
+    def rollout(self, rollout_id: str) -> Rollout | None:
+        """One rollout."""
+        ...
+
+    def held(self, attempt_id: str) -> Claim | None:
+        """An attempt, decided or not, with its rollout."""
+        ...
+
+    def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
+        """The oldest queued rollouts, in order of their first enqueueing."""
+        ...
+
+    def claimed(self, claim_id: str) -> list[Claim]:
+        """Attempts that still run under a claim id, in order of their rollouts' first enqueueing."""
+        ...
+
+    def overdue(self) -> list[Claim]:
+        """Running attempts whose deadline has come, the longest overdue first."""
+        ...
+
+    def version(self, name: str, version: str) -> ResourceVersion | None:
+        """One version of a resource."""
+        ...
+
+    def add(self, rollouts: Sequence[Rollout]) -> None:
+        """Put new rollouts at the end of the queue."""
+        ...
+
+    def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
+        """Save attempts, new ones too, and their rollouts; without a change of those where that is not logged."""
+        ...
+
+    def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Save rollouts, and remove attempts beyond their number, which nobody got to see."""
+        ...
+
+    def insert_spans(self, spans: Sequence[Span]) -> None:
+        """Append spans of known attempts, but those the attempt already has."""
+        ...
+
+    def remove(self, rollouts: Sequence[Rollout]) -> None:
+        """Remove rollouts with everything that belongs to them, entries of the change feed included."""
+        ...
+
+    def add_version(self, version: ResourceVersion) -> None:
+        """Add a resource version as the newest of its name."""
+        ...
+
+    def log_metrics(self, metrics: Sequence[Metric]) -> None:
+        """Write numbers."""
+        ...
+
+
+class Reads(Protocol):
+    """What a store keeps, as a reading transaction sees it."""
+
+    def rollouts(self, query: RolloutQuery) -> list[Rollout]:
+        """See :meth:`agl.contracts.Store.rollouts`."""
+        ...
+
+    def attempts(self, rollout_id: str) -> list[Attempt]:
+        """See :meth:`agl.contracts.Store.attempts`."""
+        ...
+
+    def spans(
+        self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
+    ) -> list[Span]:
+        """See :meth:`agl.contracts.Store.spans`."""
+        ...
+
+    def changes(self, after: int, limit: int) -> list[Change]:
+        """See :meth:`agl.contracts.Store.changes`."""
+        ...
+
+    def cursor(self) -> int:
+        """See :meth:`agl.contracts.Store.cursor`."""
+        ...
+
+    def version(self, name: str, version: str | None) -> ResourceVersion | None:
+        """One version of a resource, the newest for ``None``."""
+        ...
+
+    def resources(self, name: str | None = None) -> list[ResourceVersion]:
+        """See :meth:`agl.contracts.Store.resources`."""
+        ...
+
+    def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
+        """See :meth:`agl.contracts.Store.metrics`."""
+        ...
+
+    def get(self, key: bytes) -> bytes | None:
+        """A small document."""
+        ...
+
+    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
+        """Documents from ``start`` to before ``stop``, in order of their keys."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work(Generic[T_co]):
+    """One writing operation with its arguments, by whose name a store may find out what to load for it.
+
+    Attributes:
+        undo: Makes the work that takes an answer back whose caller went away; ``None`` where it does no harm.
+    """
+
+    act: Callable[..., T_co]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    undo: "Callable[[Any], Work[None]] | None" = None
+
+    def do(self, tables: Tables) -> T_co:
+        """The operation's answer."""
+        return self.act(tables, *self.args, **self.kwargs)
+
+
+class Backend(Protocol):
+    """Runs transactions of a database for any number of threads and event loops at once.
+
+    Every transaction sees overdue attempts decided, for which there is :func:`agl.stores.expire`.
+
+    Attributes:
+        shown_url: The store's address for people, without passwords.
+        queued: Rings after a transaction that queued rollouts, in this process or elsewhere.
+        changed: Rings after a transaction that put something on the change feed.
+    """
+
+    shown_url: str
+    queued: WakeUp
+    changed: WakeUp
+
+    async def write(self, work: Work[T]) -> T:
+        """The answer of ``work`` once it is committed; undone if the caller is cancelled meanwhile."""
+        ...
+
+    async def read(self, look: Callable[[Reads], T]) -> T:
+        """The answer of ``look``."""
+        ...
+
+    async def close(self) -> None:
+        """Finish what was begun, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
+        ...

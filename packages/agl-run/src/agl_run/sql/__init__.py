@@ -1,0 +1,39 @@
+"""Shared parts of stores on SQL databases: rows, packed spans, batches, and the layouts of older releases.
+
+A store on anything else needs :mod:`agl.stores` alone.
+"""
+
+from agl_run.sql._batches import Batches, perform
+from agl_run.sql._older import older_documents
+from agl_run.sql._packing import Packer, Unpacker
+from agl_run.sql._places import Place, place_spans
+from agl_run.sql._rows import (
+    ATTEMPT_BITS,
+    NUMBER_MASK,
+    ROLLOUT,
+    SEQUENCE_BITS,
+    Row,
+    number_of,
+    progress_row,
+    read_change,
+    read_rollout,
+)
+
+__all__ = [
+    "ATTEMPT_BITS",
+    "Batches",
+    "NUMBER_MASK",
+    "Packer",
+    "Place",
+    "ROLLOUT",
+    "Row",
+    "SEQUENCE_BITS",
+    "Unpacker",
+    "number_of",
+    "older_documents",
+    "perform",
+    "place_spans",
+    "progress_row",
+    "read_change",
+    "read_rollout",
+]

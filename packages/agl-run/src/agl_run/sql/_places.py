@@ -1,0 +1,52 @@
+"""Numbers the spans of an attempt and packs those that a store does not have yet."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl.errors import StoreError
+from agl.schemas import Span
+from agl.stores import placed
+from agl_run.sql._packing import Packer
+
+
+@dataclass(kw_only=True)
+class Place:
+    """Where the spans of an attempt go.
+
+    Attributes:
+        key: The attempt's number, or what else the store knows it by.
+        last: The last sequence that is there.
+        is_late: Whether the attempt is decided.
+        has: Whether a span of that id is there.
+    """
+
+    key: Any
+    last: int
+    is_late: bool
+    has: Callable[[str], bool]
+
+
+def place_spans(
+    spans: Sequence[Span], packer: Packer, find: Callable[[Span], Place]
+) -> list[tuple[Any, int, str, bytes]]:
+    """The rows of those spans that are not there: attempt's number, sequence, span id, and the packed span.
+
+    All are packed before the first is kept, so that one that cannot be packed leaves no trace.
+    """
+    rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
+    places: dict[tuple[str, str], Place] = {}
+    try:
+        for span in spans:
+            where = span.rollout_id, span.attempt_id
+            place = places.get(where) or places.setdefault(where, find(span))
+            if (place.key, span.span_id) in rows or place.has(span.span_id):
+                continue
+            kept = placed(span, last=place.last, is_late=place.is_late)
+            place.last = kept.sequence
+            packed = packer.pack(kept, attempt=place.key, sequence=place.last)
+            rows[place.key, span.span_id] = place.key, place.last, span.span_id, packed
+    except StoreError:
+        packer.clear()  # what it remembers of these is not kept
+        raise
+    return list(rows.values())

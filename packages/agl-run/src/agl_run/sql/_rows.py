@@ -1,0 +1,62 @@
+"""Turns rollouts and changes into rows of SQL tables and back.
+
+A rollout has a number (``seq``, never used again) and its attempts are ``seq << 8 | number``, with number 0 for what
+belongs to no attempt, so that one range of numbers holds all that belongs to a rollout.
+"""
+
+from typing import Any, TypeAlias
+
+from msgspec.structs import force_setattr
+
+from agl.contracts import Change
+from agl.schemas import Rollout, attempt_id_of, decode
+from agl.stores import MAX_SEQUENCE
+
+Row: TypeAlias = tuple[Any, ...]
+
+ATTEMPT_BITS = 8
+NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
+
+SEQUENCE_BITS = MAX_SEQUENCE.bit_length()
+
+ROLLOUT = "r.seq, r.status, r.attempts, r.attempt, r.started_at, r.finished_at, r.data"
+"""The columns that :func:`read_rollout` reads; ``data`` is the rollout as it was queued."""
+
+
+def read_rollout(row: Row) -> Rollout:
+    """A rollout from the columns of :data:`ROLLOUT`."""
+    _, status, attempts, attempt, started_at, finished_at, data = row
+    rollout = decode(data, Rollout)
+    force_setattr(rollout, "status", status)
+    force_setattr(rollout, "attempts", attempts)
+    force_setattr(rollout, "attempt_id", attempt and attempt_id_of(rollout.rollout_id, attempt & NUMBER_MASK))
+    force_setattr(rollout, "started_at", started_at)
+    force_setattr(rollout, "finished_at", finished_at)
+    return rollout
+
+
+def progress_row(rollout: Rollout, seq: int) -> Row:
+    """Status, attempts, attempt, start, end and stage of a rollout, and its number.
+
+    The stage is ``open`` while the rollout is queued or running, and its status after that.
+    """
+    attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
+    stage = rollout.status if rollout.is_finished else "open"
+    return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, stage, seq
+
+
+def read_change(row: Row) -> Change:
+    """A change from cursor, kind, status, name, attempt, rollout id and experiment."""
+    cursor, kind, status, name, attempt, rollout_id, experiment = row
+    if kind == "resource":
+        return Change(cursor=cursor, kind=kind, key=name, status=status)
+    number = attempt & NUMBER_MASK
+    attempt_id = attempt_id_of(rollout_id, number) if number else ""
+    return Change(cursor=cursor, kind=kind, key=rollout_id, attempt_id=attempt_id, status=status, experiment=experiment)
+
+
+def number_of(attempt_id: str) -> int:
+    """The number in an attempt's id; 0 for ids that no attempt can have."""
+    digits = attempt_id.rpartition(".")[2]
+    number = int(digits) if digits.isdecimal() and len(digits) <= 3 else 0
+    return number if number <= NUMBER_MASK and str(number) == digits else 0

@@ -1,0 +1,179 @@
+"""Transactions on a SQLite file: one thread writes, a few read, and one looks around while somebody waits.
+
+What waits together is written in one transaction, and answered after its commit. Reads run on connections of their
+own. A change by another process, or by another store object, is noticed within ``poll_s`` seconds, and only while
+somebody waits.
+"""
+
+import asyncio
+import logging
+import math
+import sqlite3
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from agl.errors import AglError
+from agl.stores import Reads, Tables, WakeUp, Work, expire
+from agl_run.sql import Batches, Packer, perform
+from agl_run.sqlite._reads import SQLiteReads
+from agl_run.sqlite._schema import connect, explain, open_file
+from agl_run.sqlite._tables import SQLiteTables, next_deadline
+
+READERS = 4
+
+T = TypeVar("T")
+Look: TypeAlias = Callable[[Reads], Any]
+
+
+def _nothing(_: Tables) -> None:
+    """No operation."""
+
+
+_LOOK = Work(act=_nothing)
+"""Has overdue attempts decided; gives the version of the file, which changes with what others write, and the next
+deadline."""
+
+_logger = logging.getLogger(__name__)
+
+
+class OverdueError(Exception):
+    """An attempt's deadline has come and is not decided; the read did not take place."""
+
+
+class SQLiteBackend:
+    """See :class:`agl.stores.Backend`.
+
+    Args:
+        path: The file; created, or brought up to date.
+        clock: Unix seconds; leases and time limits follow it.
+        poll_s: How soon changes from other processes are noticed, in seconds.
+        busy_s: How long to wait for another process's transaction, in seconds.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float], poll_s: float, busy_s: float) -> None:
+        self.shown_url = f"sqlite:///{path}"
+        self._path, self._clock, self._poll_s, self._busy_s = path, clock, poll_s, busy_s
+        self._db = open_file(path, busy_s=busy_s)
+        self._packer = Packer()
+        self._data_version = 0
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        told = partial(explain, path=path)
+        self._writer = Batches(self._write, shown_url=self.shown_url, explain=told)
+        self._reader = Batches(self._read, shown_url=self.shown_url, explain=told, threads=READERS)
+        self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
+        self._awaited, self._is_closed = threading.Event(), threading.Event()
+        self._watch = threading.Thread(target=self._look_around, name=f"agl-watch {path.name}", daemon=True)
+        self._watch.start()
+
+    async def write(self, work: Work[T]) -> T:
+        return await self._writer.run(work, undo=work.undo)
+
+    async def read(self, look: Callable[[Reads], T]) -> T:
+        while True:
+            try:
+                return await self._reader.run(look)
+            except OverdueError:
+                await self._writer.run(_LOOK)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._is_closed.set()
+        self._awaited.set()
+        self._watch.join()
+        self._writer.close()
+        self._reader.close()
+        for connection in (self._db, *self._connections):
+            connection.close()
+        self.queued.ring()
+        self.changed.ring()
+
+    def _write(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
+        if next_deadline(self._db) <= self._clock():
+            with self._transaction() as tables:
+                expire(tables)
+        real = [work for work in works if work is not _LOOK]
+        answers = iter(self._transact(real) if real else ())
+        return [self._seen() if work is _LOOK else next(answers) for work in works]
+
+    def _seen(self) -> tuple[int, float]:
+        return self._db.execute("PRAGMA data_version").fetchone()[0], next_deadline(self._db)
+
+    def _transact(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
+        with self._transaction() as tables:
+            return perform(works, tables)
+
+    @contextmanager
+    def _transaction(self) -> Generator[SQLiteTables]:
+        """Tables in a transaction, which is committed at the end; rings for what it changed."""
+        tables = SQLiteTables(self._db, self._packer, now=self._clock())
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield tables
+            self._db.execute("COMMIT")
+        except BaseException:
+            self._packer.clear()
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        if tables.has_queued:
+            self.queued.ring()
+        if tables.has_changed:
+            self.changed.ring()
+
+    def _read(self, looks: Sequence[Look]) -> Sequence[Any]:
+        db = self._reading_connection()
+        db.execute("BEGIN")
+        try:
+            if next_deadline(db) <= self._clock():
+                return [OverdueError()] * len(looks)
+            return [_answer(look, SQLiteReads(db)) for look in looks]
+        finally:
+            db.execute("ROLLBACK")
+
+    def _reading_connection(self) -> sqlite3.Connection:
+        """This thread's own."""
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = connect(self._path, busy_s=self._busy_s, is_reader=True)
+            self._connections.append(connection)
+        return connection
+
+    def _on_wait(self) -> float:
+        self._awaited.set()
+        return math.inf
+
+    def _look_around(self) -> None:
+        """Runs in a thread of its own, and does nothing while nobody waits."""
+        while not self._is_closed.is_set():
+            self._awaited.wait()
+            self._awaited.clear()
+            while (self.queued.is_awaited or self.changed.is_awaited) and not self._is_closed.is_set():
+                self._is_closed.wait(self._look())
+
+    def _look(self) -> float:
+        """Have overdue attempts decided, and wake everybody when others wrote; returns the seconds to the next look."""
+        try:
+            version, deadline = self._writer.submit(_LOOK).result()
+        except Exception:
+            if not self._is_closed.is_set():
+                _logger.warning("the store %s could not be read and is tried again", self._path, exc_info=True)
+            return self._poll_s
+        if version != self._data_version:
+            self._data_version = version
+            self.queued.ring()
+            self.changed.ring()
+        return max(0.0, min(self._poll_s, deadline - self._clock()))
+
+
+def _answer(look: Look, reads: SQLiteReads) -> Any:
+    try:
+        return look(reads)
+    except AglError as error:
+        return error

@@ -1,0 +1,221 @@
+"""What the store reads outside of the writer's thread, within one read transaction."""
+
+from itertools import product
+from typing import Any, get_args
+
+from agl.contracts import Change, Metric, RolloutQuery
+from agl.errors import NotFoundError
+from agl.schemas import (
+    TERMINAL_ROLLOUT,
+    Attempt,
+    Mode,
+    ResourceVersion,
+    Rollout,
+    RolloutStatus,
+    Span,
+    decode,
+    rollout_id_of,
+)
+from agl.stores import MAX_SEQUENCE, select, unknown_attempt
+from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Row, Unpacker, number_of, read_change, read_rollout
+from agl_store_postgres.links import Connection
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
+
+
+_KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
+"""The attempt whose spans are meant: the one with that number, else the deciding or running one, else none."""
+
+_ATTEMPT = (
+    "SELECT k.key, EXISTS (SELECT 1 FROM attempts a WHERE a.id = k.key) "
+    f"FROM (SELECT {_KEY} AS key FROM rollouts r WHERE r.rollout_id = %s) AS k"
+).encode()
+_SPANS = (
+    f"SELECT s.sequence, s.data FROM rollouts r JOIN spans s ON s.attempt = {_KEY} "
+    "WHERE r.rollout_id = %s AND s.sequence > %s ORDER BY s.sequence LIMIT %s"
+).encode()
+
+
+class PostgresReads:
+    """See :class:`agl.stores.Reads`; for one transaction."""
+
+    def __init__(self, db: Connection) -> None:
+        self._db = db
+
+    def changes(self, after: int, limit: int) -> list[Change]:
+        rows = self._all(
+            "SELECT c.cursor, c.kind, c.status, c.name, c.attempt, r.rollout_id, r.experiment FROM changes c "
+            f"LEFT JOIN rollouts r ON r.seq = c.attempt >> {ATTEMPT_BITS} WHERE c.cursor > %s AND c.kind <> 'gone' "
+            "ORDER BY c.cursor LIMIT %s",
+            after,
+            limit,
+        )
+        return [read_change(row) for row in rows]
+
+    def cursor(self) -> int:
+        ((newest,),) = self._all("SELECT coalesce(max(cursor), 0) FROM changes")
+        return newest
+
+    def rollouts(self, query: RolloutQuery) -> list[Rollout]:
+        if query.ids:
+            return select(self._named(query.ids), query)
+        if query.group_id:
+            return self._listed(query, where="r.group_id = %s AND r.group_id <> ''", values=(query.group_id,))
+        if query.experiment is None and query.mode is None and not query.status:
+            return self._listed(query)
+        found = self._by_lists(query)
+        if "running" in (query.status or STATUSES):
+            found += self._running()
+        return select(found, query)
+
+    def _named(self, ids: tuple[str, ...]) -> list[Rollout]:
+        rows = self._all(f"SELECT {ROLLOUT} FROM rollouts r WHERE rollout_id = ANY(%s::text[])", list(ids))
+        found = {rollout.rollout_id: rollout for rollout in map(read_rollout, rows)}
+        for rollout_id in ids:
+            if rollout_id not in found:
+                raise NotFoundError("rollout", rollout_id)
+        return [found[rollout_id] for rollout_id in ids]
+
+    def _listed(self, query: RolloutQuery, *, where: str = "true", values: tuple[Any, ...] = ()) -> list[Rollout]:
+        """One page of those that match ``where`` and the rest of the query."""
+        conditions, given = [where], list(values)
+        for column, value in (("experiment", query.experiment), ("mode", query.mode), ("group_id", query.group_id)):
+            if value is not None:
+                conditions.append(f"r.{column} = %s")
+                given.append(value)
+        if query.status:
+            conditions.append("r.status = ANY(%s::text[])")
+            given.append(list(query.status))
+        behind, order = _direction(query)
+        sql = (
+            f"SELECT {ROLLOUT} FROM rollouts r WHERE {' AND '.join(conditions)} AND {behind} ORDER BY {order} LIMIT %s"
+        )
+        return [read_rollout(row) for row in self._all(sql, *given, query.after, query.after, query.limit)]
+
+    def _by_lists(self, query: RolloutQuery) -> list[Rollout]:
+        """One page out of one sorted list for each (experiment, mode, stage) that can match, running ones apart."""
+        experiments = self._experiments() if query.experiment is None else [query.experiment]
+        modes = MODES if query.mode is None else (query.mode,)
+        wanted = set(query.status or STATUSES)
+        stages = [*(wanted & TERMINAL_ROLLOUT), *(["open"] if "queued" in wanted else [])]
+        keys = list(product(experiments, modes, stages))
+        behind, order = _direction(query)
+        group = "" if query.group_id is None else "AND r.group_id = ''"
+        sql = (
+            "SELECT r.* FROM unnest(%s::text[], %s::text[], %s::text[]) AS k(experiment, mode, stage) "
+            f"CROSS JOIN LATERAL (SELECT {ROLLOUT}, r.rollout_id FROM rollouts r "
+            f"WHERE r.experiment = k.experiment AND r.mode = k.mode AND r.stage = k.stage "
+            f"AND r.status <> 'running' {group} AND {behind} ORDER BY {order} LIMIT %s) AS r "
+            f"ORDER BY {order} LIMIT %s"
+        )
+        columns = [[key[at] for key in keys] for at in range(3)]
+        rows = self._all(sql, *columns, query.after, query.after, query.limit, query.limit)
+        return [read_rollout(row[:-1]) for row in rows]
+
+    def _running(self) -> list[Rollout]:
+        """All running rollouts: as many as there are workers."""
+        rows = self._all(
+            f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
+            "WHERE a.status = 'running'",
+        )
+        return [read_rollout(row) for row in rows]
+
+    def _experiments(self) -> list[str]:
+        """All experiments, by skipping through the index."""
+        rows = self._all(
+            """WITH RECURSIVE names(name) AS (
+                SELECT min(experiment) FROM rollouts
+                UNION ALL
+                SELECT (SELECT min(experiment) FROM rollouts WHERE experiment > name) FROM names WHERE name IS NOT NULL)
+            SELECT name FROM names WHERE name IS NOT NULL""",
+        )
+        return [name for (name,) in rows]
+
+    def attempts(self, rollout_id: str) -> list[Attempt]:
+        rows = self._all(
+            f"SELECT a.data FROM rollouts r LEFT JOIN attempts a ON a.id BETWEEN r.seq << {ATTEMPT_BITS} "
+            f"AND (r.seq << {ATTEMPT_BITS} | {NUMBER_MASK}) WHERE r.rollout_id = %s ORDER BY a.id",
+            rollout_id,
+        )
+        if not rows:
+            raise NotFoundError("rollout", rollout_id)
+        return [decode(data, Attempt) for (data,) in rows if data is not None]
+
+    def spans(
+        self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
+    ) -> list[Span]:
+        number = None if attempt_id is None else number_of(attempt_id) if attempt_id else 0
+        where = (number, rollout_id)
+        known = self._db.execute(_ATTEMPT, where, binary=True)
+        page = self._db.execute(_SPANS, (*where, min(after, MAX_SEQUENCE), limit), binary=True)
+        attempt = _known_attempt(known.fetchone(), rollout_id, attempt_id)
+
+        def fetch(sequence: int) -> bytes:
+            ((data,),) = self._all("SELECT data FROM spans WHERE attempt = %s AND sequence = %s", attempt, sequence)
+            return data
+
+        unpacker = Unpacker(fetch)
+        return [unpacker.unpack(data, sequence=sequence) for sequence, data in page.fetchall()]
+
+    def version(self, name: str, version: str | None) -> ResourceVersion | None:
+        if version is None:
+            rows = self._all("SELECT data FROM versions WHERE name = %s ORDER BY seq DESC LIMIT 1", name)
+        else:
+            rows = self._all("SELECT data FROM versions WHERE name = %s AND version = %s", name, version)
+        return decode(rows[0][0], ResourceVersion) if rows else None
+
+    def resources(self, name: str | None = None) -> list[ResourceVersion]:
+        if name is not None:
+            rows = self._all("SELECT data FROM versions WHERE name = %s ORDER BY seq", name)
+        else:
+            rows = self._all(
+                """WITH RECURSIVE names(name) AS (
+                    SELECT min(name) FROM versions
+                    UNION ALL
+                    SELECT (SELECT min(name) FROM versions v WHERE v.name > names.name) FROM names
+                    WHERE name IS NOT NULL)
+                SELECT (SELECT data FROM versions v WHERE v.name = names.name ORDER BY seq DESC LIMIT 1)
+                FROM names WHERE name IS NOT NULL""",
+            )
+        return [decode(data, ResourceVersion) for (data,) in rows]
+
+    def get(self, key: bytes) -> bytes | None:
+        rows = self._all("SELECT value FROM documents WHERE key = %b", key)
+        return rows[0][0] if rows else None
+
+    def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
+        rows = self._all("SELECT key, value FROM documents WHERE key >= %b AND key < %b ORDER BY key", start, stop)
+        return [(key, value) for key, value in rows]
+
+    def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
+        condition, values = ("", ()) if name is None else ("AND name = %s", (name,))
+        rows = self._all(
+            f"SELECT algorithm, step, name, value, time FROM metrics WHERE experiment = %s {condition} "
+            "ORDER BY algorithm, step, name",
+            experiment,
+            *values,
+        )
+        return [
+            Metric(experiment=experiment, algorithm=algorithm, step=step, name=of, value=value, time=time)
+            for algorithm, step, of, value, time in rows
+        ]
+
+    def _all(self, query: str, *params: Any) -> list[Row]:
+        return self._db.execute(query.encode(), params, binary=True).fetchall()
+
+
+def _direction(query: RolloutQuery) -> tuple[str, str]:
+    """The condition, which takes ``after`` twice, and the order of a query."""
+    compare, order = ("<", "DESC") if query.is_newest_first else (">", "ASC")
+    return f"(%s = '' OR r.rollout_id {compare} %s)", f"r.rollout_id {order}"
+
+
+def _known_attempt(row: Row | None, rollout_id: str, attempt_id: str | None) -> int:
+    """The attempt's key; raises :class:`NotFoundError` where rollout or attempt are unknown."""
+    if row is None:
+        raise NotFoundError("rollout", rollout_id)
+    key, is_known = row
+    if attempt_id and (not is_known or rollout_id_of(attempt_id) != rollout_id):
+        raise unknown_attempt(rollout_id, attempt_id)
+    return key

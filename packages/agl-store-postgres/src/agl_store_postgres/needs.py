@@ -1,0 +1,106 @@
+"""What each operation asks its tables for, so that a transaction can lock and read it in one round trip."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agl.contracts import LabelMove, Trained, VersionScore
+from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
+from agl.stores import Work, documents_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What an operation will ask for.
+
+    Attributes:
+        rollout_ids: Rollouts, with their running or deciding attempts.
+        attempt_ids: Attempts, with their rollouts.
+        spans: Spans to be appended.
+        new: Rollouts that may be added.
+        queue: The experiment, or ``None`` for all, and how many of its oldest queued rollouts.
+        claim_ids: Claims whose running attempts are asked for.
+        versions: Resource versions by name and version.
+        documents: Keys of documents; whoever writes them holds the ``locks``.
+    """
+
+    rollout_ids: Sequence[str] = ()
+    attempt_ids: Sequence[str] = ()
+    spans: Sequence[Span] = ()
+    new: int = 0
+    queue: tuple[str | None, int] | None = None
+    claim_ids: Sequence[str] = ()
+    versions: Sequence[tuple[str, str]] = ()
+    documents: Sequence[bytes] = ()
+    locks: Sequence[str] = ()
+
+
+def needs_of(work: Work[Any]) -> Needs:
+    """What an operation will ask for; nothing for those that only write."""
+    find = _NEEDS.get(work.act.__name__)
+    return Needs() if find is None else find(*work.args, **work.kwargs)
+
+
+def _enqueue(rollouts: Sequence[Rollout]) -> Needs:
+    return Needs(rollout_ids=[rollout.rollout_id for rollout in rollouts], new=len(rollouts))
+
+
+def _claim(*, limit: int, experiment: str | None, claim_id: str, **_: Any) -> Needs:
+    return Needs(queue=(experiment, limit), claim_ids=(claim_id,) if claim_id else ())
+
+
+def _unclaim(claims: Sequence[Claim]) -> Needs:
+    return Needs(attempt_ids=[claim.attempt.attempt_id for claim in claims])
+
+
+def _renew(attempt_ids: Sequence[str], **_: Any) -> Needs:
+    return Needs(attempt_ids=attempt_ids)
+
+
+def _finish(outcomes: Sequence[Outcome]) -> Needs:
+    spans = [span for outcome in outcomes for span in outcome.spans]
+    return Needs(attempt_ids=[outcome.attempt_id for outcome in outcomes], spans=spans)
+
+
+def _of_rollouts(rollout_ids: Sequence[str]) -> Needs:
+    return Needs(rollout_ids=rollout_ids)
+
+
+def _append_spans(spans: Sequence[Span]) -> Needs:
+    return Needs(spans=spans)
+
+
+def _publish(versions: Sequence[ResourceVersion]) -> Needs:
+    return Needs(versions=[(version.name, version.version) for version in versions])
+
+
+def _move_label(move: LabelMove) -> Needs:
+    locks = [f"label {move.name} {move.label}"]
+    return Needs(versions=[(move.name, move.version)], documents=list(documents_of(move)), locks=locks)
+
+
+def _save_scores(scores: Sequence[VersionScore]) -> Needs:
+    return Needs(versions=[(score.name, score.version) for score in scores])
+
+
+def _save_state(states: Mapping[str, bytes], *, trained: Sequence[Trained] = (), **_: Any) -> Needs:
+    keys = [key for entry in trained for key in documents_of(entry)]
+    return Needs(
+        documents=keys, locks=[f"ledger {entry.experiment} {entry.run} {entry.algorithm}" for entry in trained]
+    )
+
+
+_NEEDS: dict[str, Callable[..., Needs]] = {
+    "enqueue": _enqueue,
+    "claim": _claim,
+    "unclaim": _unclaim,
+    "renew": _renew,
+    "finish": _finish,
+    "cancel": _of_rollouts,
+    "delete": _of_rollouts,
+    "append_spans": _append_spans,
+    "publish": _publish,
+    "move_label": _move_label,
+    "save_scores": _save_scores,
+    "save_state": _save_state,
+}

@@ -1,0 +1,152 @@
+"""States of algorithms, the ledger of what they trained on, the list of experiments, and presence."""
+
+# ruff: noqa: D102  # the names of the tests say what holds
+
+import pytest
+
+from agl.contracts import ExperimentRecord, Presence, Store, Trained
+from agl.errors import ConflictError, NotFoundError, StoreError
+from agl.schemas import Rollout
+from agl_testing.conformance.store.case import store_test
+from agl_testing.stores.samples import claim_one, make_span, outcome_of
+
+STRANGE = (
+    "a/b",
+    "a//",
+    "/",
+    " ",
+    "%",
+    "_",
+    "é\u0301",
+    "\U0010ffff",
+    "'\"\\;--",
+    "line\nbreak",
+    "nul\0",
+    "x" * 10_000,
+    "",
+)
+"""Texts that are no good names and may be ids all the same."""
+
+HUGE = 32 * 1024 * 1024
+"""Bytes of a state."""
+
+
+def _trained(step: int, *ids: str, experiment: str = "e", run: int = 1, algorithm: str = "grpo") -> Trained:
+    return Trained(experiment=experiment, run=run, algorithm=algorithm, step=step, rollout_ids=ids)
+
+
+class ExperimentTests:
+    """What an experiment remembers, and who takes part in it."""
+
+    @store_test
+    async def test_states_are_replaced_found_by_prefix_and_deleted_when_empty(self, store: Store) -> None:
+        await store.save_state({"exp/b": b"2", "exp/a": b"\x00\xff", "exp_a": b"3", "e%": b"4"})
+        await store.save_state({"exp/b": b"22", "e%": b""})
+        loaded = await store.load_state("exp/")
+        assert [("exp/a", b"\x00\xff"), ("exp/b", b"22")] == list(loaded.items())
+        assert {} == await store.load_state("e%")
+        assert ["exp_a"] == list(await store.load_state("exp_"))
+        assert ["exp/a", "exp/b", "exp_a"] == list(await store.load_state(""))
+
+    @store_test
+    async def test_states_are_written_all_or_none(self, store: Store) -> None:
+        await store.save_state({"a": b"1"}, trained=[_trained(1, "r1", "r2")])
+        with pytest.raises(ConflictError, match="r2"):
+            await store.save_state(
+                {"a": b"2", "b": b"2"}, experiment=ExperimentRecord(name="e"), trained=[_trained(2, "r3", "r2")]
+            )
+        assert {"a": b"1"} == await store.load_state("")
+        assert {"r1": 1, "r2": 1} == await store.trained("e", run=1, algorithm="grpo")
+        assert [] == await store.experiments()
+
+    @store_test
+    async def test_ledger_grows_and_may_be_written_again(self, store: Store) -> None:
+        await store.save_state({}, trained=[_trained(1, "r1", "r2")])
+        await store.save_state({}, trained=[_trained(1, "r2", "r1"), _trained(2, "r3")])
+        assert {"r1": 1, "r2": 1, "r3": 2} == await store.trained("e", run=1, algorithm="grpo")
+
+    @store_test
+    async def test_ledger_is_asked_for_some_rollouts(self, store: Store) -> None:
+        await store.save_state({}, trained=[_trained(1, "r1", "r2"), _trained(2, "r3")])
+        asked = ["r3", "r9", "r1"]
+        assert {"r3": 2, "r1": 1} == await store.trained("e", run=1, algorithm="grpo", rollout_ids=asked)
+        assert {} == await store.trained("e", run=1, algorithm="grpo", rollout_ids=[])
+
+    @store_test
+    async def test_every_run_and_algorithm_has_a_ledger_of_its_own(self, store: Store) -> None:
+        ledgers = [("e", 1, "grpo"), ("e2", 1, "grpo"), ("e", 2, "grpo"), ("e", 1, "apo"), ("e/1", 1, "grpo")]
+        for step, (experiment, run, algorithm) in enumerate(ledgers, start=1):
+            entry = _trained(step, "r1", experiment=experiment, run=run, algorithm=algorithm)
+            await store.save_state({}, trained=[entry])
+        for step, (experiment, run, algorithm) in enumerate(ledgers, start=1):
+            assert {"r1": step} == await store.trained(experiment, run=run, algorithm=algorithm)
+
+    @store_test
+    async def test_experiments_are_listed_by_name_as_they_stand(self, store: Store) -> None:
+        first = ExperimentRecord(name="b", run=2, live={"p": "v1"}, turn=3, owner="w")
+        await store.save_state({"x": b"1"}, experiment=first)
+        await store.save_state({}, experiment=ExperimentRecord(name="a/b", status="finished"))
+        last = ExperimentRecord(name="b", run=2, status="finished", turn=4)
+        await store.save_state({}, experiment=last)
+        assert [ExperimentRecord(name="a/b", status="finished"), last] == await store.experiments()
+        assert [last] == await store.experiments("b")
+        assert [] == await store.experiments("a")
+
+    @store_test
+    async def test_presence_is_replaced_listed_and_withdrawn(self, store: Store) -> None:
+        own = Presence(experiment="e", session="s", since=1.5, details={"url": "http://x", "live": {"p": "v1"}})
+        workers = [Presence(experiment="e", member=name, session="s", since=2.5) for name in ("w1", "w2")]
+        for presence in (*workers, own, Presence(experiment="e2", session="t")):
+            await store.announce(presence)
+        assert [own, *workers] == await store.presences("e")
+        beating = Presence(experiment="e", session="s", since=1.5, beat=1)
+        await store.announce(beating)
+        assert [beating] == await store.presences("e", member="")
+        await store.withdraw("e", ["w1", "nobody"])
+        await store.withdraw("e", ["w1"])
+        assert [beating, workers[1]] == await store.presences("e")
+        assert [] == await store.presences("e", member="w1")
+        assert [] == await store.presences("nobody")
+
+    @store_test
+    async def test_huge_state_comes_back(self, store: Store) -> None:
+        state = bytes(range(256)) * (HUGE // 256)
+        await store.save_state({"huge": state, "small": b"1"})
+        assert state == (await store.load_state("huge"))["huge"]
+        assert b"1" == (await store.load_state("small"))["small"]
+
+    @store_test
+    async def test_strange_texts_are_kept_exactly_or_refused(self, store: Store) -> None:
+        kept = [text for text in STRANGE if await _use(store, text)]
+        assert {"a/b", "%", "é\u0301", "\U0010ffff", "line\nbreak", "'\"\\;--"} <= set(kept)
+        assert sorted(kept) == list(await store.load_state(""))
+        assert sorted(kept) == [record.name for record in await store.experiments()]
+        with pytest.raises(StoreError):
+            await store.save_state({"half \ud800": b"1"})
+        assert await _use(store, "and it goes on")
+
+
+async def _use(store: Store, text: str) -> bool:
+    """Use a text as every kind of id; false where the store refuses it with an error of ours and keeps nothing."""
+    rollout_id = f"ro {text}"
+    try:
+        await store.save_state(
+            {text: b"1"}, experiment=ExperimentRecord(name=text), trained=[_trained(1, text, experiment=text)]
+        )
+        await store.announce(Presence(experiment=text, member=text, session=text))
+        await store.enqueue([Rollout(rollout_id=rollout_id, task=text, experiment=text, group_id=text)])
+    except StoreError:
+        assert text not in await store.load_state("")
+        assert text not in [record.name for record in await store.experiments()]
+        with pytest.raises((NotFoundError, StoreError)):
+            await store.attempts(rollout_id)
+        return False
+    claim = await claim_one(store)
+    span = make_span(claim, span_id=f"span {text}")
+    await store.append_spans([span])
+    await store.finish([outcome_of(claim, spans=[span])])
+    assert (rollout_id, text) == (claim.rollout.rollout_id, claim.rollout.experiment)
+    assert [span.span_id] == [each.span_id for each in await store.spans(rollout_id)]
+    assert {text: 1} == await store.trained(text, run=1, algorithm="grpo")
+    assert [text] == [presence.member for presence in await store.presences(text)]
+    return True

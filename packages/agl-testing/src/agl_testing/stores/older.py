@@ -1,0 +1,32 @@
+"""What the durable stores kept among the states of algorithms in their layouts 1 and 2, for tests of migrations."""
+
+import msgspec
+
+from agl.contracts import Store
+
+
+async def older_states(store: Store, *, ledger: tuple[str, int, str]) -> dict[str, bytes]:
+    """The states that a release with layout 2 would have; ``ledger`` names the experiment, run and algorithm of one."""
+    states = dict(await store.load_state(""))
+    for record in await store.experiments():
+        fields = {**msgspec.to_builtins(record)}
+        name = fields.pop("name")
+        states[f"experiment/{name}/experiment"] = msgspec.json.encode(fields)
+    for label in await store.labels():
+        for move in await store.label_moves(label.name, label.label):
+            key = f"label/{move.name}/{move.label}/{round(move.moved_at * 1e9):020d}"
+            states[key] = msgspec.json.encode(move)
+    for version in await store.resources():
+        for score in await store.scores(version.name):
+            fields = {key: value for key, value in msgspec.to_builtins(score).items() if key not in ("name", "version")}
+            states[f"score/{score.name}/{score.version}"] = msgspec.json.encode(fields)
+    experiment, run, algorithm = ledger
+    steps: dict[int, list[str]] = {}
+    for rollout_id, step in (await store.trained(experiment, run=run, algorithm=algorithm)).items():
+        steps.setdefault(step, []).append(rollout_id)
+    for step, rollout_ids in steps.items():
+        key = f"experiment/{experiment}/{run}/trained/{algorithm}/{step:08d}"
+        states[key] = msgspec.json.encode(rollout_ids)
+    states[f"experiment/{experiment}/serving"] = b"{}"
+    states[f"experiment/{experiment}/worker/w"] = b"{}"
+    return states
