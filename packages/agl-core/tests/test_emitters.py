@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from agl import semconv
+from agl import emit_exception, emit_message, emit_object, emit_observation, emit_reward, operation, semconv
 from agl.errors import CaptureError
 from agl.schemas import Reward, Span
-from agl.tracing import Capture, SpanRecorder, activate
-from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
-from agl.tracing._operation import operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 
 ROOT = "1" * 16
 
@@ -22,7 +20,7 @@ ROOT = "1" * 16
 @pytest.fixture
 def recorder() -> Iterator[SpanRecorder]:
     recorder = SpanRecorder()
-    capture = Capture(
+    capture = ActiveAttempt(
         rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id=ROOT, record=recorder.record
     )
     with activate(capture):
@@ -224,7 +222,7 @@ def test_operation_that_began_outside_records_nothing_inside():
     recorder = SpanRecorder()
     outer = operation("outside")
     outer.__enter__()
-    capture = Capture(
+    capture = ActiveAttempt(
         rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id=ROOT, record=recorder.record
     )
     with activate(capture):

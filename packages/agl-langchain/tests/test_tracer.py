@@ -20,7 +20,7 @@ from langsmith import utils
 
 import agl
 from agl.episodes import build_episode
-from agl.tracing import Capture, activate
+from agl.tracing import ActiveAttempt, activate
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
 
@@ -41,14 +41,14 @@ def solve(task):
 """
 
 
-def capture_into(spans: list[agl.Span], tracer: LangChainTracer) -> Capture:
-    return Capture(
+def capture_into(spans: list[agl.Span], tracer: LangChainTracer) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="a" * 32,
         root_span_id="1" * 16,
         record=spans.append,
-        current_span_id=tracer.current_span_id,
+        tracers=(tracer,),
     )
 
 
