@@ -25,7 +25,9 @@ from agl_testing.model_server import Reply, ScriptedModelServer, Status, ToolCal
 ASK = [{"role": "user", "content": "which way?"}]
 
 
-def capture_of(recorder: SpanRecorder, server: ScriptedModelServer, script: ReplayScript | None = None) -> ActiveAttempt:
+def capture_of(
+    recorder: SpanRecorder, server: ScriptedModelServer, script: ReplayScript | None = None
+) -> ActiveAttempt:
     return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",

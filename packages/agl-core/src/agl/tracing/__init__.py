@@ -12,7 +12,7 @@ from agl._who import Who
 from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
 from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
-from agl.tracing._open_span import OpenSpan, open_span
+from agl.tracing._open_span import OpenSpan, current_span, open_span
 from agl.tracing._operation import operation
 from agl.tracing._plain import plain
 from agl.tracing._process import Undo, around_attempts, patch
@@ -44,6 +44,7 @@ __all__ = [
     "chat_spans",
     "check_patterns",
     "current",
+    "current_span",
     "current_span_id",
     "decode_names",
     "load_secret",

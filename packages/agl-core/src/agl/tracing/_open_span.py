@@ -92,6 +92,11 @@ class OpenSpan:
     model_calls: int = 0
     _said: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether neither it nor its attempt has ended."""
+        return self.attempt is not None and self.attempt.spans.get(self.span_id) is self
+
     def set(self, attributes: Mapping[str, Json] | None = None, /, **about: Unpack[About]) -> None:
         """Add to what the span says; ``None`` takes a word back."""
         if self.attempt is None:
@@ -276,11 +281,12 @@ def open_span(
     if attempt is None:
         return _OUTSIDE
     try:
+        parent = parent or innermost(attempt)  # before the clock is read: what is named first has begun first
         now, since = time.time_ns(), time.perf_counter_ns()
         opened = OpenSpan(
             attempt=attempt,
             span_id=span_id or new_span_id(),
-            parent_id=parent or innermost(attempt),
+            parent_id=parent,
             trace_id=trace_id,
             name=name,
             kind=kind,
@@ -298,6 +304,13 @@ def open_span(
     except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
         _log.exception("The span %r could not be opened.", name)
         return _OUTSIDE
+
+
+def current_span() -> OpenSpan:
+    """The innermost span here, to add to what it says; one that does nothing where that is the attempt's root."""
+    attempt = current()
+    found = None if attempt is None else attempt.spans.get(innermost(attempt))
+    return found if isinstance(found, OpenSpan) else _OUTSIDE
 
 
 def note_model_call() -> None:
