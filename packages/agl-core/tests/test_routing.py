@@ -2,13 +2,11 @@
 
 from itertools import permutations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.contracts import Upstream
-from agl.errors import ConfigError
-from agl.tracing import Who, check_patterns, decode_names, upstreams_for
+from agl.tracing import Who, decode_names, upstreams_for
 from agl.tracing._routing import encode_names
 
 NAMES = st.lists(st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable()), max_size=8)
@@ -108,14 +106,3 @@ def test_the_choice_does_not_depend_on_the_order_of_the_policies(
     upstreams: list[Upstream], model: str, names: list[str]
 ):
     chosen(*upstreams, model=model, names=names)
-
-
-def test_patterns_that_name_one_agent_twice_are_refused():
-    with pytest.raises(ConfigError, match=r"both take the calls of agent 'write'"):
-        check_patterns({"a": "check|write", "b": "wr.*"})
-    check_patterns({"a": "check|write", "b": "rewrite"})
-
-
-def test_a_pattern_that_is_no_regular_expression_is_refused():
-    with pytest.raises(ConfigError, match=r"\[policy.a\] agents = '\(' is no regular expression"):
-        check_patterns({"a": "("})

@@ -17,7 +17,7 @@ from agl.tracing._operation import operation
 from agl.tracing._plain import plain
 from agl.tracing._process import Undo, around_attempts, patch
 from agl.tracing._recorder import SpanRecorder
-from agl.tracing._routing import WHO_HEADER, check_patterns, decode_names, upstreams_for
+from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
 from agl.tracing._spans import chat_spans, make_reward_span
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ __all__ = [
     "activate",
     "around_attempts",
     "chat_spans",
-    "check_patterns",
     "current",
     "current_span",
     "current_span_id",

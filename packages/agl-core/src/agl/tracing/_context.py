@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
@@ -24,14 +24,37 @@ class Open(Protocol):
 
     Attributes:
         since: When it began, by ``time.perf_counter_ns``.
-        is_parent: Whether what begins within it belongs to it.
     """
 
     since: int
-    is_parent: bool
 
     def abandon(self) -> None:
         """Record it as it is now, because its attempt ends; called once, after it was taken out."""
+        ...
+
+
+class Entered(Protocol):
+    """A span that encloses what happens in a context.
+
+    Attributes:
+        since: When it began, by ``time.perf_counter_ns``.
+        is_parent: Whether what begins within it belongs to it.
+        model_calls: How many model calls left while it was entered.
+    """
+
+    span_id: str
+    since: int
+    is_parent: bool
+    model_calls: int
+
+    @property
+    def attempt(self) -> "ActiveAttempt | None":
+        """The attempt that it belongs to."""
+        ...
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither it nor its attempt has ended."""
         ...
 
 
@@ -108,18 +131,8 @@ class ActiveAttempt:
             _log.exception("The span %r of attempt %s could not be recorded.", span.name, self.attempt_id)
 
 
-class Inside(NamedTuple):
-    """A span that this context has entered, and those around it."""
-
-    attempt: ActiveAttempt
-    span_id: str
-    span: Open
-    outer: "Inside | None"
-
-    def is_open(self) -> bool:
-        """Whether the span has not ended, here or elsewhere."""
-        return self.attempt.spans.get(self.span_id) is self.span
-
+Inside: TypeAlias = tuple[Entered, Any]
+"""A span that a context has entered, and what it had entered before: another one of these, or ``None``."""
 
 _CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
 _INSIDE: ContextVar[Inside | None] = ContextVar("agl_inside", default=None)
@@ -133,24 +146,24 @@ def current() -> ActiveAttempt | None:
 def inside() -> Inside | None:
     """The innermost span that this context has entered and that is open; spans that ended elsewhere are left."""
     found = _INSIDE.get()
-    if found is None or found.is_open():
+    if found is None or found[0].is_open:
         return found
-    while found is not None and not found.is_open():
-        found = found.outer
+    while found is not None and not found[0].is_open:
+        found = found[1]
     _INSIDE.set(found)
     return found
 
 
-def enter(attempt: ActiveAttempt, span_id: str, span: Open) -> None:
+def enter(span: Entered) -> None:
     """Make a span the innermost one of this context."""
-    _INSIDE.set(Inside(attempt, span_id, span, inside()))
+    _INSIDE.set((span, inside()))
 
 
-def leave(span: Open) -> None:
+def leave(span: Entered) -> None:
     """Make the span around ``span`` the innermost one again, if ``span`` is that here."""
     found = _INSIDE.get()
-    if found is not None and found.span is span:
-        _INSIDE.set(found.outer)
+    if found is not None and found[0] is span:
+        _INSIDE.set(found[1])
 
 
 class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(attempt)
@@ -192,9 +205,9 @@ def innermost(attempt: ActiveAttempt) -> str:
     Current are the span that this context has entered, and the one that each tracer names.
     """
     here = inside()
-    while here is not None and (here.attempt is not attempt or not here.span.is_parent or not here.is_open()):
-        here = here.outer
-    span_id, since = (attempt.root_span_id, -1) if here is None else (here.span_id, here.span.since)
+    while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
+        here = here[1]
+    span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
     for tracer in attempt.tracers:
         named = _named_by(tracer)
         if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:

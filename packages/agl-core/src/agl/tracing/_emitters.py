@@ -8,7 +8,7 @@ arguments that make no sense raise; what goes wrong in recording them is logged.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, SupportsFloat, TypeAlias, cast
 
 import msgspec
@@ -64,15 +64,11 @@ def emit_reward(
         scalar = _primary(dimensions, primary)
     else:
         scalar = _finite(value, what="the reward")
-    reward = Reward(value=scalar, name=name, dimensions=dimensions, scope=scope, span_id=span_id, feedback=feedback)
-    _add(attempt, f"the reward {name!r}", lambda: _reward_span(attempt, reward))
-
-
-def _reward_span(attempt: ActiveAttempt, reward: Reward) -> Span:
-    kept = msgspec.structs.replace(reward, feedback=redact(reward.feedback)) if reward.feedback else reward
-    return make_reward_span(
-        attempt.rollout_id, attempt.attempt_id, kept, trace_id=attempt.trace_id, parent_id=innermost(attempt)
+    reward = Reward(
+        value=scalar, name=name, dimensions=dimensions, scope=scope, span_id=span_id, feedback=redact(str(feedback))
     )
+    ids = (attempt.rollout_id, attempt.attempt_id)
+    attempt.add(make_reward_span(*ids, reward, trace_id=attempt.trace_id, parent_id=innermost(attempt)))
 
 
 def emit_observation(*, role: str, content: Any) -> None:
@@ -123,33 +119,25 @@ def emit_exception(error: BaseException, **attributes: Any) -> None:
 
 
 def _emit(attempt: ActiveAttempt, name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
-    _add(attempt, name, lambda: _span(attempt, name, attributes, error))
-
-
-def _add(attempt: ActiveAttempt, what: str, make: Callable[[], Span]) -> None:
+    """Record a span of this instant, below the innermost one."""
+    now = time.time_ns()
     try:
-        span = make()
+        span = Span(
+            rollout_id=attempt.rollout_id,
+            attempt_id=attempt.attempt_id,
+            trace_id=attempt.trace_id,
+            span_id=new_span_id(),
+            parent_id=innermost(attempt),
+            name=name,
+            start_ns=now,
+            end_ns=now,
+            attributes=plain(attributes),
+            **({} if error is None else failure(error)),
+        )
     except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own code
-        _log.exception("%s could not be recorded; the agent goes on without it.", what)
+        _log.exception("%r could not be recorded; the agent goes on without it.", name)
     else:
         attempt.add(span)
-
-
-def _span(attempt: ActiveAttempt, name: str, attributes: dict[str, Any], error: BaseException | None) -> Span:
-    """A span of this instant, below the innermost one."""
-    now = time.time_ns()
-    return Span(
-        rollout_id=attempt.rollout_id,
-        attempt_id=attempt.attempt_id,
-        trace_id=attempt.trace_id,
-        span_id=new_span_id(),
-        parent_id=innermost(attempt),
-        name=name,
-        start_ns=now,
-        end_ns=now,
-        attributes=plain(attributes),
-        **({} if error is None else failure(error)),
-    )
 
 
 def _dimensions(value: Mapping[str, SupportsFloat | None]) -> dict[str, float | None]:

@@ -155,7 +155,7 @@ class OpenSpan:
     def entered(self) -> Generator[Self]:
         """Let it enclose what happens in the block, wherever it was opened; it stays open."""
         if self.attempt is not None:
-            enter(self.attempt, self.span_id, self)
+            enter(self)
         try:
             yield self
         finally:
@@ -184,13 +184,17 @@ class OpenSpan:
 
     def _operation(self, attributes: Mapping[str, Any]) -> str:
         """What happens in the span, where it is said or follows from a name."""
-        said = attributes.get(semconv.OPERATION)
-        return said or next((_OPERATIONS[key] for key in _OPERATIONS if key in self._said), "")
+        said = attributes.get(semconv.OPERATION, "")
+        if said or not self._said:
+            return said
+        return next((_OPERATIONS[key] for key in _OPERATIONS if key in self._said), "")
 
     def _full_name(self, operation: str) -> str:
+        if self.name:
+            return self.name
         said = self._said
         label = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
-        return self.name or f"{operation} {label}".strip() or "span"
+        return f"{operation} {label}".strip() or "span"
 
     def _record(self, end_ns: int | None, ended: Mapping[str, Any]) -> None:
         attempt = self.attempt
@@ -198,7 +202,8 @@ class OpenSpan:
             return
         try:
             given = self._given()
-            attributes = {**plain(given), **self._said} if given else self._said
+            attributes: dict[str, Any] = plain(given) if given else {}
+            attributes |= self._said
             operation = self._operation(attributes)
             span = Span(
                 rollout_id=attempt.rollout_id,
@@ -299,7 +304,7 @@ def open_span(
             opened.set(**about)
         attempt.spans.add(opened.span_id, opened)
         if is_current:
-            enter(attempt, opened.span_id, opened)
+            enter(opened)
         return opened
     except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
         _log.exception("The span %r could not be opened.", name)
@@ -317,6 +322,5 @@ def note_model_call() -> None:
     """Count a model call that leaves here for every span that this context has entered."""
     found = inside()
     while found is not None:
-        if isinstance(found.span, OpenSpan):
-            found.span.model_calls += 1
-        found = found.outer
+        found[0].model_calls += 1
+        found = found[1]

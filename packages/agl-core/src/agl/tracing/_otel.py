@@ -138,20 +138,18 @@ def _root_of(attempt: ActiveAttempt) -> trace.SpanContext:
 
 
 def _opened(span: sdk.Span, attempt: ActiveAttempt) -> OpenSpan:
-    found = span.get_span_context()
-    opened = open_span(
+    found, scope = span.get_span_context(), span.instrumentation_scope
+    library = {} if scope is None else {"otel.scope.name": scope.name}
+    return open_span(
         span.name,
         attempt=attempt,
         parent=_parent_of(span, attempt),
         span_id=trace.format_span_id(found.span_id),
         trace_id=trace.format_trace_id(found.trace_id),
         kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are ours too
-        attributes=lambda: span.attributes or {},
+        attributes=lambda: {**library, **(span.attributes or {})},
         is_current=False,
     )
-    if span.instrumentation_scope is not None:
-        opened.set({"otel.scope.name": span.instrumentation_scope.name})
-    return opened
 
 
 def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:
@@ -167,15 +165,13 @@ def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:
 
 def _close(opened: OpenSpan, span: sdk.ReadableSpan) -> None:
     opened.name = span.name
-    opened.close(
-        span.status.description or "" if span.status.status_code is trace.StatusCode.ERROR else None,
-        status=_STATUS[span.status.status_code],
-        end_ns=span.end_time,
-        events=[
-            SpanEvent(name=event.name, time_ns=event.timestamp, attributes=plain(dict(event.attributes or {})))
-            for event in span.events
-        ],
+    events = tuple(
+        SpanEvent(name=event.name, time_ns=event.timestamp, attributes=plain(dict(event.attributes or {})))
+        for event in span.events
     )
+    status = span.status
+    error = (status.description or "") if status.status_code is trace.StatusCode.ERROR else None
+    opened.close(error, status=_STATUS[status.status_code], end_ns=span.end_time, events=events)
 
 
 def _id_of(span: sdk.ReadableSpan) -> str:

@@ -7,12 +7,11 @@ decide alike.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from urllib.parse import quote, unquote, urlsplit
 
 from agl.contracts import Upstream
-from agl.errors import ConfigError
 from agl.schemas import Dialect
 
 WHO_HEADER = "x-agl-who"
@@ -67,31 +66,6 @@ def _by_evidence(upstreams: Sequence[Upstream], model: str, names: Sequence[str]
 def _literal_length(aliases: Sequence[str], model: str) -> int:
     """How many characters of its own the longest alias for ``model`` has; -1 without any: ``*`` gives way to all."""
     return max((len(alias.replace("*", "")) for alias in aliases if fnmatchcase(model, alias)), default=-1)
-
-
-def check_patterns(patterns: Mapping[str, str]) -> None:
-    """Refuse ``agents`` patterns, by policy name, that are no regular expression or name an agent of another one's.
-
-    Two expressions can overlap in ways that only a call shows; such a call is refused by the gateway.
-
-    Raises:
-        ConfigError: Names the policies, and the agent that both claim.
-    """
-    for policy, pattern in patterns.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ConfigError(f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}") from None
-    upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
-    for policy, pattern in patterns.items():
-        for name in pattern.split("|"):
-            claimed = upstreams_for(upstreams, names=[name])
-            other = next((found.name for found in claimed if len(claimed) > 1 and found.name != policy), "")
-            if other:
-                raise ConfigError(
-                    f"[policy.{policy}] and [policy.{other}] both take the calls of agent {name!r} "
-                    f"(agents = {pattern!r} and {patterns[other]!r}); let one policy name it"
-                )
 
 
 def encode_names(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Recording a Python program from within, without a gateway: what `agl exec` and the `command` runner fall back to.
 
-The program's interpreter finds a ``sitecustomize`` of ours first on its path. That one records the whole
-process as one attempt and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
+The program's interpreter finds a ``sitecustomize`` of ours first on its path. That one records the whole process as
+one attempt and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
 """
 
 import os

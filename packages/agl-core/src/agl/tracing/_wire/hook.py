@@ -207,8 +207,8 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         note_model_call()
         about = {semconv.CALLER: list(names), semconv.USER_AGENT: named.get(b"user-agent", b"").decode("latin-1")}
         opened = OpenCall(
-            attempt,
-            call,
+            attempt=attempt,
+            request=call,
             upstream=route.upstream,
             wants_ids=route.wants_ids,
             parent_id=parent_id,

@@ -7,7 +7,8 @@ import logging
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from agl._redact import redact
 from agl.contracts import Upstream
@@ -18,16 +19,15 @@ from agl.tracing._spans import chat_spans
 
 _log = logging.getLogger(__name__)
 
-_NO_UPSTREAM = Upstream(name="", base_url="")
 
-
+@dataclass(eq=False, kw_only=True)
 class OpenCall:
     """A call that is under way; it becomes spans exactly once, when it is finished or abandoned.
 
     Nothing here raises: a call that cannot be recorded is logged with its traceback.
 
-    Args:
-        attempt: The attempt that the call was made in.
+    Attributes:
+        attempt: The attempt that the call is made in.
         request: What the client sent.
         upstream: The policy that serves it, if one does.
         wants_ids: Whether token ids are asked for.
@@ -37,49 +37,38 @@ class OpenCall:
         about: Attributes of its spans that are known before it leaves, such as who makes it and with which client.
     """
 
-    is_parent = False
+    attempt: ActiveAttempt
+    request: Request
+    upstream: Upstream | None
+    wants_ids: bool
+    parent_id: str
+    request_id: str
+    retry_count: int
+    about: Mapping[str, Json]
+    start_ns: int = field(default_factory=time.time_ns)
+    since: int = field(default_factory=time.perf_counter_ns)
+    first_s: float | None = None
+    chunks: list[bytes] = field(default_factory=list[bytes])
+    head: "_Head | None" = None
+    is_parent: bool = False
 
-    def __init__(
-        self,
-        attempt: ActiveAttempt,
-        request: Request,
-        *,
-        upstream: Upstream | None,
-        wants_ids: bool,
-        parent_id: str,
-        request_id: str,
-        retry_count: int,
-        about: Mapping[str, Json],
-    ) -> None:
-        self._attempt = attempt
-        self._request = request
-        self._upstream = upstream or _NO_UPSTREAM
-        self._wants_ids = wants_ids
-        self._parent_id = parent_id
-        self._request_id = request_id
-        self._retry_count = retry_count
-        self._about = about
-        self._start_ns = time.time_ns()
-        self.since = time.perf_counter_ns()
-        self._first_s: float | None = None
-        self._chunks: list[bytes] = []
-        self._status = 0
-        self._headers: dict[str, str] = {}
-        self._response_type: Any = None
-        self._key = f"call {id(self)}"
-        attempt.spans.add(self._key, self)
+    def __post_init__(self) -> None:
+        self.attempt.spans.add(self._key, self)
+
+    @property
+    def _key(self) -> str:
+        return f"call {id(self)}"
 
     def answered(self, response: Any) -> None:
-        """The response's head arrived; ``response`` is the client's own object, and is not kept."""
-        self._status = response.status_code
-        self._headers = {name.lower(): value for name, value in response.headers.items()}
-        self._response_type = type(response)
+        """The response's head arrived; of ``response``, the client's own object, only that is kept."""
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        self.head = _Head(response.status_code, headers, type(response))
 
     def take(self, chunk: bytes) -> None:
         """A part of the body arrived, still encoded as the response's headers say."""
-        if self._first_s is None:
-            self._first_s = self._elapsed()
-        self._chunks.append(chunk)
+        if self.first_s is None:
+            self.first_s = self._elapsed_s()
+        self.chunks.append(chunk)
 
     def finish(self, *, is_complete: bool, error: str = "", body: bytes | None = None) -> None:
         """Record the call; ``body`` is its decoded content where the client has read it already."""
@@ -88,31 +77,31 @@ class OpenCall:
 
     def discard(self) -> bool:
         """Let somebody else record the call; returns whether nobody has done so yet."""
-        return self._attempt.spans.take(self._key) is self
+        return self.attempt.spans.take(self._key) is self
 
     def abandon(self) -> None:
         """Record what there is, because the attempt ends."""
-        error = "" if self._chunks else "the attempt ended before an answer came"
+        error = "" if self.chunks else "the attempt ended before an answer came"
         self._record(is_complete=False, error=error, body=None)
 
     def _record(self, *, is_complete: bool, error: str, body: bytes | None) -> None:
-        attempt, upstream = self._attempt, self._upstream
+        attempt, upstream = self.attempt, self.upstream
         try:
             calls = calls_of(
                 self._exchange(is_complete=is_complete, error=error, body=body),
-                policy=upstream.name,
-                model_version=upstream.model_version,
-                want_ids=self._wants_ids,
+                policy=upstream.name if upstream else "",
+                model_version=upstream.model_version if upstream else "",
+                want_ids=self.wants_ids,
             )
             spans = chat_spans(
                 calls,
                 rollout_id=attempt.rollout_id,
                 attempt_id=attempt.attempt_id,
                 trace_id=attempt.trace_id,
-                parent_id=self._parent_id,
-                framework_span_id=self._parent_id,
-                about=self._about,
-                start_ns=self._start_ns,
+                parent_id=self.parent_id,
+                framework_span_id=self.parent_id,
+                about=self.about,
+                start_ns=self.start_ns,
                 end_ns=time.time_ns(),
             )
         except Exception:  # noqa: BLE001  # isolation point: the agent's call goes on
@@ -122,31 +111,38 @@ class OpenCall:
             attempt.add(span)
 
     def _exchange(self, *, is_complete: bool, error: str, body: bytes | None) -> Exchange:
-        latency = self._elapsed()
+        latency, head = self._elapsed_s(), self.head or _Head()
         return Exchange(
-            request=self._request,
-            request_id=self._request_id,
-            status=self._status,
-            headers=self._headers,
-            response=self._decoded() if body is None else body,
-            is_streamed="text/event-stream" in self._headers.get("content-type", ""),
+            request=self.request,
+            request_id=self.request_id,
+            status=head.status,
+            headers=head.headers,
+            response=head.decoded(b"".join(self.chunks)) if body is None else body,
+            is_streamed="text/event-stream" in head.headers.get("content-type", ""),
             is_complete=is_complete,
             latency_s=latency,
-            first_token_s=latency if self._first_s is None else self._first_s,
-            retry_count=self._retry_count,
+            first_token_s=latency if self.first_s is None else self.first_s,
+            retry_count=self.retry_count,
             error=redact(error),
         )
 
-    def _elapsed(self) -> float:
+    def _elapsed_s(self) -> float:
         return (time.perf_counter_ns() - self.since) / 1e9
 
-    def _decoded(self) -> bytes:
-        """The chunks with the response's content encoding undone; a cut encoded body is what can be read of it."""
-        raw = b"".join(self._chunks)
-        encoding = self._headers.get("content-encoding", "identity")
-        if not raw or encoding == "identity":
-            return raw
-        return self._response_type(200, headers={"content-encoding": encoding}, content=raw).content
+
+class _Head(NamedTuple):
+    """A response's head, and its class."""
+
+    status: int = 0
+    headers: Mapping[str, str] = {}
+    kind: Any = None
+
+    def decoded(self, body: bytes) -> bytes:
+        """``body`` with its content encoding undone; of one that was cut, what can be read of it."""
+        encoding = self.headers.get("content-encoding", "identity")
+        if not body or encoding == "identity":
+            return body
+        return self.kind(200, headers={"content-encoding": encoding}, content=body).content
 
 
 class Tee:
