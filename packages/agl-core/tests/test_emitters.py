@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -216,6 +216,71 @@ def test_emitters_do_nothing_outside_a_rollout():
     emit_exception("boom")  # type: ignore[arg-type]
     with operation("x") as one:
         assert one.span_id is None
+
+
+class Hostile:
+    """A value of the agent's whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError("hostile")
+
+
+REPORTS: dict[str, Callable[[], object]] = {
+    "reward": lambda: emit_reward({"goal": 1.0}, primary="goal", feedback="why"),
+    "observation": lambda: emit_observation(role="planner", content={"board": Hostile()}),
+    "message": lambda: emit_message("hello", seen=Hostile()),
+    "object": lambda: emit_object({"a": 1}, seen=Hostile()),
+    "exception": lambda: emit_exception(ValueError("bad"), seen=Hostile()),
+    "operation": lambda: operation("step", seen=Hostile())(lambda: None)(),
+}
+
+
+class Broken:
+    """A recorder, and a tracer, of which nothing works."""
+
+    def __getattr__(self, name: str) -> Any:
+        def broken(*_: Any) -> Any:
+            raise OSError(f"{name} is broken")
+
+        return broken
+
+
+def broken_attempt() -> ActiveAttempt:
+    broken = Broken()
+    return ActiveAttempt(
+        rollout_id="ro-1",
+        attempt_id="ro-1.1",
+        trace_id="a" * 32,
+        root_span_id=ROOT,
+        record=broken.record,
+        tracers=(broken,),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+def test_a_recorder_and_a_tracer_that_fail_never_reach_the_agent(
+    report: Callable[[], object], caplog: pytest.LogCaptureFixture
+):
+    with activate(broken_attempt()):
+        report()
+    said = {str(record.exc_info[1]) for record in caplog.records if record.exc_info}
+    assert {"record is broken", "current_span_id is broken"} == said
+
+
+def test_operation_passes_the_agents_own_exception_on_where_recording_fails(caplog: pytest.LogCaptureFixture):
+    error = ValueError("agent")
+    with activate(broken_attempt()), pytest.raises(ValueError, match="agent") as caught, operation("step"):
+        raise error
+    assert caught.value is error
+    assert error.__context__ is None
+    assert "record is broken" in caplog.text
+
+
+def test_operation_takes_attributes_of_any_kind(recorder: SpanRecorder):
+    with operation("step", seen=Hostile(), name="n", error=1, about=2, parent=3) as step:
+        step.set(attempt=4)
+    text = "<Hostile: its __str__ raised>"
+    assert {"seen": text, "name": "n", "error": 1, "about": 2, "parent": 3, "attempt": 4} == only(recorder).attributes
 
 
 def test_operation_that_began_outside_records_nothing_inside():

@@ -13,17 +13,17 @@ _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 def failure(error: BaseException) -> dict[str, Any]:
     """The fields of a span that ended with ``error``: status, message, and an ``exception`` event."""
-    text, trace = redact(_message(error)), redact("".join(traceback.format_exception(error)))
+    text, trace = redact(_text(error)), redact("".join(traceback.format_exception(error)))
     detail = {"exception.type": type(error).__qualname__, "exception.message": text, "exception.stacktrace": trace}
     event = SpanEvent(name="exception", time_ns=time.time_ns(), attributes=detail)
     return {"status": "error", "status_message": text, "events": (event,)}
 
 
-def _message(error: BaseException) -> str:
+def _text(value: object) -> str:
     try:
-        return str(error)
+        return str(value)
     except Exception:  # noqa: BLE001  # isolation point: the agent's own class
-        return "<no message: its __str__ raised>"
+        return f"<{type(value).__qualname__}: its __str__ raised>"
 
 
 def plain(value: Any) -> Any:
@@ -33,7 +33,7 @@ def plain(value: Any) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return {_text(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in cast("list[Any]", value)]
-    return redact(str(value))
+    return redact(_text(value))
