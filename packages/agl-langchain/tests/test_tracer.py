@@ -19,6 +19,7 @@ from langgraph.types import interrupt
 from langsmith import utils
 
 import agl
+from agl import semconv
 from agl.episodes import build_episode
 from agl.tracing import ActiveAttempt, activate
 from agl_langchain.tracer import LangChainTracer
@@ -258,22 +259,29 @@ class Unreadable:
         raise RuntimeError("no content")
 
 
-@pytest.mark.parametrize(
-    ("output", "status", "said"), [(Unprintable(), "ok", "no text"), (Unreadable(), "unset", "no content")]
-)
-def test_an_event_that_cannot_be_observed_is_logged(
-    output: Any, status: str, said: str, caplog: pytest.LogCaptureFixture, tracer: LangChainTracer
-):
+def end_of_tool(output: Any, tracer: LangChainTracer) -> agl.Span:
+    """The span of a tool that returns ``output``."""
+
     def work() -> None:
         run_id, handler = uuid4(), tracer.get_langchain_handler()
         handler.on_tool_start(None, "x", run_id=run_id, name="strange")
         handler.on_tool_end(output, run_id=run_id)
 
+    (span,) = observe(work, tracer)
+    return span
+
+
+def test_an_event_that_cannot_be_observed_is_logged(caplog: pytest.LogCaptureFixture, tracer: LangChainTracer):
     with caplog.at_level(logging.ERROR):
-        (span,) = observe(work, tracer)
-    assert ("execute_tool strange", status) == (span.name, span.status)
+        span = end_of_tool(Unreadable(), tracer)
+    assert ("execute_tool strange", "unset") == (span.name, span.status)
     assert "strange" in caplog.text
-    assert said in caplog.text
+    assert "no content" in caplog.text
+
+
+def test_a_result_without_a_text_is_recorded_by_its_type(tracer: LangChainTracer):
+    span = end_of_tool(Unprintable(), tracer)
+    assert ("ok", "<Unprintable: its __str__ raised>") == (span.status, span.attributes[semconv.TOOL_RESULT])
 
 
 def test_nothing_of_langchain_is_imported_before_install():

@@ -24,7 +24,7 @@ class Tracer(Protocol):
         ...
 
     def uninstall(self) -> None:
-        """Restore everything that :meth:`install` changed."""
+        """Restore everything that :meth:`install` changed; idempotent."""
         ...
 
     def current_span_id(self) -> str | None:
