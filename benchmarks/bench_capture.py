@@ -1,4 +1,4 @@
-"""ActiveAttempt in the agent's process: emitters outside and inside a rollout, activation, and the wire hook per call.
+"""Tracing in the agent's process: emitters outside and inside a rollout, activation, and the wire hook per call.
 
 Run it with ``python benchmarks/bench_capture.py``. The wire rows need agl-testing, and openai or httpx.
 """
@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from agl import emit_message, emit_reward, operation
 from agl.contracts import Upstream
-from agl.tracing import ActiveAttempt, OtelTracer, SpanRecorder, activate, emit_message, emit_reward, operation
+from agl.tracing import ActiveAttempt, OtelTracer, SpanRecorder, activate
 from benchmarks._harness import Case, Figure, interleave, table
 
 _SPANS = 5_000

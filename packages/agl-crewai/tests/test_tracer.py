@@ -12,7 +12,8 @@ from crewai.events import crewai_event_bus
 from crewai.events.types.tool_usage_events import ToolUsageFinishedEvent, ToolUsageStartedEvent
 from crewai.flow.flow import Flow, start
 
-from agl.tracing import ActiveAttempt, SpanRecorder, activate, operation
+from agl import operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -172,6 +173,7 @@ def test_end_that_arrives_before_its_start_is_kept(recorder: SpanRecorder) -> No
 ORDER = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
+from agl import operation
 from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_crewai.tracer import CrewAITracer
 

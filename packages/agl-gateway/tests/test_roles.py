@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
-from agl import semconv
+from agl import operation, semconv
 from agl.contracts import Upstream
-from agl.tracing import ActiveAttempt, SpanRecorder, activate, operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ELSEWHERE = "http://127.0.0.1:9/v1"

@@ -11,9 +11,7 @@ from agl._redact import redact
 from agl._who import Who
 from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
-from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
 from agl.tracing._open_span import OpenSpan, current_span, open_span
-from agl.tracing._operation import operation
 from agl.tracing._plain import plain
 from agl.tracing._process import Undo, around_attempts, patch
 from agl.tracing._recorder import SpanRecorder
@@ -56,9 +54,6 @@ __all__ = [
     "upstreams_for",
     "who",
 ]
-
-_FOR_AGENTS = (emit_exception, emit_message, emit_object, emit_observation, emit_reward, operation)
-"""Public as names of :mod:`agl`, which finds them here."""
 
 __getattr__ = lazy_names(
     __name__,

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
 from agl.tracing import _process as process
+
+if TYPE_CHECKING:
+    from agl.tracing._open_span import OpenSpan
 
 _log = logging.getLogger(__name__)
 
@@ -30,31 +33,6 @@ class Open(Protocol):
 
     def abandon(self) -> None:
         """Record it as it is now, because its attempt ends; called once, after it was taken out."""
-        ...
-
-
-class Entered(Protocol):
-    """A span that encloses what happens in a context.
-
-    Attributes:
-        since: When it began, by ``time.perf_counter_ns``.
-        is_parent: Whether what begins within it belongs to it.
-        model_calls: How many model calls left while it was entered.
-    """
-
-    span_id: str
-    since: int
-    is_parent: bool
-    model_calls: int
-
-    @property
-    def attempt(self) -> "ActiveAttempt | None":
-        """The attempt that it belongs to."""
-        ...
-
-    @property
-    def is_open(self) -> bool:
-        """Whether neither it nor its attempt has ended."""
         ...
 
 
@@ -131,11 +109,11 @@ class ActiveAttempt:
             _log.exception("The span %r of attempt %s could not be recorded.", span.name, self.attempt_id)
 
 
-Inside: TypeAlias = tuple[Entered, Any]
-"""A span that a context has entered, and what it had entered before: another one of these, or ``None``."""
+Inside: TypeAlias = "tuple[OpenSpan, Any] | None"
+"""The span that a context has entered last, and the same of what it had entered before; ``None`` for nothing."""
 
 _CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
-_INSIDE: ContextVar[Inside | None] = ContextVar("agl_inside", default=None)
+_INSIDE: ContextVar[Inside] = ContextVar("agl_inside", default=None)
 
 
 def current() -> ActiveAttempt | None:
@@ -143,7 +121,7 @@ def current() -> ActiveAttempt | None:
     return _CURRENT.get()
 
 
-def inside() -> Inside | None:
+def inside() -> Inside:
     """The innermost span that this context has entered and that is open; spans that ended elsewhere are left."""
     found = _INSIDE.get()
     if found is None or found[0].is_open:
@@ -154,12 +132,12 @@ def inside() -> Inside | None:
     return found
 
 
-def enter(span: Entered) -> None:
+def enter(span: "OpenSpan") -> None:
     """Make a span the innermost one of this context."""
     _INSIDE.set((span, inside()))
 
 
-def leave(span: Entered) -> None:
+def leave(span: "OpenSpan") -> None:
     """Make the span around ``span`` the innermost one again, if ``span`` is that here."""
     found = _INSIDE.get()
     if found is not None and found[0] is span:

@@ -5,7 +5,6 @@ production. Inside, each records one span below the innermost one. Emitted text 
 arguments that make no sense raise; what goes wrong in recording them is logged.
 """
 
-import logging
 import math
 import time
 from collections.abc import Mapping
@@ -16,12 +15,10 @@ import msgspec
 from agl import semconv
 from agl._redact import redact
 from agl.errors import CaptureError
-from agl.schemas import Reward, RewardScope, Span, new_span_id
-from agl.tracing._context import ActiveAttempt, current, innermost
-from agl.tracing._plain import failure, plain
+from agl.schemas import Reward, RewardScope
+from agl.tracing._context import current, innermost
+from agl.tracing._open_span import open_span
 from agl.tracing._spans import make_reward_span
-
-_log = logging.getLogger(__name__)
 
 RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat | None] | None
 
@@ -73,20 +70,18 @@ def emit_reward(
 
 def emit_observation(*, role: str, content: Any) -> None:
     """Report what an agent saw outside its model calls; ``role`` says whose view it is, ``content`` is JSON."""
-    attempt = current()
-    if attempt is not None:
+    if current() is not None:
         attributes = {semconv.OBSERVATION_ROLE: role, semconv.OBSERVATION_CONTENT: content}
-        _emit(attempt, f"observation {role}", attributes)
+        _emit(f"observation {role}", attributes)
 
 
 def emit_message(message: str, **attributes: Any) -> None:
     """Report a line of text, with further attributes."""
-    attempt = current()
-    if attempt is None:
+    if current() is None:
         return
     if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise CaptureError(f"emit_message got {type(message).__name__}; pass text, or use emit_object for JSON values.")
-    _emit(attempt, "message", {semconv.MESSAGE: message, **attributes})
+    _emit("message", {semconv.MESSAGE: message, **attributes})
 
 
 def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
@@ -95,8 +90,7 @@ def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
     Raises:
         CaptureError: Inside a rollout only: JSON cannot carry it.
     """
-    attempt = current()
-    if attempt is None:
+    if current() is None:
         return
     try:
         body = msgspec.to_builtins(value, str_keys=True)
@@ -104,40 +98,23 @@ def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
         raise CaptureError(
             f"emit_object got a {type(value).__name__} that JSON cannot carry ({error}); convert it first."
         ) from error
-    _emit(attempt, f"object {name}", {semconv.OBJECT: body, **attributes})
+    _emit(f"object {name}", {semconv.OBJECT: body, **attributes})
 
 
 def emit_exception(error: BaseException, **attributes: Any) -> None:
     """Report an exception that the agent handled, with its traceback."""
-    attempt = current()
-    if attempt is None:
+    if current() is None:
         return
     if not isinstance(error, BaseException):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise CaptureError(f"emit_exception got {type(error).__name__}; pass the exception that was caught.")
-    kind = type(error).__qualname__
-    _emit(attempt, f"exception {kind}", {semconv.ERROR_TYPE: kind, **attributes}, error)
+    _emit(f"exception {type(error).__qualname__}", attributes, error)
 
 
-def _emit(attempt: ActiveAttempt, name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
+def _emit(name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
     """Record a span of this instant, below the innermost one."""
     now = time.time_ns()
-    try:
-        span = Span(
-            rollout_id=attempt.rollout_id,
-            attempt_id=attempt.attempt_id,
-            trace_id=attempt.trace_id,
-            span_id=new_span_id(),
-            parent_id=innermost(attempt),
-            name=name,
-            start_ns=now,
-            end_ns=now,
-            attributes=plain(attributes),
-            **({} if error is None else failure(error)),
-        )
-    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own code
-        _log.exception("%r could not be recorded; the agent goes on without it.", name)
-    else:
-        attempt.add(span)
+    span = open_span(name, start_ns=now, attributes=attributes, is_current=False)
+    span.close(error, status=None if error else "unset", end_ns=now)
 
 
 def _dimensions(value: Mapping[str, SupportsFloat | None]) -> dict[str, float | None]:

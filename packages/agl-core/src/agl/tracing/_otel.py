@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from agl.contracts import Tracer
-from agl.schemas import SpanEvent, SpanStatus
+from agl.schemas import SpanEvent
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._open_span import OpenSpan, open_span
 from agl.tracing._plain import plain
@@ -26,12 +26,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 _log = logging.getLogger(__name__)
-
-_STATUS: dict[trace.StatusCode, SpanStatus] = {
-    trace.StatusCode.UNSET: "unset",
-    trace.StatusCode.OK: "ok",
-    trace.StatusCode.ERROR: "error",
-}
 
 
 class RolloutProcessor(sdk.SpanProcessor):
@@ -169,9 +163,13 @@ def _close(opened: OpenSpan, span: sdk.ReadableSpan) -> None:
         SpanEvent(name=event.name, time_ns=event.timestamp, attributes=plain(dict(event.attributes or {})))
         for event in span.events
     )
-    status = span.status
-    error = (status.description or "") if status.status_code is trace.StatusCode.ERROR else None
-    opened.close(error, status=_STATUS[status.status_code], end_ns=span.end_time, events=events)
+    code, said = span.status.status_code, span.status.description or ""
+    opened.close(
+        said if code is trace.StatusCode.ERROR else None,
+        status=code.name.lower(),  # pyright: ignore[reportArgumentType]  # the three names are ours too
+        end_ns=span.end_time,
+        events=events,
+    )
 
 
 def _id_of(span: sdk.ReadableSpan) -> str:
