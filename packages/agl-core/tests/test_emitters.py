@@ -96,7 +96,10 @@ def test_emit_observation_copies_its_content(recorder: SpanRecorder):
 
 def test_emit_message_and_object_record_their_content(recorder: SpanRecorder):
     emit_message("hello", step=1)
-    assert only(recorder).attributes == {semconv.MESSAGE: "hello", "step": 1}
+    span = only(recorder)
+    assert ({semconv.MESSAGE: "hello", "step": 1}, "unset") == (span.attributes, span.status)
+    assert ROOT == span.parent_id
+    assert span.start_ns == span.end_ns
     emit_object({"answer": (1, 2)}, name="plan")
     span = only(recorder)
     assert ("object plan", {"answer": [1, 2]}) == (span.name, span.attributes[semconv.OBJECT])

@@ -12,6 +12,8 @@ from threading import Lock
 from typing import Any, TypeAlias, cast
 
 Undo: TypeAlias = Callable[[], None]
+"""Takes back what the function that returned it has changed; call it once."""
+
 ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 """Gives what a tracer needs around one attempt; called with the :class:`~agl.tracing.ActiveAttempt`."""
 

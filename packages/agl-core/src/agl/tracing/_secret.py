@@ -11,6 +11,8 @@ from platformdirs import user_state_path
 from agl.errors import ConfigError
 
 SECRET_ENV = "AGL_SECRET"
+"""The environment variable that holds the signing key."""
+
 _MIN_BYTES = 16
 
 
