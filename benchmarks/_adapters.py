@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from agl.contracts import Tracer
-from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from benchmarks._harness import Figure, Prepared, interleave
 
 BAR_MS = 0.3
@@ -20,13 +20,13 @@ def overhead(
     recorder = SpanRecorder()
 
     def observed() -> int:
-        capture = Capture(
+        capture = ActiveAttempt(
             rollout_id="ro-1",
             attempt_id="ro-1.1",
             trace_id="a" * 32,
             root_span_id="1" * 16,
             record=recorder.record,
-            current_span_id=tracer.current_span_id,
+            tracers=(tracer,),
         )
         with activate(capture):
             count = work()

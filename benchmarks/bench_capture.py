@@ -1,4 +1,4 @@
-"""Capture in the agent's process: emitters outside and inside a rollout, activation, and the wire hook per call.
+"""Tracing in the agent's process: emitters outside and inside a rollout, activation, and the wire hook per call.
 
 Run it with ``python benchmarks/bench_capture.py``. The wire rows need agl-testing, and openai or httpx.
 """
@@ -17,8 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from agl import emit_message, emit_reward, operation
 from agl.contracts import Upstream
-from agl.tracing import Capture, OtelTracer, SpanRecorder, activate, emit_message, emit_reward, operation
+from agl.tracing import ActiveAttempt, OtelTracer, SpanRecorder, activate
 from benchmarks._harness import Case, Figure, interleave, table
 
 _SPANS = 5_000
@@ -26,8 +27,8 @@ _CALLS = 60
 _CHAT = {"model": "m", "messages": [{"role": "user", "content": "x " * 2000}]}
 
 
-def attempt(recorder: SpanRecorder, **fields: Any) -> Capture:
-    return Capture(
+def attempt(recorder: SpanRecorder, **fields: Any) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="a" * 32,
@@ -117,7 +118,7 @@ def foreign_spans(*, repeats: int) -> Figure:
         return _SPANS
 
     def recorded() -> int:
-        with activate(attempt(recorder, current_span_id=tracer.current_span_id)):
+        with activate(attempt(recorder, tracers=(tracer,))):
             spans()
         return len(recorder.drain())
 
@@ -171,7 +172,7 @@ def calls(
         direct = attempt(recorder, upstreams=(policy,))
         gateway = attempt(recorder, upstreams=(policy,), gateway_url=server.url, token="agl_a.b")
 
-        def case(mine: Capture | None, *, is_streamed: bool) -> Case:
+        def case(mine: ActiveAttempt | None, *, is_streamed: bool) -> Case:
             def run() -> int:
                 count = _CALLS // 5 if is_streamed else _CALLS
                 if mine is None:

@@ -12,7 +12,6 @@ import torch
 
 import agl
 from agl.errors import ConfigError
-from agl.tracing import _context as context
 from agl_algo_torch.model import load_model
 from agl_run import Quiet
 
@@ -26,14 +25,14 @@ DIALOGUE = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant
 
 def write(task: dict[str, str], llm: agl.LLM) -> float:
     """One call with a seed of the rollout's own; the reward is arbitrary and follows from the answer."""
-    capture = context.current()
-    assert capture is not None
+    attempt = agl.current()
+    assert attempt is not None
     with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         answer = client.chat.completions.create(
             model=llm.model,
             messages=[{"role": "user", "content": task["text"]}],
             max_tokens=4,
-            seed=zlib.crc32(capture.rollout_id.encode()),
+            seed=zlib.crc32(attempt.rollout_id.encode()),
         )
     return zlib.crc32((answer.choices[0].message.content or "").encode()) % 5 / 4
 

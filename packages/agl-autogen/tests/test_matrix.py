@@ -89,7 +89,7 @@ def test_tools_of_an_agent(run: Play, model_server: ScriptedModelServer) -> None
     check_rollouts([item], model_server)
     (tool,) = item.named("execute_tool add")
     assert ["invoke_agent calc", "execute_tool add"] == item.path_of(tool)
-    assert ('{"a": 1, "b": 2}', "3") == (tool.attributes[semconv.TOOL_ARGUMENTS], tool.attributes[semconv.TOOL_RESULT])
+    assert ({"a": 1, "b": 2}, "3") == (tool.attributes[semconv.TOOL_ARGUMENTS], tool.attributes[semconv.TOOL_RESULT])
     assert tool.status != "error"
 
 

@@ -13,7 +13,7 @@ from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool, FunctionTool
 from autogen_ext.models.replay import ReplayChatCompletionClient
 
-from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_autogen.tracer import AutoGenTracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -59,14 +59,14 @@ class TestAutoGenTracer(TracerConformance):
         return TracerScenario(tracer=AutoGenTracer(), run=look, fail=fail, patched=PATCHED)
 
 
-def attempt(recorder: SpanRecorder, tracer: AutoGenTracer) -> Capture:
-    return Capture(
+def attempt(recorder: SpanRecorder, tracer: AutoGenTracer) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="1" * 32,
         root_span_id="1" * 16,
         record=recorder.record,
-        current_span_id=tracer.current_span_id,
+        tracers=(tracer,),
     )
 
 
@@ -100,7 +100,7 @@ def test_tool_with_a_result_that_cannot_be_described_still_answers(caplog: pytes
 
 ORDER = """
 import asyncio, importlib, json, sys
-from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_autogen.tracer import AutoGenTracer
 
 tracer, recorder = AutoGenTracer(), SpanRecorder()
@@ -110,8 +110,8 @@ if sys.argv[1] == "agent first":
 tracer.install()
 if sys.argv[1] == "tracer first":
     team = importlib.import_module("team_agent").team
-capture = Capture(rollout_id="r", attempt_id="r.1", trace_id="1" * 32, root_span_id="1" * 16,
-                  record=recorder.record, current_span_id=tracer.current_span_id)
+capture = ActiveAttempt(rollout_id="r", attempt_id="r.1", trace_id="1" * 32, root_span_id="1" * 16,
+                  record=recorder.record, tracers=(tracer,))
 with activate(capture):
     asyncio.run(team.run(task="go"))
 spans = recorder.drain()

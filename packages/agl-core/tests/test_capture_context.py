@@ -1,4 +1,4 @@
-"""The context variable of a rollout: who sees it, where it is carried, and that nothing of it is left behind."""
+"""The context variable of a rollout: where it is carried, and that nothing of it is left behind."""
 
 import asyncio
 import subprocess
@@ -9,14 +9,28 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from agl.tracing import Capture, SpanRecorder, activate, current, current_span_id
-from agl.tracing import _process as process
-from agl.tracing._operation import operation
+from agl import operation
+from agl.contracts import Tracer
+from agl.tracing import ActiveAttempt, SpanRecorder, activate, around_attempts, current, current_span_id
 
 
-def attempt(number: int = 1, **fields: object) -> Capture:
+def attempt(number: int = 1, **fields: object) -> ActiveAttempt:
     settings = {"record": SpanRecorder().record, "trace_id": f"{number:032x}", "root_span_id": f"{number:016x}"}
-    return Capture(rollout_id=f"ro-{number}", attempt_id=f"ro-{number}.1", **{**settings, **fields})  # type: ignore[arg-type]
+    return ActiveAttempt(rollout_id=f"ro-{number}", attempt_id=f"ro-{number}.1", **{**settings, **fields})  # type: ignore[arg-type]
+
+
+class Named(Tracer):
+    """A tracer whose framework says that a span is current."""
+
+    def __init__(self, span_id: str | None = None) -> None:
+        self.span_id = span_id
+
+    def install(self) -> None: ...
+
+    def uninstall(self) -> None: ...
+
+    def current_span_id(self) -> str | None:
+        return self.span_id
 
 
 def test_current_is_none_outside_a_rollout():
@@ -65,7 +79,7 @@ def test_tasks_of_concurrent_rollouts_see_their_own_capture():
 
 
 def test_threads_carry_the_capture():
-    seen: list[Capture | None] = []
+    seen: list[ActiveAttempt | None] = []
     with activate(attempt()) as mine:
         thread = threading.Thread(target=lambda: seen.append(current()))
         thread.start()
@@ -75,7 +89,7 @@ def test_threads_carry_the_capture():
 
 def test_threads_that_override_run_carry_the_capture():
     class Worker(threading.Thread):
-        seen: Capture | None = None
+        seen: ActiveAttempt | None = None
 
         def run(self) -> None:
             self.seen = current()
@@ -89,7 +103,7 @@ def test_threads_that_override_run_carry_the_capture():
 
 
 def test_timers_carry_the_capture():
-    seen: list[Capture | None] = []
+    seen: list[ActiveAttempt | None] = []
     with activate(attempt()) as mine:
         timer = threading.Timer(0.01, lambda: seen.append(current()))
         timer.start()
@@ -117,7 +131,7 @@ def test_executors_carry_each_submitters_capture(workers: int):
 
 
 def test_run_in_executor_carries_the_capture():
-    async def run() -> tuple[Capture | None, Capture | None, Capture]:
+    async def run() -> tuple[ActiveAttempt | None, ActiveAttempt | None, ActiveAttempt]:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1) as pool, activate(attempt()) as mine:
             return await loop.run_in_executor(pool, current), await loop.run_in_executor(None, current), mine
@@ -166,8 +180,8 @@ def test_patches_are_counted_and_undone_by_identity():
 def test_an_activation_that_is_never_left_stays():
     code = """
 import gc
-from agl.tracing import Capture, SpanRecorder, activate, current
-attempt = Capture(
+from agl.tracing import ActiveAttempt, SpanRecorder, activate, current
+attempt = ActiveAttempt(
     rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id="1" * 16, record=SpanRecorder().record
 )
 activate(attempt).__enter__()
@@ -179,16 +193,16 @@ assert current() is attempt
 
 
 def test_an_activation_that_cannot_be_entered_leaves_nothing_behind():
-    def broken(capture: Capture) -> AbstractContextManager[None]:
+    def broken(attempt: ActiveAttempt) -> AbstractContextManager[None]:
         raise ZeroDivisionError
 
     start = threading.Thread.start
-    process.add_scope(broken)
+    undo = around_attempts(broken)
     try:
         with pytest.raises(ZeroDivisionError), activate(attempt()):
             pass
     finally:
-        process.remove_scope(broken)
+        undo()
     assert current() is None
     assert threading.Thread.start is start
 
@@ -204,7 +218,7 @@ def test_a_foreign_patch_on_top_of_ours_is_left_in_place(monkeypatch: pytest.Mon
         threading.Thread.start = foreign  # type: ignore[method-assign]
     try:
         assert threading.Thread.start is foreign
-        seen: list[Capture | None] = []
+        seen: list[ActiveAttempt | None] = []
         thread = threading.Thread(target=lambda: seen.append(current()))
         thread.start()
         thread.join()
@@ -214,26 +228,27 @@ def test_a_foreign_patch_on_top_of_ours_is_left_in_place(monkeypatch: pytest.Mon
 
 
 def test_a_tracer_that_fails_names_no_span(caplog: pytest.LogCaptureFixture):
-    def broken() -> str:
-        raise ZeroDivisionError
+    class Broken(Named):
+        def current_span_id(self) -> str | None:
+            raise ZeroDivisionError
 
-    with activate(attempt(current_span_id=broken)) as mine:
-        assert mine.root_span_id == current_span_id()
+    with activate(attempt(tracers=(Broken(), Named("f" * 16)))):
+        assert current_span_id() == "f" * 16
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_the_innermost_of_framework_span_and_operation_is_current():
-    framework: list[str | None] = [None]
-    with activate(attempt(current_span_id=lambda: framework[0])) as mine:
-        framework[0] = "f" * 16
+    framework = Named()
+    with activate(attempt(tracers=(framework,))) as mine:
+        framework.span_id = "f" * 16
         assert current_span_id() == "f" * 16
         with operation("within the framework's span") as inner:
             assert current_span_id() == inner.span_id
-            framework[0] = "e" * 16
+            framework.span_id = "e" * 16
             assert current_span_id() == "e" * 16
-            framework[0] = "f" * 16
+            framework.span_id = "f" * 16
             assert current_span_id() == inner.span_id
-        framework[0] = None
+        framework.span_id = None
         assert current_span_id() == mine.root_span_id
 
 

@@ -3,18 +3,16 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from agl import semconv
+from agl import emit_exception, emit_message, emit_object, emit_observation, emit_reward, operation, semconv
 from agl.errors import CaptureError
 from agl.schemas import Reward, Span
-from agl.tracing import Capture, SpanRecorder, activate
-from agl.tracing._emitters import emit_exception, emit_message, emit_object, emit_observation, emit_reward
-from agl.tracing._operation import operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 
 ROOT = "1" * 16
 
@@ -22,7 +20,7 @@ ROOT = "1" * 16
 @pytest.fixture
 def recorder() -> Iterator[SpanRecorder]:
     recorder = SpanRecorder()
-    capture = Capture(
+    capture = ActiveAttempt(
         rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id=ROOT, record=recorder.record
     )
     with activate(capture):
@@ -98,7 +96,10 @@ def test_emit_observation_copies_its_content(recorder: SpanRecorder):
 
 def test_emit_message_and_object_record_their_content(recorder: SpanRecorder):
     emit_message("hello", step=1)
-    assert only(recorder).attributes == {semconv.MESSAGE: "hello", "step": 1}
+    span = only(recorder)
+    assert ({semconv.MESSAGE: "hello", "step": 1}, "unset") == (span.attributes, span.status)
+    assert ROOT == span.parent_id
+    assert span.start_ns == span.end_ns
     emit_object({"answer": (1, 2)}, name="plan")
     span = only(recorder)
     assert ("object plan", {"answer": [1, 2]}) == (span.name, span.attributes[semconv.OBJECT])
@@ -220,11 +221,76 @@ def test_emitters_do_nothing_outside_a_rollout():
         assert one.span_id is None
 
 
+class Hostile:
+    """A value of the agent's whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError("hostile")
+
+
+REPORTS: dict[str, Callable[[], object]] = {
+    "reward": lambda: emit_reward({"goal": 1.0}, primary="goal", feedback="why"),
+    "observation": lambda: emit_observation(role="planner", content={"board": Hostile()}),
+    "message": lambda: emit_message("hello", seen=Hostile()),
+    "object": lambda: emit_object({"a": 1}, seen=Hostile()),
+    "exception": lambda: emit_exception(ValueError("bad"), seen=Hostile()),
+    "operation": lambda: operation("step", seen=Hostile())(lambda: None)(),
+}
+
+
+class Broken:
+    """A recorder, and a tracer, of which nothing works."""
+
+    def __getattr__(self, name: str) -> Any:
+        def broken(*_: Any) -> Any:
+            raise OSError(f"{name} is broken")
+
+        return broken
+
+
+def broken_attempt() -> ActiveAttempt:
+    broken = Broken()
+    return ActiveAttempt(
+        rollout_id="ro-1",
+        attempt_id="ro-1.1",
+        trace_id="a" * 32,
+        root_span_id=ROOT,
+        record=broken.record,
+        tracers=(broken,),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
+def test_a_recorder_and_a_tracer_that_fail_never_reach_the_agent(
+    report: Callable[[], object], caplog: pytest.LogCaptureFixture
+):
+    with activate(broken_attempt()):
+        report()
+    said = {str(record.exc_info[1]) for record in caplog.records if record.exc_info}
+    assert {"record is broken", "current_span_id is broken"} == said
+
+
+def test_operation_passes_the_agents_own_exception_on_where_recording_fails(caplog: pytest.LogCaptureFixture):
+    error = ValueError("agent")
+    with activate(broken_attempt()), pytest.raises(ValueError, match="agent") as caught, operation("step"):
+        raise error
+    assert caught.value is error
+    assert error.__context__ is None
+    assert "record is broken" in caplog.text
+
+
+def test_operation_takes_attributes_of_any_kind(recorder: SpanRecorder):
+    with operation("step", seen=Hostile(), name="n", error=1, about=2, parent=3) as step:
+        step.set(attempt=4)
+    text = "<Hostile: its __str__ raised>"
+    assert {"seen": text, "name": "n", "error": 1, "about": 2, "parent": 3, "attempt": 4} == only(recorder).attributes
+
+
 def test_operation_that_began_outside_records_nothing_inside():
     recorder = SpanRecorder()
     outer = operation("outside")
     outer.__enter__()
-    capture = Capture(
+    capture = ActiveAttempt(
         rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id=ROOT, record=recorder.record
     )
     with activate(capture):

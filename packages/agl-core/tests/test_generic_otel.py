@@ -14,8 +14,7 @@ pytest.importorskip("agl_testing.adapters", reason="agl-testing is not installed
 
 from agl import semconv
 from agl.schemas import LLM
-from agl.tracing._otel import OtelTracer
-from agl.tracing._wire.hook import WireTracer
+from agl.tracing import OtelTracer, WireTracer
 from agl_testing.adapters import Played, check_rollouts, play
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status, Step, ToolCall
 

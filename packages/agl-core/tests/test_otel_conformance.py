@@ -3,7 +3,7 @@
 import pytest
 from opentelemetry import trace
 
-from agl.tracing._otel import OtelTracer
+from agl.tracing import OtelTracer
 
 pytest.importorskip("agl_testing.conformance", reason="agl-testing is not installed")
 

@@ -1,6 +1,5 @@
 """Attempt tokens, the secret that signs them, and what hides both."""
 
-import os
 import stat
 import sys
 import time
@@ -12,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError, TokenError
-from agl.tracing._secret import state_dir
-from agl.tracing._token import AdminKey, AttemptToken, AttemptTokens, load_secret, redact
+from agl.tracing import AdminKey, AttemptToken, AttemptTokens, load_secret, redact, state_dir
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)
@@ -163,16 +161,24 @@ def test_load_secret_says_what_to_do_where_it_cannot_write(monkeypatch: pytest.M
         load_secret(tmp_path / "file" / "secret")
 
 
-@pytest.mark.parametrize(
-    ("platform", "variable", "expected"),
-    [("linux", "XDG_STATE_HOME", "agl"), ("win32", "LOCALAPPDATA", "agl")],
-)
-def test_state_dir_follows_the_platform(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platform: str, variable: str, expected: str
-):
-    monkeypatch.setattr(sys, "platform", platform)
-    monkeypatch.setenv(variable, str(tmp_path))
-    assert str(state_dir()) == os.path.join(tmp_path, expected)
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such variable")
+def test_state_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert tmp_path / "agl" == state_dir()
+
+
+def test_a_key_that_an_earlier_release_made_elsewhere_stays_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("AGL_SECRET", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    former = tmp_path / "Library" / "Application Support" / "agl"
+    former.mkdir(parents=True)
+    (former / "secret").write_bytes(SECRET)
+    (former / "secret").chmod(0o600)
+    assert SECRET == load_secret()
+    (former / "secret").unlink()
+    assert SECRET != load_secret()
+    assert (tmp_path / "state" / "agl" / "secret").exists()
 
 
 def test_redact_hides_credentials_and_keeps_the_rest():

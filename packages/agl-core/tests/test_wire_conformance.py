@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agl.tracing._wire.hook import WireTracer
+from agl.tracing import WireTracer
 
 pytest.importorskip("agl_testing.conformance", reason="agl-testing is not installed")
 
@@ -48,5 +48,5 @@ class TestWireTracer(TracerConformance):
             run=run,
             fail=fail,
             patched=((http.Client, "send"), (http.AsyncClient, "send")),
-            capture={"gateway_url": "http://gateway.example"},
+            attempt={"gateway_url": "http://gateway.example"},
         )

@@ -12,10 +12,9 @@ import pytest
 
 pytest.importorskip("agl_testing.model_server", reason="agl-testing is not installed")
 
+from agl import operation
 from agl.contracts import Upstream
-from agl.tracing import Capture, SpanRecorder, activate
-from agl.tracing._operation import operation
-from agl.tracing._wire.hook import WireTracer
+from agl.tracing import ActiveAttempt, SpanRecorder, WireTracer, activate, open_span
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Status
 
 MODULES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
@@ -36,14 +35,14 @@ def gateway() -> Iterator[ScriptedModelServer]:
         yield server
 
 
-def attempt(gateway: ScriptedModelServer, recorder: SpanRecorder, number: int = 1, **fields: Any) -> Capture:
+def attempt(gateway: ScriptedModelServer, recorder: SpanRecorder, number: int = 1, **fields: Any) -> ActiveAttempt:
     settings = {
         "token": f"agl_token{number:08d}.signature",
         "gateway_url": gateway.url,
         "upstreams": (Upstream(name="main", base_url=ELSEWHERE, model="Qwen/Qwen", aliases=("gpt-*",)),),
         **fields,
     }
-    return Capture(
+    return ActiveAttempt(
         rollout_id=f"ro-{number}",
         attempt_id=f"ro-{number}.1",
         trace_id=f"{number:032x}",
@@ -83,9 +82,9 @@ def test_a_client_built_before_the_run_reaches_the_gateway_with_the_attempts_ide
 
 
 def test_the_framework_span_travels_with_the_call(gateway: ScriptedModelServer, http: Any):
-    with http.Client() as client, activate(attempt(gateway, SpanRecorder(), current_span_id=lambda: "f" * 16)):
+    with http.Client() as client, activate(attempt(gateway, SpanRecorder())), open_span(agent="writer") as span:
         client.post(f"{ELSEWHERE}/chat/completions", json=chat())
-    assert gateway.calls[0].headers["x-agl-span-id"] == "f" * 16
+    assert gateway.calls[0].headers["x-agl-span-id"] == span.span_id
 
 
 def test_what_the_client_sends_reaches_the_gateway_unchanged(gateway: ScriptedModelServer, http: Any):

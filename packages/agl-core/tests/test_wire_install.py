@@ -10,9 +10,9 @@ MODULES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name
 
 ATTEMPT = """
 import sys
-from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 recorder = SpanRecorder()
-attempt = Capture(
+attempt = ActiveAttempt(
     rollout_id="ro-1", attempt_id="ro-1.1", trace_id="a" * 32, root_span_id="1" * 16, record=recorder.record
 )
 def call(module):

@@ -12,11 +12,10 @@ import pytest
 
 pytest.importorskip("agl_testing.model_server", reason="agl-testing is not installed")
 
+from agl import emit_message, operation
 from agl.contracts import Upstream
 from agl.schemas import ModelCall, Span, unpack_ids
-from agl.tracing import Capture, SpanRecorder, activate
-from agl.tracing._emitters import emit_message
-from agl.tracing._operation import operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_testing.model_server import Cut, Garbage, Reply, ScriptedModelServer, Status
 
 MODULES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
@@ -32,9 +31,9 @@ def recorder() -> SpanRecorder:
 
 
 @pytest.fixture
-def attempt(recorder: SpanRecorder, model_server: ScriptedModelServer) -> Capture:
+def attempt(recorder: SpanRecorder, model_server: ScriptedModelServer) -> ActiveAttempt:
     upstream = Upstream(name="main", base_url=model_server.base_url, model="m", is_trained=True, model_version="v7")
-    return Capture(
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="a" * 32,
@@ -70,7 +69,7 @@ def asked_ids(server: ScriptedModelServer) -> tuple[list[int], list[int]]:
 
 
 def test_a_plain_call_is_recorded_with_its_tokens(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
 ):
     model_server.enqueue(Reply(text="four"))
     with activate(attempt):
@@ -98,7 +97,7 @@ def test_a_plain_call_is_recorded_with_its_tokens(
 
 
 def test_a_streamed_call_is_recorded_like_a_plain_one(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
 ):
     model_server.enqueue(Reply(text="one two three"), Reply(text="one two three", chunks=5))
     with activate(attempt):
@@ -118,7 +117,7 @@ def test_a_streamed_call_is_recorded_like_a_plain_one(
     )
 
 
-def test_async_calls_are_recorded(attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer):
+def test_async_calls_are_recorded(attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer):
     openai = pytest.importorskip("openai", exc_type=ImportError)
 
     async def run() -> None:
@@ -137,7 +136,9 @@ def test_async_calls_are_recorded(attempt: Capture, recorder: SpanRecorder, mode
     assert [False, True, False, False] == [call.is_streamed for call in calls]
 
 
-def test_anthropic_calls_are_recorded(attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer):
+def test_anthropic_calls_are_recorded(
+    attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer
+):
     anthropic = pytest.importorskip("anthropic", exc_type=ImportError)
     with anthropic.Anthropic(base_url=model_server.url, api_key=KEY) as client, activate(attempt):
         client.messages.create(max_tokens=5, **CHAT)
@@ -150,7 +151,12 @@ def test_anthropic_calls_are_recorded(attempt: Capture, recorder: SpanRecorder, 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("read", ["iter_bytes", "iter_raw", "iter_lines", "read"])
 def test_every_way_to_read_gets_the_servers_bytes(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer, stream: bool, read: str
+    http: Any,
+    attempt: ActiveAttempt,
+    recorder: SpanRecorder,
+    model_server: ScriptedModelServer,
+    stream: bool,
+    read: str,
 ):
     body = {**CHAT, "stream": stream}
     with (
@@ -168,7 +174,7 @@ def test_every_way_to_read_gets_the_servers_bytes(
 
 @pytest.mark.parametrize("read", ["aiter_bytes", "aiter_raw", "aread"])
 def test_every_async_way_to_read_gets_the_servers_bytes(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer, read: str
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer, read: str
 ):
     async def run() -> bytes:
         body = {**CHAT, "stream": True}
@@ -185,7 +191,7 @@ def test_every_async_way_to_read_gets_the_servers_bytes(
 
 
 def test_chunks_arrive_before_the_stream_ends(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer
 ):
     model_server.enqueue(Reply(text="abcdef", chunks=6, chunk_delay=0.05))
     with (
@@ -201,7 +207,7 @@ def test_chunks_arrive_before_the_stream_ends(
 
 
 def test_a_stream_closed_early_is_incomplete(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
 ):
     model_server.enqueue(Reply(text="a b c d e f", chunks=6, chunk_delay=0.01))
     with activate(attempt), openai_client.chat.completions.create(**CHAT, stream=True) as stream:
@@ -211,7 +217,7 @@ def test_a_stream_closed_early_is_incomplete(
 
 
 def test_a_stream_left_open_is_recorded_when_the_attempt_ends(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any
 ):
     with activate(attempt):
         stream = openai_client.chat.completions.create(**CHAT, stream=True)
@@ -219,11 +225,11 @@ def test_a_stream_left_open_is_recorded_when_the_attempt_ends(
     assert not only(recorder)[1].is_complete
     stream.close()
     assert recorder.drain() == []
-    assert attempt.closers == {}
+    assert len(attempt.spans) == 0
 
 
 def test_a_stream_that_is_dropped_is_recorded_at_once(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer
 ):
     with http.Client() as client, activate(attempt):
         request = client.build_request("POST", f"{model_server.base_url}/chat/completions", json=CHAT)
@@ -234,7 +240,7 @@ def test_a_stream_that_is_dropped_is_recorded_at_once(
 
 
 def test_retries_share_their_request_id(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
 ):
     model_server.enqueue(Status(code=500), Status(code=429, retry_after=0.01), Reply(text="ok"))
     with activate(attempt):
@@ -247,7 +253,9 @@ def test_retries_share_their_request_id(
     assert [True, True, False, False] == [bool(call.error) for call in calls]
 
 
-def test_a_failure_of_the_client_passes_through_and_is_recorded(http: Any, attempt: Capture, recorder: SpanRecorder):
+def test_a_failure_of_the_client_passes_through_and_is_recorded(
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder
+):
     with http.Client() as client, activate(attempt):
         request = client.build_request("POST", "http://127.0.0.1:9/v1/chat/completions", json=CHAT)
         with pytest.raises(http.ConnectError) as caught:
@@ -260,7 +268,7 @@ def test_a_failure_of_the_client_passes_through_and_is_recorded(http: Any, attem
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_is_cut_is_recorded_as_such(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer, stream: bool
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer, stream: bool
 ):
     model_server.enqueue(Cut(after_chunks=2, reply=Reply(text="a b c d")))
     with http.Client() as client, activate(attempt), pytest.raises(http.RemoteProtocolError):
@@ -268,7 +276,9 @@ def test_an_answer_that_is_cut_is_recorded_as_such(
     assert not only(recorder)[1].is_complete
 
 
-def test_a_cancelled_call_is_recorded(attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer):
+def test_a_cancelled_call_is_recorded(
+    attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer
+):
     openai = pytest.importorskip("openai", exc_type=ImportError)
     model_server.enqueue(Reply(text="late", delay=5.0))
 
@@ -282,7 +292,7 @@ def test_a_cancelled_call_is_recorded(attempt: Capture, recorder: SpanRecorder, 
 
 
 def test_garbage_is_recorded_and_left_to_the_client(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer
 ):
     model_server.enqueue(Garbage())
     with http.Client() as client, activate(attempt):
@@ -291,7 +301,9 @@ def test_garbage_is_recorded_and_left_to_the_client(
     assert "not what the API promises" in only(recorder)[1].error
 
 
-def test_a_call_to_another_model_is_recorded_and_never_altered(http: Any, attempt: Capture, recorder: SpanRecorder):
+def test_a_call_to_another_model_is_recorded_and_never_altered(
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder
+):
     with ScriptedModelServer() as other, http.Client() as client:
         plain = client.build_request("POST", f"{other.base_url}/chat/completions", json={**CHAT, "model": "frozen"})
         expected = (plain.content, dict(plain.headers))
@@ -305,7 +317,7 @@ def test_a_call_to_another_model_is_recorded_and_never_altered(http: Any, attemp
     assert ("frozen", "") == (call.model, call.policy)
 
 
-def test_the_clients_own_request_is_not_altered(http: Any, attempt: Capture, model_server: ScriptedModelServer):
+def test_the_clients_own_request_is_not_altered(http: Any, attempt: ActiveAttempt, model_server: ScriptedModelServer):
     with http.Client() as client, activate(attempt):
         request = client.build_request("POST", f"{model_server.base_url}/chat/completions", json=CHAT)
         before = (request.content, dict(request.headers), str(request.url))
@@ -316,7 +328,7 @@ def test_the_clients_own_request_is_not_altered(http: Any, attempt: Capture, mod
     assert len(model_server.calls) == 2
 
 
-def test_the_span_around_a_call_is_its_parent(attempt: Capture, recorder: SpanRecorder, openai_client: Any):
+def test_the_span_around_a_call_is_its_parent(attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any):
     with activate(attempt), operation("plan") as plan:
         openai_client.chat.completions.create(**CHAT)
     chat, _ = recorder.drain()
@@ -324,7 +336,7 @@ def test_the_span_around_a_call_is_its_parent(attempt: Capture, recorder: SpanRe
 
 
 def test_secrets_reach_neither_spans_nor_logs(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any, caplog: pytest.LogCaptureFixture
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.DEBUG)
     with activate(attempt):
@@ -335,7 +347,7 @@ def test_secrets_reach_neither_spans_nor_logs(
 
 
 def test_nothing_is_recorded_outside_a_rollout(
-    attempt: Capture, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
+    attempt: ActiveAttempt, recorder: SpanRecorder, openai_client: Any, model_server: ScriptedModelServer
 ):
     with activate(attempt):
         pass
@@ -345,7 +357,7 @@ def test_nothing_is_recorded_outside_a_rollout(
 
 
 def test_a_client_that_wraps_another_is_recorded_once(
-    http: Any, attempt: Capture, recorder: SpanRecorder, model_server: ScriptedModelServer
+    http: Any, attempt: ActiveAttempt, recorder: SpanRecorder, model_server: ScriptedModelServer
 ):
     class Wrapping(http.Client):  # type: ignore[misc, name-defined]
         def send(self, request: Any, **options: Any) -> Any:
@@ -361,7 +373,7 @@ def test_a_client_that_wraps_another_is_recorded_once(
     assert len(recorder.drain()) == 1
 
 
-def test_compressed_streams_are_decoded_for_the_record(http: Any, attempt: Capture, recorder: SpanRecorder):
+def test_compressed_streams_are_decoded_for_the_record(http: Any, attempt: ActiveAttempt, recorder: SpanRecorder):
     import gzip
 
     answer = b'{"id":"c","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},"finish_reason":"stop"}]}'
@@ -388,7 +400,7 @@ def test_compressed_streams_are_decoded_for_the_record(http: Any, attempt: Captu
 
 def test_a_failure_of_the_hook_leaves_the_call_as_it_was(
     http: Any,
-    attempt: Capture,
+    attempt: ActiveAttempt,
     recorder: SpanRecorder,
     model_server: ScriptedModelServer,
     monkeypatch: pytest.MonkeyPatch,

@@ -12,7 +12,8 @@ from crewai.events import crewai_event_bus
 from crewai.events.types.tool_usage_events import ToolUsageFinishedEvent, ToolUsageStartedEvent
 from crewai.flow.flow import Flow, start
 
-from agl.tracing import Capture, SpanRecorder, activate, operation
+from agl import operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_crewai.tracer import CrewAITracer
 from agl_testing.conformance.tracer import Probe, TracerConformance, TracerScenario
 
@@ -52,14 +53,14 @@ def recorder() -> SpanRecorder:
     return SpanRecorder()
 
 
-def attempt(recorder: SpanRecorder, *tracers: CrewAITracer) -> Capture:
-    return Capture(
+def attempt(recorder: SpanRecorder, *tracers: CrewAITracer) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="1" * 32,
         root_span_id="1" * 16,
         record=recorder.record,
-        current_span_id=lambda: next((found for t in tracers if (found := t.current_span_id())), None),
+        tracers=tracers,
     )
 
 
@@ -172,7 +173,8 @@ def test_end_that_arrives_before_its_start_is_kept(recorder: SpanRecorder) -> No
 ORDER = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
-from agl.tracing import Capture, SpanRecorder, activate
+from agl import operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_crewai.tracer import CrewAITracer
 
 tracer, recorder = CrewAITracer(), SpanRecorder()
@@ -182,8 +184,8 @@ if sys.argv[1] == "agent first":
 tracer.install()
 if sys.argv[1] == "tracer first":
     flow = importlib.import_module("flow_agent").flow
-capture = Capture(rollout_id="r", attempt_id="r.1", trace_id="1" * 32, root_span_id="1" * 16,
-                  record=recorder.record, current_span_id=tracer.current_span_id)
+capture = ActiveAttempt(rollout_id="r", attempt_id="r.1", trace_id="1" * 32, root_span_id="1" * 16,
+                  record=recorder.record, tracers=(tracer,))
 with activate(capture):
     flow.kickoff()
 print(json.dumps(sorted(span.name for span in recorder.drain())))

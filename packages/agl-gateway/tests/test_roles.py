@@ -6,9 +6,9 @@ import httpx
 import openai
 import pytest
 
-from agl import semconv
+from agl import operation, semconv
 from agl.contracts import Upstream
-from agl.tracing import Capture, SpanRecorder, activate, operation
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ELSEWHERE = "http://127.0.0.1:9/v1"
@@ -23,7 +23,7 @@ def upstreams_of(server):
 
 
 def capture_of(it, attempt_id, token, upstreams):
-    return Capture(
+    return ActiveAttempt(
         rollout_id=attempt_id.rpartition(".")[0],
         attempt_id=attempt_id,
         trace_id="1" * 32,

@@ -19,8 +19,9 @@ from langgraph.types import interrupt
 from langsmith import utils
 
 import agl
+from agl import semconv
 from agl.episodes import build_episode
-from agl.tracing import Capture, activate
+from agl.tracing import ActiveAttempt, activate
 from agl_langchain.tracer import LangChainTracer
 from agl_testing.model_server import ScriptedModelServer
 
@@ -41,14 +42,14 @@ def solve(task):
 """
 
 
-def capture_into(spans: list[agl.Span], tracer: LangChainTracer) -> Capture:
-    return Capture(
+def attempt_into(spans: list[agl.Span], tracer: LangChainTracer) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="a" * 32,
         root_span_id="1" * 16,
         record=spans.append,
-        current_span_id=tracer.current_span_id,
+        tracers=(tracer,),
     )
 
 
@@ -57,7 +58,7 @@ def observe(work: Any, tracer: LangChainTracer) -> list[agl.Span]:
     spans: list[agl.Span] = []
     tracer.install()
     try:
-        with activate(capture_into(spans, tracer)):
+        with activate(attempt_into(spans, tracer)):
             work()
     finally:
         tracer.uninstall()
@@ -229,7 +230,7 @@ def test_a_lit_agent_finds_the_handler(server: ScriptedModelServer, tracer: Lang
 def test_the_handler_alone_is_enough_where_the_tracer_is_not_installed(tracer: LangChainTracer):
     spans: list[agl.Span] = []
     chain = RunnableLambda(lambda text: text).with_config(run_name="step")
-    with activate(capture_into(spans, tracer)):
+    with activate(attempt_into(spans, tracer)):
         chain.invoke("go")
         chain.invoke("go", {"callbacks": [tracer.get_langchain_handler()]})
     assert ["invoke_workflow step"] == [span.name for span in spans]
@@ -247,21 +248,40 @@ def test_uploads_to_langsmith_are_off_inside_rollouts_only(monkeypatch: pytest.M
     utils.get_env_var.cache_clear()
 
 
-def test_an_event_that_cannot_be_observed_is_logged(caplog: pytest.LogCaptureFixture, tracer: LangChainTracer):
-    class Unprintable:
-        def __str__(self) -> str:
-            raise RuntimeError("no text")
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class Unreadable:
+    @property
+    def content(self) -> str:
+        raise RuntimeError("no content")
+
+
+def end_of_tool(output: Any, tracer: LangChainTracer) -> agl.Span:
+    """The span of a tool that returns ``output``."""
 
     def work() -> None:
         run_id, handler = uuid4(), tracer.get_langchain_handler()
         handler.on_tool_start(None, "x", run_id=run_id, name="strange")
-        handler.on_tool_end(Unprintable(), run_id=run_id)
+        handler.on_tool_end(output, run_id=run_id)
 
+    (span,) = observe(work, tracer)
+    return span
+
+
+def test_an_event_that_cannot_be_observed_is_logged(caplog: pytest.LogCaptureFixture, tracer: LangChainTracer):
     with caplog.at_level(logging.ERROR):
-        (span,) = observe(work, tracer)
+        span = end_of_tool(Unreadable(), tracer)
     assert ("execute_tool strange", "unset") == (span.name, span.status)
-    assert "'strange' returned could not be read" in caplog.text
-    assert "no text" in caplog.text
+    assert "strange" in caplog.text
+    assert "no content" in caplog.text
+
+
+def test_a_result_without_a_text_is_recorded_by_its_type(tracer: LangChainTracer):
+    span = end_of_tool(Unprintable(), tracer)
+    assert ("ok", "<Unprintable: its __str__ raised>") == (span.status, span.attributes[semconv.TOOL_RESULT])
 
 
 def test_nothing_of_langchain_is_imported_before_install():

@@ -21,7 +21,7 @@ from agents import (
 from agents.tracing import get_trace_provider
 
 import agl
-from agl.tracing import Capture, activate
+from agl.tracing import ActiveAttempt, activate
 from agl_openai_agents.tracer import OpenAIAgentsTracer
 from agl_testing.model_server import ScriptedModelServer
 
@@ -83,13 +83,13 @@ def there() -> tuple[Any, ...]:
 def observe(work: Any, tracer: OpenAIAgentsTracer) -> list[agl.Span]:
     """The spans of ``work`` in an attempt; the tracer is installed already."""
     spans: list[agl.Span] = []
-    capture = Capture(
+    capture = ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="a" * 32,
         root_span_id="1" * 16,
         record=spans.append,
-        current_span_id=tracer.current_span_id,
+        tracers=(tracer,),
     )
     with activate(capture):
         work()

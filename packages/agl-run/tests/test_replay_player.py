@@ -16,7 +16,7 @@ import agl
 from agl.contracts import Upstream
 from agl.errors import AglError
 from agl.schemas import Rollout, to_builtins
-from agl.tracing import Capture, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate
 from agl_run.replay import REPLAY, ReplayPlan, replay_of
 from agl_run.replay.player import Player, RecordedAnswer, ReplayScript
 from agl_run.replay.script import recorded_answers
@@ -25,8 +25,10 @@ from agl_testing.model_server import Reply, ScriptedModelServer, Status, ToolCal
 ASK = [{"role": "user", "content": "which way?"}]
 
 
-def capture_of(recorder: SpanRecorder, server: ScriptedModelServer, script: ReplayScript | None = None) -> Capture:
-    return Capture(
+def capture_of(
+    recorder: SpanRecorder, server: ScriptedModelServer, script: ReplayScript | None = None
+) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id="ro-1",
         attempt_id="ro-1.1",
         trace_id="a" * 32,

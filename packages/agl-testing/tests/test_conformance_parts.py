@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from agl.contracts import Tracer
 from agl.errors import AglError
 from agl.schemas import CallCredit, Claim, Episode, ErrorInfo, Outcome, Reward, Rollout, Span, new_span_id
-from agl.tracing import current
+from agl.tracing import OpenSpan, current, open_span
 from agl_run import RunSetup
 from agl_testing.conformance import (
     CreditConformance,
@@ -121,7 +122,43 @@ class RaisesIntoTheAgent(CallbackTracer):
             raise RuntimeError("lost a span")
 
 
-def scenario_of(tracer: type[CallbackTracer]) -> TracerScenario:
+class OpenSpanTracer(Tracer):
+    """A sound tracer of :class:`Framework` that leaves the bookkeeping to open spans."""
+
+    is_current = True
+
+    def __init__(self, framework: Framework) -> None:
+        self.framework = framework
+        self._open: contextvars.ContextVar[OpenSpan | None] = contextvars.ContextVar("open", default=None)
+
+    def install(self) -> None:
+        if self.on_event not in self.framework.callbacks:
+            self.framework.callbacks.append(self.on_event)
+
+    def uninstall(self) -> None:
+        if self.on_event in self.framework.callbacks:
+            self.framework.callbacks.remove(self.on_event)
+
+    def on_event(self, event: str, error: BaseException | None) -> None:
+        span = self._open.get()
+        if event == "start":
+            self._open.set(open_span(node="operate", is_current=self.is_current))
+        elif span is not None:
+            self.close(span, error)
+
+    def close(self, span: OpenSpan, error: BaseException | None) -> None:
+        span.close(error)
+
+
+class NamesNoCurrentSpan(OpenSpanTracer):
+    is_current = False
+
+
+class NeverCloses(OpenSpanTracer):
+    def close(self, span: OpenSpan, error: BaseException | None) -> None: ...
+
+
+def scenario_of(tracer: type[CallbackTracer | OpenSpanTracer]) -> TracerScenario:
     framework = Framework()
 
     def fail(error: Exception) -> None:
@@ -139,6 +176,12 @@ class TestCallbackTracer(TracerConformance):
         return scenario_of(CallbackTracer)
 
 
+class TestOpenSpanTracer(TracerConformance):
+    @pytest.fixture
+    def scenario(self) -> TracerScenario:
+        return scenario_of(OpenSpanTracer)
+
+
 @pytest.mark.parametrize(
     ("broken", "test"),
     [
@@ -147,9 +190,13 @@ class TestCallbackTracer(TracerConformance):
         (ForgetsErrors, "test_exception_of_the_agent_passes_through_and_is_recorded"),
         (RemembersOneAttempt, "test_concurrent_attempts_in_threads_keep_apart"),
         (RaisesIntoTheAgent, "test_failure_of_recording_never_reaches_the_agent"),
+        (NamesNoCurrentSpan, "test_current_span_is_a_span_that_gets_recorded"),
+        (NeverCloses, "test_events_become_spans_of_the_attempt_in_one_tree"),
     ],
 )
-def test_broken_tracer_fails_the_test_that_protects_from_it(broken: type[CallbackTracer], test: str) -> None:
+def test_broken_tracer_fails_the_test_that_protects_from_it(
+    broken: type[CallbackTracer | OpenSpanTracer], test: str
+) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         getattr(TracerConformance(), test)(scenario_of(broken))
 

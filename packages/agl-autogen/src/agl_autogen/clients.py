@@ -1,21 +1,18 @@
-"""Model clients that call past the wire: AutoGen makes no span for a model call, so only these get one, afterwards.
+"""Model clients that call past the wire: AutoGen makes no span for a model call, so only these get one.
 
 Every class of model clients is watched, those that are defined later too. A call that went over the wire is left
-alone, and so is one that failed.
+alone.
 """
 
-import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 from autogen_core.models import ChatCompletionClient
 
-from agl.tracing import Capture, Undo, current, departures, innermost, note_departure, replace
+from agl.tracing import OpenSpan, Undo, current, open_span, patch
 from agl_autogen import _convert
-
-_log = logging.getLogger(__name__)
+from agl_autogen.streams import stepped
 
 
 def install() -> list[Undo]:
@@ -44,52 +41,27 @@ def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
 
 def _watch(kind: type[Any]) -> list[Undo]:
     wrappers = {"create": _watched, "create_stream": _watched_stream}
-    return [replace(kind, name, wrapper) for name, wrapper in wrappers.items() if name in vars(kind)]
+    return [patch(kind, name, wrapper) for name, wrapper in wrappers.items() if name in vars(kind)]
+
+
+def _open(client: Any, *, is_current: bool) -> OpenSpan:
+    return open_span(client=_convert.client_name(client), unless_called=True, is_current=is_current)
 
 
 def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def create(self: Any, *args: Any, **options: Any) -> Any:
-        capture = current()
-        if capture is None:
+        if current() is None:
             return await original(self, *args, **options)
-        start_ns = time.time_ns()
-        with departures() as left:
-            result = await original(self, *args, **options)
-            if not left.count:
-                _report(capture, self, start_ns)
-        return result
+        with _open(self, is_current=True):
+            return await original(self, *args, **options)
 
     return create
 
 
 def _watched_stream(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    async def create_stream(self: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        capture, start_ns, count = current(), time.time_ns(), 0
-        stream = original(self, *args, **options)
-        try:
-            while True:
-                with departures() as left:
-                    try:
-                        item = await anext(stream)
-                    except StopAsyncIteration:
-                        break
-                    finally:
-                        count += left.count
-                yield item
-            if capture is not None and not count:
-                _report(capture, self, start_ns)
-        finally:
-            await stream.aclose()
+    def create_stream(self: Any, *args: Any, **options: Any) -> Any:
+        return stepped(lambda: _open(self, is_current=False), original(self, *args, **options))
 
     return create_stream
-
-
-def _report(capture: Capture, client: Any, start_ns: int) -> None:
-    """Record the call that nobody else did, once however many clients stand around one another."""
-    note_departure()
-    try:
-        capture.record(_convert.unseen_call(client, capture, parent_id=innermost(capture), start_ns=start_ns))
-    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-        _log.exception("A model call past the wire could not be described.")

@@ -5,8 +5,8 @@ tracer was installed has read the environment already.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -16,9 +16,9 @@ from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool
 from opentelemetry import trace
 
-from agl import semconv
-from agl.tracing import Undo, current, replace
+from agl.tracing import Undo, current, current_span, open_span, patch, who
 from agl_autogen import _convert
+from agl_autogen.streams import stepped
 
 _log = logging.getLogger(__name__)
 
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 def install() -> list[Undo]:
     """Change AutoGen; the returned functions, called last to first, restore the originals."""
     return [
-        replace(TraceHelper, "trace_block", _without_runtime_spans),
-        replace(BaseGroupChat, "run_stream", _as_workflow),
-        replace(BaseAgent, "on_message", _as_agent),
-        replace(BaseTool, "run_json", _with_values),
-        replace(BaseStreamTool, "run_json_stream", _with_streamed_values),
-        replace(BaseAgent, "publish_message", _with_handoff),
+        patch(TraceHelper, "trace_block", _without_runtime_spans),
+        patch(BaseGroupChat, "run_stream", _as_workflow),
+        patch(BaseAgent, "on_message", _as_agent),
+        patch(BaseTool, "run_json", _with_values),
+        patch(BaseStreamTool, "run_json_stream", _with_streamed_values),
+        patch(BaseAgent, "publish_message", _with_handoff),
     ]
 
 
@@ -49,12 +49,8 @@ def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
     """A span around a team's run; ``run`` of a team consumes ``run_stream``, so it has one too."""
 
     @wraps(original)
-    async def run_stream(self: Any, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        attributes = {} if current() is None else _convert.workflow_attributes(self)
-        async with aclosing(original(self, *args, **options)) as items:
-            with _span(attributes):
-                async for item in items:
-                    yield item
+    def run_stream(self: Any, *args: Any, **options: Any) -> Any:
+        return stepped(lambda: open_span(workflow=str(self.name), is_current=False), original(self, *args, **options))
 
     return run_stream
 
@@ -64,25 +60,11 @@ def _as_agent(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def on_message(self: Any, *args: Any, **options: Any) -> Any:
-        with _span({} if current() is None else _convert.unspoken_agent(self)):
+        agent = {} if current() is None else _convert.unspoken_agent(self)
+        with open_span(**agent) if agent else nullcontext():
             return await original(self, *args, **options)
 
     return on_message
-
-
-@contextmanager
-def _span(attributes: Mapping[str, str]) -> Generator[None]:
-    """A span of OpenTelemetry like AutoGen's own, named by its operation and agent or team; none without attributes."""
-    if not attributes:
-        yield
-        return
-    tracer = trace.get_tracer("agl_autogen")
-    with tracer.start_as_current_span(_convert.span_name(attributes), attributes=attributes) as span:
-        try:
-            yield
-        except Exception as error:
-            span.set_attribute(semconv.ERROR_TYPE, type(error).__qualname__)
-            raise
 
 
 def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,9 +72,9 @@ def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     async def publish_message(self: Any, message: Any, *args: Any, **options: Any) -> None:
-        if current() is not None:
-            span = trace.get_current_span()
-            _annotate(span, lambda: _convert.handoff(message, span))
+        about = {} if current() is None else _convert.handoff(message)
+        if about and about["source"] == who().agent:
+            current_span().set(**about)
         await original(self, message, *args, **options)
 
     return publish_message
@@ -134,24 +116,24 @@ class _ObservedTool:
         return getattr(self._agl_tool, name)
 
     async def run(self, *args: Any, **options: Any) -> Any:
-        span = trace.get_current_span()
-        _annotate(span, lambda: _convert.tool_arguments(self._agl_arguments))
+        current_span().set(arguments=dict(self._agl_arguments))
         result = await self._agl_tool.run(*args, **options)
-        _annotate(span, lambda: _convert.tool_result(self._agl_tool, result))
+        self._agl_returned(result)
         return result
 
     async def run_stream(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
-        span, result = trace.get_current_span(), None
-        _annotate(span, lambda: _convert.tool_arguments(self._agl_arguments))
+        result = None
+        current_span().set(arguments=dict(self._agl_arguments))
         async with aclosing(self._agl_tool.run_stream(*args, **options)) as items:
             async for result in items:
                 yield result
-        _annotate(span, lambda: _convert.tool_result(self._agl_tool, result))
+        self._agl_returned(result)
 
-
-def _annotate(span: trace.Span, make: Callable[[], Mapping[str, str]]) -> None:
-    try:
-        for name, value in make().items():
-            span.set_attribute(name, value)
-    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-        _log.exception("An AutoGen event could not be described; its span lacks attributes.")
+    def _agl_returned(self, result: Any) -> None:
+        """Write down the result as the model reads it."""
+        try:
+            text = str(self._agl_tool.return_value_as_string(result))
+        except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+            _log.exception("What an AutoGen tool returned could not be described.")
+        else:
+            current_span().set(result=text)

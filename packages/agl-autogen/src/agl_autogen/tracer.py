@@ -10,10 +10,11 @@ The runtime's spans, one per message, are kept out.
 from collections.abc import Mapping
 from typing import ClassVar
 
+from agl.contracts import Tracer
 from agl.tracing import OtelTracer, Undo
 
 
-class AutoGenTracer:
+class AutoGenTracer(Tracer):
     """Observes AutoGen; see the module. Several may be installed at once, the process is patched once."""
 
     _installed: ClassVar[set["AutoGenTracer"]] = set()
@@ -41,9 +42,6 @@ class AutoGenTracer:
     def current_span_id(self) -> str | None:
         """Id of the agent's or tool's span that is current, by OpenTelemetry's context."""
         return self._otel.current_span_id()
-
-    def flush(self, timeout_s: float) -> None:
-        """Nothing waits: a span is recorded while it ends."""
 
     def worker_env(self) -> Mapping[str, str]:
         """AutoGen's switch for its runtime's spans, which it reads when a runtime is built."""

@@ -214,15 +214,9 @@ _HOMES = {
     "agl._agents": ("LitAgent", "agent", "llm_rollout", "prompt_rollout", "rollout"),
     "agl._hookspecs": ("hookimpl",),
     "agl._plugins": ("PluginManager", "PluginStatus"),
-    "agl.tracing": (
-        "current",
-        "emit_exception",
-        "emit_message",
-        "emit_object",
-        "emit_observation",
-        "emit_reward",
-        "operation",
-    ),
+    "agl.tracing._context": ("current",),
+    "agl.tracing._emitters": ("emit_exception", "emit_message", "emit_object", "emit_observation", "emit_reward"),
+    "agl.tracing._operation": ("operation",),
 }
 _VALUES = ("agl.errors", "agl.schemas", "agl._entries", "agl.algorithms")
 """Modules of plain values, searched in this order for names that are not above."""

@@ -25,6 +25,11 @@ class Who(NamedTuple):
     inside: tuple[str, ...] = ()
     named: tuple[str, str, str, str] = ("", "", "", "")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which ``agents`` of a policy selects a call: the innermost first, out to the nearest agent."""
+        return tuple(dict.fromkeys(name for name in (*reversed(self.inside), self.agent) if name))
+
 
 _ROOT = Who()
 _NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME})
@@ -41,7 +46,7 @@ class Enclosing:
 
     def who(self, span: Span) -> Who:
         """Who ``span`` belongs to, names on the span itself included."""
-        return _enter(self._around(span), span)
+        return step_into(self._around(span), span.attributes, _operation(span))
 
     def _around(self, span: Span) -> Who:
         above = self._parent(span)
@@ -59,7 +64,8 @@ class Enclosing:
             above = self._parent(above)
         who = _ROOT if above is None else self._known.get(above.span_id, _ROOT)
         for enclosing in reversed(waiting):
-            who = self._known[enclosing.span_id] = _enter(who, enclosing)
+            who = step_into(who, enclosing.attributes, _operation(enclosing))
+            self._known[enclosing.span_id] = who
         return who
 
     def _parent(self, span: Span) -> Span | None:
@@ -71,9 +77,14 @@ class Enclosing:
         return found
 
 
-def _enter(around: Who, span: Span) -> Who:
-    """Who is within ``span``: the same as around it when the span names nobody."""
-    attributes, operation = span.attributes, _operation(span)
+def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> Who:
+    """Who is within a span: the same as around it when the span names nobody.
+
+    Args:
+        around: Who is around it.
+        attributes: The span's.
+        operation: The name of a span that no convention describes, ``""`` for others.
+    """
     if not operation and _NAMES.isdisjoint(attributes):
         return around
     agent, node, role, tool = (

@@ -1,15 +1,11 @@
-"""The one place where CrewAI's events become our spans."""
+"""The one place where CrewAI's events become what a span says."""
 
-import time
-from collections.abc import Callable, Mapping
-from datetime import datetime
+from collections.abc import Callable
 from typing import Any, cast
 
 from crewai.events.event_context import VALID_EVENT_PAIRS
 
 from agl import semconv
-from agl.schemas import Span
-from agl.tracing import Capture, host_of, plain
 
 _DELEGATION = ("delegate_work_to_coworker", "ask_question_to_coworker")
 _FAILED = ("_failed", "_error")
@@ -19,19 +15,15 @@ _UNKNOWN_ERROR = "_OTHER"
 _IDENTITY = ("flow_name", "method_name", "crew_name", "tool_name", "call_id")
 """What the two events of one scope have in common, as far as they have it."""
 
-_UNENDED = "CrewAI did not end it"
-
-Attributes = dict[str, Any]
-
 
 def span_id(event_id: str) -> str:
     """The id of the span of the event with this id, a UUID: half of its digits."""
     return event_id.replace("-", "")[:16]
 
 
-def clock_of(event: Any) -> int:
-    """When the event was emitted, by ``time.perf_counter_ns``; its handler runs somewhat later."""
-    return time.perf_counter_ns() - (time.time_ns() - _ns(event.timestamp))
+def time_of(event: Any) -> int:
+    """When the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
+    return int(event.timestamp.timestamp() * 1_000_000) * 1000
 
 
 def belong(start: Any, end: Any) -> bool:
@@ -47,118 +39,74 @@ def _fields(event: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", vars(event))
 
 
-def client_of(source: Any, event: Any) -> dict[str, str]:
-    """The class that calls the model and the host that it is set to; empty for an event that is no model call."""
+def about_start(source: Any, event: Any) -> dict[str, Any]:
+    """What the scope that ``event`` begins is about; ``source`` emitted it, a model call's is its client."""
+    describe = _STARTS.get(event.type)
+    found: dict[str, Any] = {"operation": event.type.removesuffix("_started"), **(describe(event) if describe else {})}
     if event.type != "llm_call_started":
-        return {}
+        return found
     kind = cast("type[Any]", type(source))
-    host = host_of(str(getattr(source, "base_url", None) or ""))
-    found = {semconv.CLIENT: f"{kind.__module__}.{kind.__qualname__}"}
-    return {**found, semconv.SERVER_ADDRESS: host} if host else found
+    server = str(getattr(source, "base_url", None) or "")
+    return {**found, "client": f"{kind.__module__}.{kind.__qualname__}", "server": server}
 
 
-def span_of(start: Any, end: Any, capture: Capture, parent_id: str, client: Mapping[str, str]) -> Span:
-    """The span between two events."""
-    error = _error(end)
-    attributes = {**_attributes(start), **client, **_results(end)}
-    if error is not None:
-        attributes[semconv.ERROR_TYPE] = _error_type(end, error)
-    return _span(
-        start,
-        capture,
-        parent_id,
-        end_ns=_ns(end.timestamp),
-        attributes=attributes,
-        status="ok" if error is None else "error",
-        status_message="" if error is None else plain(str(getattr(error, "message", error))),
-    )
+def about_end(event: Any) -> dict[str, Any]:
+    """How the scope that ``event`` ends went, as arguments of ``close``."""
+    found: dict[str, Any] = {"end_ns": time_of(event)}
+    if event.type == "tool_usage_finished":
+        found["result"] = event.output
+    error = _error(event)
+    if error is None:
+        return found
+    return {**found, "error": str(getattr(error, "message", error)), "error_type": _error_type(event, error)}
 
 
-def unended(start: Any, capture: Capture, parent_id: str, client: Mapping[str, str]) -> Span:
-    """The span of an event whose end never came: something in it failed, or was stopped."""
-    attributes = {**_attributes(start), **client}
-    return _span(start, capture, parent_id, end_ns=0, attributes=attributes, status="error", status_message=_UNENDED)
+def _crew(event: Any) -> dict[str, Any]:
+    return {"operation": semconv.OP_INVOKE_WORKFLOW, "workflow": str(event.crew_name or "crew")}
 
 
-def _span(start: Any, capture: Capture, parent_id: str, *, end_ns: int, attributes: Attributes, **status: Any) -> Span:
-    start_ns = _ns(start.timestamp)
-    names = (semconv.AGENT_NAME, semconv.TOOL_NAME, semconv.WORKFLOW_NAME, semconv.NODE, semconv.REQUEST_MODEL)
-    label = attributes.pop(_LABEL, "") or next((attributes[name] for name in names if name in attributes), "")
-    return Span(
-        rollout_id=capture.rollout_id,
-        attempt_id=capture.attempt_id,
-        trace_id=capture.trace_id,
-        span_id=span_id(start.event_id),
-        parent_id=parent_id,
-        name=f"{attributes[semconv.OPERATION]} {label}".rstrip(),
-        start_ns=start_ns,
-        end_ns=max(start_ns, end_ns),
-        attributes=attributes,
-        **status,
-    )
+def _flow(event: Any) -> dict[str, Any]:
+    return {"operation": semconv.OP_INVOKE_WORKFLOW, "workflow": str(event.flow_name)}
 
 
-def _attributes(start: Any) -> Attributes:
-    describe = _STARTS.get(start.type)
-    found: Attributes = {semconv.OPERATION: start.type.removesuffix("_started")}
-    return {**found, **(describe(start) if describe else {})}
+def _method(event: Any) -> dict[str, Any]:
+    return {"operation": semconv.OP_INVOKE_NODE, "node": str(event.method_name)}
 
 
-def _crew(event: Any) -> Attributes:
-    return {semconv.OPERATION: semconv.OP_INVOKE_WORKFLOW, semconv.WORKFLOW_NAME: str(event.crew_name or "crew")}
-
-
-def _flow(event: Any) -> Attributes:
-    return {semconv.OPERATION: semconv.OP_INVOKE_WORKFLOW, semconv.WORKFLOW_NAME: str(event.flow_name)}
-
-
-def _method(event: Any) -> Attributes:
-    return {semconv.OPERATION: "invoke_node", semconv.NODE: str(event.method_name)}
-
-
-def _task(event: Any) -> Attributes:
+def _task(event: Any) -> dict[str, Any]:
     """A task's name is a node's. Its description, CrewAI's name of a task that has none, is too long for one."""
-    name, found = getattr(event.task, "name", None), {semconv.OPERATION: "invoke_task"}
-    return {**found, semconv.NODE: str(name)} if name else found
+    return {"operation": "invoke_task", "node": getattr(event.task, "name", None)}
 
 
-def _agent(event: Any) -> Attributes:
+def _agent(event: Any) -> dict[str, Any]:
     return _named_agent(event.agent.role, event.agent.id)
 
 
-def _lite_agent(event: Any) -> Attributes:
+def _lite_agent(event: Any) -> dict[str, Any]:
     return _named_agent(event.agent_info.get("role"), event.agent_info.get("id"))
 
 
-def _named_agent(role: object, agent_id: object) -> Attributes:
-    found = {semconv.OPERATION: semconv.OP_INVOKE_AGENT, semconv.AGENT_NAME: str(role or "agent").strip()}
-    return found if agent_id is None else {**found, semconv.AGENT_ID: str(agent_id)}
+def _named_agent(role: object, agent_id: object) -> dict[str, Any]:
+    name = str(role or "agent").strip()
+    return {"operation": semconv.OP_INVOKE_AGENT, "agent": name, "agent_id": str(agent_id or "")}
 
 
-def _tool(event: Any) -> Attributes:
-    arguments = plain(event.tool_args)
-    found: Attributes = {
-        semconv.OPERATION: semconv.OP_EXECUTE_TOOL,
-        semconv.TOOL_NAME: str(event.tool_name),
-        semconv.TOOL_ARGUMENTS: arguments,
-    }
-    if event.tool_name.lower().replace(" ", "_") in _DELEGATION and isinstance(arguments, dict):
-        given = cast("Mapping[str, Any]", arguments)
-        found[semconv.HANDOFF_SOURCE] = str(event.agent_role or "").strip()
-        found[semconv.HANDOFF_TARGET] = str(given.get("coworker") or given.get("co_worker") or "").strip()
-    return found
+def _tool(event: Any) -> dict[str, Any]:
+    arguments = event.tool_args
+    found = {"operation": semconv.OP_EXECUTE_TOOL, "tool": str(event.tool_name), "arguments": arguments}
+    if event.tool_name.lower().replace(" ", "_") not in _DELEGATION or not isinstance(arguments, dict):
+        return found
+    given = cast("dict[str, Any]", arguments)
+    target = str(given.get("coworker") or given.get("co_worker") or "").strip()
+    return {**found, "source": str(event.agent_role or "").strip(), "target": target}
 
 
-def _model(event: Any) -> Attributes:
-    found = {semconv.OPERATION: semconv.OP_CHAT, semconv.REQUEST_MODEL: str(event.model or "")}
+def _model(event: Any) -> dict[str, Any]:
     role = str(event.agent_role or "").strip()
-    return {**found, _LABEL: found[semconv.REQUEST_MODEL], **({semconv.AGENT_NAME: role} if role else {})}
+    return {"operation": semconv.OP_CHAT, "model": str(event.model or ""), "agent": role}
 
 
-_LABEL = "label"
-"""Key of what the span's name says after the operation, where that is not the first name among the attributes."""
-
-_STARTS: dict[str, Callable[[Any], Attributes]] = {
+_STARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "crew_kickoff_started": _crew,
     "flow_started": _flow,
     "method_execution_started": _method,
@@ -168,10 +116,6 @@ _STARTS: dict[str, Callable[[Any], Attributes]] = {
     "tool_usage_started": _tool,
     "llm_call_started": _model,
 }
-
-
-def _results(end: Any) -> Attributes:
-    return {semconv.TOOL_RESULT: plain(end.output)} if end.type == "tool_usage_finished" else {}
 
 
 def _error(end: Any) -> object | None:
@@ -186,7 +130,3 @@ def _error_type(end: Any, error: object) -> str:
     if not isinstance(kind, type):
         kind = None if isinstance(error, str) else type(error)
     return kind.__qualname__ if kind else _UNKNOWN_ERROR
-
-
-def _ns(moment: datetime) -> int:
-    return int(moment.timestamp() * 1_000_000) * 1000

@@ -1,4 +1,4 @@
-"""Hears CrewAI's events and records spans: the start of a scope, its end in whatever order they arrive.
+"""Hears CrewAI's events and records spans: the start of a scope and its end, in whatever order they arrive.
 
 Handlers run in a copy of the emitter's context, so the rollout is the one that is current there.
 """
@@ -6,7 +6,6 @@ Handlers run in a copy of the emitter's context, so the rollout is the one that 
 import importlib
 import logging
 import pkgutil
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,20 +22,21 @@ from crewai.events.event_context import (
     restore_event_scope,
 )
 
-from agl.tracing import Capture, Undo, current, current_scope, innermost
+from agl.tracing import ActiveAttempt, OpenSpan, Undo, current, current_span_id, open_span
 from agl_crewai import _convert
 
 _log = logging.getLogger(__name__)
 
+_UNENDED = "CrewAI did not end it"
+
 
 @dataclass(frozen=True)
 class _Open:
-    """A scope that has begun: in which attempt, below which span, and who makes the call if it is a model's."""
+    """A scope that has begun: in which attempt, with which event, and its span."""
 
-    capture: Capture
-    parent_id: str
+    attempt: ActiveAttempt
     event: BaseEvent
-    client: dict[str, str]
+    span: OpenSpan
 
 
 class Listener:
@@ -45,7 +45,7 @@ class Listener:
     def __init__(self) -> None:
         self._lock = Lock()
         self._open: dict[str, _Open] = {}
-        self._early: dict[str, tuple[Capture, BaseEvent]] = {}
+        self._early: dict[str, tuple[ActiveAttempt, BaseEvent]] = {}
 
     def listen(self) -> Undo:
         """Register with the bus; the returned function takes the handlers off again."""
@@ -61,71 +61,52 @@ class Listener:
 
     def hear(self, source: Any, event: BaseEvent) -> None:
         """One event of the bus; ``source`` is who emitted it."""
-        capture = current()
-        if capture is None:
+        attempt = current()
+        if attempt is None:
             return
         try:
             if event.type in SCOPE_STARTING_EVENTS:
-                self._begin(_Open(capture, _parent_of(event, capture), event, _convert.client_of(source, event)))
+                self._begin(_Open(attempt, event, _open_span(source, event)))
             else:
-                self._end(capture, event)
+                self._end(attempt, event)
         except Exception:  # noqa: BLE001  # isolation point: CrewAI would print it into the agent's output
             _log.exception("The CrewAI event %s could not be recorded.", event.type)
 
     def current_span_id(self) -> str | None:
-        """Id of the span of the innermost scope in this context."""
-        event_id, capture = get_current_parent_id(), current()
-        if event_id is None or capture is None:
-            return None
-        span_id = _convert.span_id(event_id)
-        capture.starts.setdefault(span_id, time.perf_counter_ns())  # its handler may not have run yet
-        return span_id
+        """Id of the span of the innermost scope in this context; its handler may not have opened it yet."""
+        event_id = get_current_parent_id()
+        return None if event_id is None else _convert.span_id(event_id)
 
     def flush(self, timeout_s: float) -> None:
         """Wait for the handlers of every event so far."""
         crewai_event_bus.flush(timeout=timeout_s)
 
-    @contextmanager
-    def fresh_context(self) -> Generator[None]:
-        """Let no scope of an earlier run enclose this one: CrewAI leaves some open after a failure."""
-        with _outside_of_every_scope():
-            yield
-
-    def close(self, capture: Capture) -> None:
-        """Record what ``capture`` left open: scopes that CrewAI does not end when something in them fails."""
+    def close(self, attempt: ActiveAttempt) -> None:
+        """Record what ``attempt`` left open: scopes that CrewAI does not end when something in them fails."""
         with self._lock:
-            left = [opened for opened in self._open.values() if opened.capture is capture]
+            left = [opened for opened in self._open.values() if opened.attempt is attempt]
             for opened in left:
                 del self._open[opened.event.event_id]
-            self._early = {key: early for key, early in self._early.items() if early[0] is not capture}
+            self._early = {key: early for key, early in self._early.items() if early[0] is not attempt}
         for opened in left:
-            capture.starts.pop(_convert.span_id(opened.event.event_id), None)
-            capture.opened.pop(_convert.span_id(opened.event.event_id), None)
-            capture.record(_convert.unended(opened.event, capture, opened.parent_id, opened.client))
+            opened.span.close(_UNENDED, end_ns=0)
 
     def _begin(self, opened: _Open) -> None:
         with self._lock:
             _, end = self._early.pop(opened.event.event_id, (None, None))
-            if end is not None and not _convert.belong(opened.event, end):
-                end = None
-            if end is None:
+            if end is None or not _convert.belong(opened.event, end):
                 self._open[opened.event.event_id] = opened
-                span_id = _convert.span_id(opened.event.event_id)
-                opened.capture.starts[span_id] = _convert.clock_of(opened.event)
-                opened.capture.opened[span_id] = lambda: _convert.unended(
-                    opened.event, opened.capture, opened.parent_id, opened.client
-                )
-        if end is not None:
-            self._record(opened, end)
+                return
+        opened.span.close(**_convert.about_end(end))
 
-    def _end(self, capture: Capture, event: BaseEvent) -> None:
+    def _end(self, attempt: ActiveAttempt, event: BaseEvent) -> None:
         with self._lock:
             started_id = self._started_id(event)
             opened = self._open.pop(started_id, None)
             if opened is None and started_id:
-                self._early[started_id] = (capture, event)
+                self._early[started_id] = (attempt, event)
         if opened is not None:
-            self._record(opened, event)
+            opened.span.close(**_convert.about_end(event))
 
     def _started_id(self, event: BaseEvent) -> str:
         """The event that ``event`` ends: CrewAI's answer, or further out, where CrewAI left an inner scope open."""
@@ -135,11 +116,6 @@ class Listener:
             started_id = opened.event.parent_event_id or ""
             opened = self._open.get(started_id)
         return started_id
-
-    def _record(self, opened: _Open, end: BaseEvent) -> None:
-        opened.capture.starts.pop(_convert.span_id(opened.event.event_id), None)
-        opened.capture.opened.pop(_convert.span_id(opened.event.event_id), None)
-        opened.capture.record(_convert.span_of(opened.event, end, opened.capture, opened.parent_id, opened.client))
 
 
 def event_kinds() -> list[type[BaseEvent]]:
@@ -157,22 +133,27 @@ def _is_scope(value: object) -> bool:
     return kind in SCOPE_STARTING_EVENTS or kind in SCOPE_ENDING_EVENTS
 
 
-def _parent_of(event: BaseEvent, capture: Capture) -> str:
-    """The enclosing event's span, one of our operations within it, or what encloses the whole run."""
-    if event.parent_event_id is None:
-        with _outside_of_every_scope():
-            return innermost(capture)
-    parent_id, scope = _convert.span_id(event.parent_event_id), current_scope()
-    return scope.span_id if scope is not None and scope.framework_id == parent_id else parent_id
+def _open_span(source: Any, event: BaseEvent) -> OpenSpan:
+    """The span of a scope that begins: within the scope around it, or what was opened in that by somebody else."""
+    with within_scope(event.parent_event_id):
+        parent = current_span_id()
+    return open_span(
+        parent=parent,
+        span_id=_convert.span_id(event.event_id),
+        start_ns=_convert.time_of(event),
+        is_current=False,
+        **_convert.about_start(source, event),
+    )
 
 
 @contextmanager
-def _outside_of_every_scope() -> Generator[None]:
+def within_scope(event_id: str | None) -> Generator[None]:
+    """Let the scope that this event began be CrewAI's current one; with ``None`` none is."""
     from crewai.events import event_context
 
     stack = cast("Any", event_context)._event_id_stack
     before = stack.get()
-    restore_event_scope(())
+    restore_event_scope(() if event_id is None else ((event_id, ""),))
     try:
         yield
     finally:

@@ -13,8 +13,8 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
-from agl.tracing import Capture, Undo, current
-from agl.tracing import _process as process
+from agl.contracts import Tracer
+from agl.tracing import ActiveAttempt, Undo, around_attempts, current
 
 if TYPE_CHECKING:
     from agl_crewai.listener import Listener
@@ -28,7 +28,7 @@ _SCOPE_END_S = 5.0
 """Seconds that the end of an attempt waits for CrewAI's handlers; they take milliseconds."""
 
 
-class CrewAITracer:
+class CrewAITracer(Tracer):
     """Observes CrewAI; see the module. Several may be installed at once, one listener serves them all."""
 
     _installed: ClassVar[set["CrewAITracer"]] = set()
@@ -43,8 +43,7 @@ class CrewAITracer:
 
             listener = CrewAITracer._listener = Listener()
             self._undo.append(listener.listen())
-            process.add_scope(_scope)
-            self._undo.append(lambda: process.remove_scope(_scope))
+            self._undo.append(around_attempts(_observe))
         self._installed.add(self)
 
     def uninstall(self) -> None:
@@ -70,18 +69,20 @@ class CrewAITracer:
 
 
 @contextmanager
-def _scope(capture: Capture) -> Generator[None]:
-    """One attempt: begins outside of every crew, and ends with no span open."""
+def _observe(attempt: ActiveAttempt) -> Generator[None]:
+    """One attempt: begins outside of every scope, as CrewAI leaves some open after a failure, and leaves none open."""
+    from agl_crewai.listener import within_scope
+
     listener = CrewAITracer._listener  # pyright: ignore[reportPrivateUsage]  # this module's own
     if listener is None:
         yield
         return
-    with listener.fresh_context():
+    with within_scope(None):
         try:
             yield
         finally:
             listener.flush(_SCOPE_END_S)
-            listener.close(capture)
+            listener.close(attempt)
 
 
 def _set_environment() -> Undo:

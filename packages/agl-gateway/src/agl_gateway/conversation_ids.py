@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import msgspec
 
-from agl.schemas import Dialect
+from agl.dialects import Request
 from agl_gateway.problems import Problem
 
 HEADER = "x-agl-conversation-id"
@@ -23,15 +23,15 @@ _FIELD = "conversation_id"
 _MAX_ID = 512
 
 
-def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -> str:
+def conversation_of(headers: Mapping[str, str], call: Request) -> str:
     """The conversation that a call belongs to; the module's docstring has the rule.
 
     Raises:
         Problem: 400 where nothing says it, or the id is too long.
     """
-    if given := conversation_id(headers, body):
+    if given := conversation_id(headers, call.get("metadata")):
         return given
-    opening = _opening(body, dialect)
+    opening = _opening(call)
     if opening is None:
         raise Problem(
             400,
@@ -42,39 +42,32 @@ def conversation_of(headers: Mapping[str, str], body: bytes, dialect: Dialect) -
     return f"opening-{blake2b(msgspec.json.encode(opening, order='sorted'), digest_size=16).hexdigest()}"
 
 
-def conversation_id(headers: Mapping[str, str], body: bytes) -> str:
-    """The id that the client gives, ``""`` if it gives none; raises a 400 :class:`Problem` if it is too long."""
-    given = headers.get(HEADER, "") or _in_metadata(body)
+def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
+    """The id that the client gives, in a header or in the body's ``metadata``, ``""`` if it gives none.
+
+    Raises:
+        Problem: 400 where it is too long.
+    """
+    found = _object(metadata).get(_FIELD)
+    given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
     if len(given) > _MAX_ID:
         raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
     return given
 
 
-def _in_metadata(body: bytes) -> str:
-    found = _object(_object(_decoded(body)).get("metadata")).get(_FIELD)
-    return found if isinstance(found, str) else ""
-
-
-def _opening(body: bytes, dialect: Dialect) -> list[Any] | None:
+def _opening(call: Request) -> list[Any] | None:
     """System prompt and messages up to the first of the user; ``None`` if the call has none."""
-    call = _object(_decoded(body))
-    if dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
+    is_response = call.dialect == "responses"
+    if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
         return None
-    system = call.get("instructions") if dialect == "responses" else call.get("system")
-    messages = call.get("input") if dialect == "responses" else call.get("messages")
+    system = call.get("instructions" if is_response else "system")
+    messages = call.get("input" if is_response else "messages")
     if isinstance(messages, str):
         return [system, messages]
     for index, message in enumerate(_items(messages)):
         if _object(message).get("role") == "user":
             return [system, *_items(messages)[: index + 1]]
     return None
-
-
-def _decoded(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None  # the relay says what is wrong with it
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class ConversationsApi:
         """End the conversation of the header; again is harmless. The answer's headers name its rollout."""
         if self._identities.verify(key_of(request.headers)).scope == "attempt":
             raise Problem(403, "an attempt's token ends no conversation; use AGL_CLIENT_TOKEN or the admin token")
-        conversation = conversation_id(request.headers, b"")
+        conversation = conversation_id(request.headers)
         if not conversation:
             raise Problem(400, f"which conversation is over? send its id in the header {HEADER}")
         try:

@@ -58,7 +58,7 @@ class Recorded:
     @property
     def size(self) -> int:
         """Bytes that it holds."""
-        return len(self.exchange.request) + len(self.exchange.response)
+        return len(self.exchange.request.body) + len(self.exchange.response)
 
 
 @dataclass

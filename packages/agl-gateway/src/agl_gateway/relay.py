@@ -1,4 +1,4 @@
-"""The relay: from a client's request to the backend's answer, byte for byte, with the recording behind it."""
+"""Relays a client's request to the backend and its answer back, byte for byte, and has both recorded behind it."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from agl.contracts import Upstream
-from agl.dialects import Exchange, head_of, prepare_body
+from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect
 from agl_gateway.arms import ArmRoutes, policy_of
@@ -36,9 +36,8 @@ _CLIENT_LEFT = "the client closed the connection before the answer ended"
 class _Call:
     """One call in flight: fixed facts, and what the relay finds out."""
 
-    dialect: Dialect
+    asked: Request
     endpoint: str
-    body: bytes
     context: CallContext
     start_ns: int
     started: float
@@ -60,11 +59,10 @@ class _Call:
         return {} if self.conversation is None else self.conversation.headers()
 
 
-def _call(dialect: Dialect, endpoint: str, body: bytes, context: CallContext) -> _Call:
+def _call(asked: Request, endpoint: str, context: CallContext) -> _Call:
     return _Call(
-        dialect=dialect,
+        asked=asked,
         endpoint=endpoint,
-        body=body,
         context=context,
         start_ns=time.time_ns(),
         started=time.perf_counter(),
@@ -99,19 +97,19 @@ class Relay:
     ) -> web.StreamResponse:
         """Answer one model call of an attempt that was checked before."""
         await self._recorder.admit()
-        body = await read_body(request, limit=self._max_body)
-        context = context_of(rollout_id, attempt_id, request.headers, body, self._request_ids)
-        return await self._answer(request, _call(dialect, endpoint, body, context))
+        asked = Request(dialect, await read_body(request, limit=self._max_body))
+        context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
+        return await self._answer(request, _call(asked, endpoint, context))
 
     async def converse(
         self, request: web.BaseRequest, conversations: Conversations, *, dialect: Dialect, endpoint: str
     ) -> web.StreamResponse:
         """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
         await self._recorder.admit()
-        body = await read_body(request, limit=self._max_body)
-        async with conversations.talk(conversation_of(request.headers, body, dialect)) as found:
-            context = context_of(found.rollout_id, found.attempt_id, request.headers, body, self._request_ids)
-            call = _call(dialect, endpoint, body, context)
+        asked = Request(dialect, await read_body(request, limit=self._max_body))
+        async with conversations.talk(conversation_of(request.headers, asked)) as found:
+            context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
+            call = _call(asked, endpoint, context)
             call.conversation = found
             reply = await self._answer(request, call)
         if call.is_lost:
@@ -124,17 +122,17 @@ class Relay:
         try:
             return await self._route(request, call)
         except Problem as problem:
-            self._record(call, problem_body(problem, call.dialect), status=problem.status, error=str(problem))
-            reply = problem_response(problem, call.dialect)
+            self._record(call, problem_body(problem, call.asked.dialect), status=problem.status, error=str(problem))
+            reply = problem_response(problem, call.asked.dialect)
             reply.headers.update(call.headers_of_gateway())
             return reply
 
     async def _route(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
-        head = head_of(call.body)
-        if head is None:
+        asked = call.asked
+        if not asked.is_object:
             raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
-        names = () if call.dialect == "embeddings" else call.context.names
-        target = call.target = await self._target(call, self.router.choose(head.model_name, names=names))
+        chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.names)
+        target = call.target = await self._target(call, chosen)
         gate = self.gates[target.upstream.name]
         version = await gate.enter()
         call.model_version = call.model_version or version
@@ -158,8 +156,8 @@ class Relay:
         """Ask the rollout's own server, and the policy's others while those before them do not answer."""
         upstream = target.upstream
         model = call.model or self.gates[upstream.name].model
-        body = prepare_body(call.dialect, call.body, want_ids=upstream.is_trained, model=model or None)
-        headers = request_headers(request.headers, target, call.dialect)
+        body = call.asked.prepared(want_ids=upstream.is_trained, model=model)
+        headers = request_headers(request.headers, target, call.asked.dialect)
         *firsts, last = target.urls(call.context.rollout_id, call.endpoint, request.query_string)
         for url in firsts:
             try:
@@ -249,8 +247,7 @@ class Relay:
         encoding = headers.get("content-encoding", "")
         latency_s = now - call.started
         exchange = Exchange(
-            path=call.endpoint,
-            request=call.body,
+            request=call.asked,
             request_id=call.context.request_id,
             status=status,
             headers={},

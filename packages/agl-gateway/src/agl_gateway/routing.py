@@ -1,13 +1,13 @@
-"""Which backend serves a request: by the name that the request's ``model`` field gives."""
+"""The backends behind a gateway, their keys, and which of them serves a request."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
-from agl.tracing import claimants
+from agl.schemas import Dialect
+from agl.tracing import upstreams_for
 from agl_gateway.problems import Problem
 from agl_gateway.replicas import Replicas
 
@@ -46,31 +46,22 @@ class Router:
                 raise ConfigError(f"two upstreams are named {upstream.name!r}; give each policy a name of its own")
             self.targets[upstream.name] = _target(upstream, known)
 
-    def choose(self, model: str, *, names: Sequence[str] = ()) -> Target:
-        """The target for ``model``: by name, then by the backend's model name, then by alias, else the only one.
-
-        A policy that claims who makes the call comes before all of these.
+    def choose(self, model: str, *, dialect: Dialect = "chat", names: Sequence[str] = ()) -> Target:
+        """The target for a call, by :func:`agl.tracing.upstreams_for`.
 
         Args:
             model: What the request says.
+            dialect: The API that is called.
             names: Who makes the call, innermost first.
 
         Raises:
-            Problem: 404 with the known names; 409 where two policies claim one agent.
+            Problem: 404 with the known names; 409 where the configuration does not say which policy is meant.
         """
-        claimed = claimants(self._upstreams, names)
-        if len(claimed) > 1:
-            raise Problem(409, _two_claims(claimed, names), code="ambiguous_agent")
-        if claimed:
-            return self.targets[claimed[0].name]
-        if (target := self.targets.get(model)) is not None:
-            return target
-        for matches in (_is_model, _is_alias):
-            for target in self.targets.values():
-                if matches(target.upstream, model):
-                    return target
-        if len(self.targets) == 1:
-            return next(iter(self.targets.values()))
+        found = upstreams_for(self._upstreams, dialect=dialect, model=model, names=names)
+        if len(found) == 1:
+            return self.targets[found[0].name]
+        if found:
+            raise _ambiguous(found, model, names)
         raise Problem(404, self._unknown(model), code="model_not_found")
 
     def _unknown(self, model: str) -> str:
@@ -90,17 +81,15 @@ class Router:
         return list(dict.fromkeys(names))
 
 
-def _two_claims(claimed: Sequence[Upstream], names: Sequence[str]) -> str:
-    patterns = " and ".join(f"{upstream.name!r} (agents = {upstream.agents!r})" for upstream in claimed)
-    return f"the policies {patterns} both take calls made by {list(names)}; let one pattern match each agent"
-
-
-def _is_model(upstream: Upstream, model: str) -> bool:
-    return bool(model) and upstream.model == model
-
-
-def _is_alias(upstream: Upstream, model: str) -> bool:
-    return any(fnmatchcase(model, alias) for alias in upstream.aliases)
+def _ambiguous(found: Sequence[Upstream], model: str, names: Sequence[str]) -> Problem:
+    """Says which policies a call may be for, and how to tell them apart."""
+    if upstreams_for(found, names=names):
+        patterns = " and ".join(f"{upstream.name!r} (agents = {upstream.agents!r})" for upstream in found)
+        text = f"the policies {patterns} both take calls made by {list(names)}; let one pattern match each agent"
+        return Problem(409, text, code="ambiguous_agent")
+    policies = " and ".join(repr(upstream.name) for upstream in found)
+    text = f"the policies {policies} both serve the model {model!r}; ask for one of them by its name"
+    return Problem(409, text, code="ambiguous_model")
 
 
 def _target(upstream: Upstream, environ: Mapping[str, str]) -> Target:

@@ -57,7 +57,7 @@ class SplitApi:
             arm = placement.arm if placement is not None else ""
             caller = Conversation(rollout_id=claim.rollout_id, attempt_id=claim.attempt_id, arm=arm)
             return rollout, caller.headers()
-        conversation = conversation_id(request.headers, b"")
+        conversation = conversation_id(request.headers)
         if not conversation:
             raise Problem(400, f"who asks? send an attempt's token, or the conversation's id in the header {HEADER}")
         caller = await self._conversations.open(conversation)

@@ -1,18 +1,14 @@
-"""LangChain's and LangGraph's objects as ours; nothing else in this package looks into them.
+"""LangChain's and LangGraph's objects as what a span says; nothing else in this package looks into them.
 
 Names that a person wrote (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name`` and ``agl.node``;
 names that the libraries made up do not, so that they select nothing by accident.
 """
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from agl import semconv
-from agl.schemas import Span
-from agl.tracing import failure, host_of, plain
-from agl_langchain._runs import Kind, Run
+from agl_langchain._runs import Run
 
 _MADE_UP = ("Runnable", "Channel", "_", "LangGraph", "Unnamed", "lambda", "<")
 _AGENT_NODES = frozenset({"model", "agent"})
@@ -28,21 +24,6 @@ INTERRUPT = "agl.interrupt"
 """Why a graph stopped to be resumed later, such as ``GraphInterrupt``."""
 
 _END = "__end__"
-_STILL_OPEN = "still open when the attempt ended"
-_OPERATIONS: dict[Kind, str] = {
-    "workflow": semconv.OP_INVOKE_WORKFLOW,
-    "agent": semconv.OP_INVOKE_AGENT,
-    "node": "invoke_node",
-    "tool": semconv.OP_EXECUTE_TOOL,
-    "model": semconv.OP_CHAT,
-    "retrieval": "retrieval",
-}
-_NAMES: dict[Kind, str] = {
-    "workflow": semconv.WORKFLOW_NAME,
-    "agent": semconv.AGENT_NAME,
-    "node": semconv.NODE,
-    "tool": semconv.TOOL_NAME,
-}
 
 
 def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_type: str | None) -> None:
@@ -65,112 +46,54 @@ def _enter_graph(node: Run) -> None:
     graph = node.parent
     if graph is None:
         return
+    known = graph.kind
     if node.name in _AGENT_NODES and graph.is_named:
         graph.kind = "agent"
     elif graph.kind == "pass":
         graph.kind = "workflow"
+    if graph.kind != known:
+        graph.describe()
     if node.name in _PREBUILT_NODES and not graph.is_named and graph.owner():
         node.is_named = False
 
 
-def thread_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The conversation that a graph's checkpoints belong to."""
-    thread = metadata.get("thread_id")
-    return {} if thread is None else {semconv.CONVERSATION_ID: str(thread)}
-
-
-def tool_attributes(name: str, *, arguments: Any, call_id: Any) -> dict[str, Any]:
-    """What a tool is called with."""
-    found = {semconv.TOOL_NAME: name, semconv.TOOL_ARGUMENTS: plain(arguments)}
-    return found if call_id is None else {**found, semconv.TOOL_CALL_ID: str(call_id)}
-
-
-def model_attributes(metadata: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Which model is called; the call itself is recorded on the wire."""
-    model = metadata.get("ls_model_name") or parameters.get("model") or parameters.get("model_name")
-    found = {semconv.REQUEST_MODEL: model, semconv.PROVIDER: metadata.get("ls_provider")}
-    return {name: str(value) for name, value in found.items() if value}
-
-
-def client_attributes(serialized: Mapping[str, Any]) -> dict[str, str]:
-    """The class that calls the model, and the host where its settings say one."""
-    path = serialized.get("id")
-    names: list[str] = [str(part) for part in cast("list[Any]", path)] if isinstance(path, list) else []
-    settings = serialized.get("kwargs")
+def about_model(
+    serialized: Mapping[str, Any], metadata: Mapping[str, Any], parameters: Mapping[str, Any]
+) -> dict[str, str]:
+    """Which model is called, through which class, and at which server, as far as the settings say."""
+    path, settings = serialized.get("id"), serialized.get("kwargs")
+    names: list[Any] = cast("list[Any]", path) if isinstance(path, list) else []
     given: Mapping[str, Any] = cast("Mapping[str, Any]", settings) if isinstance(settings, dict) else {}
-    url = next((str(given[key]) for key in _URLS if given.get(key)), "")
-    found = {semconv.CLIENT: ".".join(names), semconv.SERVER_ADDRESS: host_of(url)}
-    return {name: value for name, value in found.items() if value}
+    model = metadata.get("ls_model_name") or parameters.get("model") or parameters.get("model_name")
+    return {
+        "model": str(model or ""),
+        "provider": str(metadata.get("ls_provider") or ""),
+        "client": ".".join(map(str, names)),
+        "server": next((str(given[key]) for key in _URLS if given.get(key)), ""),
+    }
 
 
-def take_output(run: Run, output: Any) -> dict[str, Any]:
-    """Keep what a run returned, where that says more than the model calls do; gives the span's status fields."""
+def about_output(run: Run, output: Any) -> dict[str, Any]:
+    """What a run returned, where that says more than the model calls do, as arguments of ``close``."""
     target = _target(output)
-    if target and not run.handed_off:
-        hand_off(run, target)
-    if run.kind != "tool":
-        return {"status": "ok"}
+    run.hand_off(target)
+    if run.kind != "tool" or target:
+        return {}
     content = getattr(output, "content", output)
-    run.attributes[semconv.TOOL_RESULT] = plain(None if target else content)
-    if getattr(output, "status", None) != "error":
-        return {"status": "ok"}
-    run.attributes[semconv.ERROR_TYPE] = "ToolError"
-    return {"status": "error", "status_message": str(plain(content))}
+    is_error = getattr(output, "status", None) == "error"
+    return {"result": content, **({"error": str(content), "error_type": "ToolError"} if is_error else {})}
 
 
-def take_error(run: Run, error: BaseException) -> dict[str, Any]:
-    """The status fields of a run that raised; a hand-off, an interrupt and a closed stream are no errors."""
-    if isinstance(error, GeneratorExit):
-        return {"status": "ok"}
-    if _bubbles_up(error):
-        target = _target(error.args[0]) if error.args else ""
-        if target and not run.handed_off:
-            hand_off(run, target)
-        if not target:
-            run.attributes[INTERRUPT] = type(error).__qualname__
-        return {"status": "ok"}
-    run.attributes[semconv.ERROR_TYPE] = type(error).__qualname__
-    return failure(error)
-
-
-def hand_off(run: Run, target: str) -> None:
-    """Record a hand-off on the run that makes it; it then passes through the runs around it."""
-    run.attributes[semconv.HANDOFF_SOURCE] = run.owner()
-    run.attributes[semconv.HANDOFF_TARGET] = target
-    outer: Run | None = run
-    while outer is not None:
-        outer.handed_off = True
-        outer = outer.parent
-
-
-def span_of(run: Run, *, is_ended: bool = True, **status: Any) -> Span:
-    """The span of a run that ended, or of one that is still open when its attempt ends."""
-    operation, name = _OPERATIONS[run.kind], run.attributes.get(semconv.REQUEST_MODEL, run.name)
-    attributes = {semconv.OPERATION: operation, **run.attributes}
-    if run.kind in _NAMES and (run.is_named or run.kind in ("workflow", "tool")):
-        attributes[_NAMES[run.kind]] = run.name
-    if run.is_named and run.kind == "workflow":
-        attributes[semconv.NODE] = run.name
-    if not is_ended:
-        status = {"status": "error", "status_message": _STILL_OPEN}
-    return Span(
-        rollout_id=run.capture.rollout_id,
-        attempt_id=run.capture.attempt_id,
-        trace_id=run.capture.trace_id,
-        span_id=run.span_id,
-        parent_id=run.parent_id(),
-        name=f"{operation} {name}".rstrip(),
-        start_ns=run.start_ns,
-        end_ns=time.time_ns(),
-        attributes=attributes,
-        **status,
-    )
-
-
-def _bubbles_up(error: BaseException) -> bool:
-    """Whether LangGraph raised this to steer the graph; without LangGraph nobody did."""
+def about_error(run: Run, error: BaseException) -> dict[str, Any]:
+    """What a run raised, as arguments of ``close``; a hand-off and an interrupt are no errors."""
     errors = sys.modules.get("langgraph.errors")
-    return errors is not None and isinstance(error, errors.GraphBubbleUp)
+    if errors is None or not isinstance(error, errors.GraphBubbleUp):
+        return {"error": error}
+    target = _target(error.args[0]) if error.args else ""
+    run.hand_off(target)
+    if not target and run.span is not None:
+        run.span.set({INTERRUPT: type(error).__qualname__})
+    return {}
 
 
 def _target(output: Any) -> str:

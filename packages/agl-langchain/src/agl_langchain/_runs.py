@@ -1,7 +1,7 @@
-"""The runs that LangChain has started and not ended: where each belongs, and what its span will say.
+"""The runs that LangChain has started and not ended: what each is, and where it belongs.
 
-A run becomes a span when it ends. Runs of kind ``pass`` (LangChain's own plumbing, such as prompts, parsers and
-unnamed sequences) become none: what happens in them belongs to the nearest run around them that does.
+Runs of kind ``pass`` (LangChain's own plumbing, such as prompts, parsers and unnamed sequences) have no span: what
+happens in them belongs to the nearest run around them that has one.
 """
 
 import time
@@ -9,10 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import UUID
 
-from agl.schemas import new_span_id
-from agl.tracing import Capture
+from agl import semconv
+from agl.tracing import ActiveAttempt, OpenSpan, open_span
 
 Kind = Literal["pass", "workflow", "agent", "node", "tool", "model", "retrieval"]
+
+_OPERATIONS: dict[Kind, str] = {
+    "workflow": semconv.OP_INVOKE_WORKFLOW,
+    "agent": semconv.OP_INVOKE_AGENT,
+    "node": semconv.OP_INVOKE_NODE,
+    "tool": semconv.OP_EXECUTE_TOOL,
+    "model": semconv.OP_CHAT,
+    "retrieval": "retrieval",
+}
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -20,18 +29,20 @@ class Run:
     """One run.
 
     Attributes:
-        capture: The attempt that it started in.
-        parent: The run that it was started in, if that belongs to the same attempt.
-        above: The span that it started in where that is none of LangChain's: an operation, another framework's, or
-            the attempt's root.
+        attempt: The attempt that it started in.
+        kind: What it is; a chain's kind may change when its first node starts.
         name: What the framework calls it.
         is_named: Whether a person chose the name.
         is_graph_node: Whether it is a node of a LangGraph graph.
-        handed_off: Whether a hand-off that passes through it is recorded already.
+        parent: The run that it was started in, if that belongs to the same attempt.
+        above: The span that it started in where that is none of LangChain's: an operation, another framework's, or
+            the attempt's root.
         within: The run whose code was running when a model was called.
+        span: Its span, ``None`` while its kind is ``pass``.
+        handed_off: Whether a hand-off that passes through it is recorded already.
     """
 
-    capture: Capture
+    attempt: ActiveAttempt
     kind: Kind
     name: str
     is_named: bool = False
@@ -39,16 +50,32 @@ class Run:
     parent: "Run | None" = None
     above: str | None = None
     within: UUID | None = None
-    attributes: dict[str, Any] = field(default_factory=dict[str, Any])
-    span_id: str = field(default_factory=new_span_id)
+    span: OpenSpan | None = None
     start_ns: int = field(default_factory=time.time_ns)
     handed_off: bool = False
-    is_open: bool = True
+
+    def describe(self, **about: Any) -> None:
+        """Open the span if the run has none yet, and say in it what the run is."""
+        if self.kind == "pass":
+            return
+        operation, named = _OPERATIONS[self.kind], self.name if self.is_named else None
+        if self.span is None:
+            parent, start_ns = self.parent_id(), self.start_ns
+            self.span = open_span(attempt=self.attempt, parent=parent, start_ns=start_ns, is_current=False)
+        self.span.name = f"{operation} {about.get('model') or self.name}".rstrip()
+        self.span.set(
+            operation=operation,
+            workflow=self.name if self.kind == "workflow" else None,
+            agent=self.name if self.kind == "agent" else None,
+            node=named if self.kind in ("workflow", "node") else None,
+            tool=self.name if self.kind == "tool" else None,
+            **about,
+        )
 
     def recorded(self) -> "Run | None":
-        """This run, or the nearest one around it that becomes a span."""
+        """This run, or the nearest one around it that has a span."""
         run: Run | None = self
-        while run is not None and run.kind == "pass":
+        while run is not None and run.span is None:
             run = run.parent
         return run
 
@@ -57,9 +84,9 @@ class Run:
         run: Run = self
         while run.above is None and run.parent is not None:
             run = run.parent
-            if run.kind != "pass":
-                return run.span_id
-        return run.above or run.capture.root_span_id
+            if run.span is not None:
+                return run.span.span_id
+        return run.above or run.attempt.root_span_id
 
     def owner(self) -> str:
         """Name of the agent that this run belongs to; without one the nearest node's; ``""`` if neither is known."""
@@ -81,3 +108,13 @@ class Run:
                 return True
             run = run.parent
         return False
+
+    def hand_off(self, target: str) -> None:
+        """Record a hand-off on the run that makes it; it then passes through the runs around it."""
+        if not target or self.handed_off or self.span is None:
+            return
+        self.span.set(source=self.owner(), target=target)
+        run: Run | None = self
+        while run is not None:
+            run.handed_off = True
+            run = run.parent

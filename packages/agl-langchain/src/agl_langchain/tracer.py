@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from agl.tracing import Capture
-from agl.tracing import _process as process
+from agl.contracts import Tracer
+from agl.tracing import ActiveAttempt, Undo, around_attempts
 
 if TYPE_CHECKING:
     from agl_langchain._handler import RunHandler
@@ -20,12 +20,12 @@ _HANDLER: ContextVar["RunHandler | None"] = ContextVar("agl_langchain_handler", 
 """Read by LangChain whenever a run starts; set within attempts only."""
 
 
-class LangChainTracer:
+class LangChainTracer(Tracer):
     """Observes LangChain and LangGraph; see the module."""
 
     def __init__(self) -> None:
         self._handler: RunHandler | None = None
-        self._is_installed = False
+        self._undo: Undo | None = None
 
     def get_langchain_handler(self) -> "RunHandler":
         """The callback handler, for who prefers to pass it: ``config={"callbacks": [handler]}``.
@@ -43,34 +43,29 @@ class LangChainTracer:
         from langchain_core.tracers.context import register_configure_hook
 
         self.get_langchain_handler()
-        if not self._is_installed:
+        if self._undo is None:
             register_configure_hook(_HANDLER, inheritable=True)
-            process.add_scope(self._scope)
-            self._is_installed = True
+            self._undo = around_attempts(self._observe)
 
     def uninstall(self) -> None:
         """Take the hook back; attempts that run are no longer observed."""
-        if not self._is_installed:
-            return
-        process.remove_scope(self._scope)
-        _unregister(_HANDLER)
-        self._is_installed = False
+        if self._undo is not None:
+            self._undo()
+            _unregister(_HANDLER)
+            self._undo = None
 
     def current_span_id(self) -> str | None:
         """Id of the innermost run's span in this context."""
         run = None if self._handler is None else self._handler.current_run()
-        return None if run is None else run.span_id
-
-    def flush(self, timeout_s: float) -> None:
-        """Nothing waits: a span is recorded while its run ends."""
+        return None if run is None or run.span is None else run.span.span_id
 
     def worker_env(self) -> Mapping[str, str]:
         """LangSmith's uploads off, under both of its names."""
         return {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}
 
     @contextmanager
-    def _scope(self, capture: Capture) -> Generator[None]:
-        """Around one attempt: the handler is found, and nothing is uploaded."""
+    def _observe(self, attempt: ActiveAttempt) -> Generator[None]:
+        """Let LangChain find the handler within one attempt, and upload nothing."""
         from langsmith.run_helpers import tracing_context  # pyright: ignore[reportUnknownVariableType]  # open types
 
         token = _HANDLER.set(self._handler)
@@ -79,6 +74,8 @@ class LangChainTracer:
                 yield
         finally:
             _HANDLER.reset(token)
+            if self._handler is not None:
+                self._handler.forget(attempt)
 
 
 def _unregister(variable: ContextVar[Any]) -> None:

@@ -1,13 +1,9 @@
-"""The SDK's spans and traces as ours; nothing else in this package looks into them."""
+"""The SDK's spans and traces as what a span of ours says; nothing else in this package looks into them."""
 
-import sys
-import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from agl import semconv
-from agl.schemas import Span, new_span_id
-from agl.tracing import Capture, failure, host_of, plain
+from agl.tracing import ActiveAttempt, OpenSpan, open_span
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,121 +11,79 @@ if TYPE_CHECKING:
 _PASSED = frozenset({"task", "turn"})
 """Kinds that only divide an agent's work; what happens in them belongs to the span around them."""
 
-_OPERATIONS = {
-    "agent": semconv.OP_INVOKE_AGENT,
-    "function": semconv.OP_EXECUTE_TOOL,
-    "generation": semconv.OP_CHAT,
-    "response": semconv.OP_CHAT,
-    "handoff": "handoff",
-    "guardrail": "guardrail",
-    "mcp_tools": "list_tools",
-}
-_STILL_OPEN = "still open when the attempt ended"
+_OPERATIONS = {"mcp_tools": "list_tools"}
+"""Operations that the SDK has other names for."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Open:
-    """A span or a trace that has started.
-
-    Attributes:
-        source: The SDK's own object.
-        span_id: Id of its span; for one that becomes none, of the span around it.
-        raised: The exception that was being handled when it started: not one of its own.
-    """
-
-    capture: Capture
-    source: Any
-    parent_id: str
-    is_recorded: bool = True
-    raised: BaseException | None = None
-    span_id: str = field(default_factory=new_span_id)
-    start_ns: int = field(default_factory=time.time_ns)
-
-
-def open_(source: Any, capture: Capture, *, parent_id: str) -> Open:
-    """A span or trace that starts now."""
-    if hasattr(source, "span_data") and _is_passed(source.span_data):
-        return Open(capture=capture, source=source, parent_id=parent_id, is_recorded=False, span_id=parent_id)
-    return Open(capture=capture, source=source, parent_id=parent_id, raised=sys.exception())
-
-
-def _is_passed(data: Any) -> bool:
-    return data.type in _PASSED or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
-
-
-def span_of(opened: Open, *, raised: BaseException | None = None, is_ended: bool = True) -> Span:
-    """The span of what has ended, or is still open when its attempt ends."""
-    is_span = hasattr(opened.source, "span_data")
-    operation, name, attributes = _described(opened.source) if is_span else _workflow(opened.source)
-    if operation:
-        attributes = {semconv.OPERATION: operation, **attributes}
-    status: dict[str, Any] = {"status": "error", "status_message": _STILL_OPEN}
-    if is_ended:
-        status = _status(opened.source, raised, attributes)
-    capture = opened.capture
-    return Span(
-        rollout_id=capture.rollout_id,
-        attempt_id=capture.attempt_id,
-        trace_id=capture.trace_id,
-        span_id=opened.span_id,
-        parent_id=opened.parent_id,
-        name=f"{operation} {name}".strip(),
-        start_ns=opened.start_ns,
-        end_ns=time.time_ns(),
-        attributes=attributes,
-        **status,
+def is_passed(source: Any) -> bool:
+    """Whether a span or trace of the SDK's gets no span."""
+    data = getattr(source, "span_data", None)
+    return data is not None and (
+        data.type in _PASSED or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
     )
 
 
-def _workflow(trace: Any) -> tuple[str, str, dict[str, Any]]:
-    attributes: dict[str, Any] = {semconv.WORKFLOW_NAME: str(trace.name)}
-    group = getattr(trace, "group_id", None)
-    if group:
-        attributes[semconv.CONVERSATION_ID] = str(group)
-    return semconv.OP_INVOKE_WORKFLOW, str(trace.name), attributes
+def open_from(source: Any, attempt: ActiveAttempt, parent: str | None) -> OpenSpan:
+    """The span of a span or trace of the SDK's that starts now."""
+    data = getattr(source, "span_data", None)
+    is_own = data is not None and data.type == "custom"
+    return open_span(
+        _name(data) if data is not None else "",
+        attempt=attempt,
+        parent=parent,
+        attributes=(lambda: getattr(data, "data", None) or {}) if is_own else None,
+        is_current=False,
+        **about(source),
+    )
 
 
-def _described(span: Any) -> tuple[str, str, dict[str, Any]]:
-    """Operation, name and attributes of a span; no operation for one that the program made itself."""
-    data, kind = span.span_data, str(span.span_data.type)
+def about(source: Any) -> dict[str, Any]:
+    """What a span or trace is about, as far as the SDK says it by now; of a program's own spans only the name."""
+    data = getattr(source, "span_data", None)
+    if data is None:
+        group = getattr(source, "group_id", None)
+        return {"operation": semconv.OP_INVOKE_WORKFLOW, "workflow": str(source.name), "conversation": group}
+    match data.type:
+        case "agent":
+            return {"agent": data.name}
+        case "function":
+            return {"tool": data.name, "arguments": data.input, "result": data.output}
+        case "handoff":
+            return {"operation": semconv.OP_HANDOFF, "source": data.from_agent, "target": data.to_agent}
+        case "generation" | "response":
+            return {"operation": semconv.OP_CHAT, "model": _model_of(data), "server": _server_of(data)}
+        case "custom":
+            return {}
+        case other:
+            return {"operation": _OPERATIONS.get(other, other)}
+
+
+def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
+    """Why a span failed, as arguments of ``close``; a hand-off is no error."""
+    if raised is not None:
+        return {"error": raised}
+    error = cast("Mapping[str, Any] | None", getattr(source, "error", None))
+    if not error or source.span_data.type == "handoff":
+        return {}
+    details = cast("Mapping[str, Any]", error.get("data") or {})
+    texts = (error.get("message"), details.get("message"), details.get("error"))
+    text = ": ".join(str(text) for text in texts if text)
+    return {"error": text, "error_type": str(details.get("name") or "AgentsError")}
+
+
+def _name(data: Any) -> str:
+    """The whole name of a span that is about nothing that names it."""
+    if data.type in ("agent", "function", "handoff", "generation", "response"):
+        return ""
     name = str(getattr(data, "name", None) or "")
-    operation = "" if kind == "custom" else _OPERATIONS.get(kind, kind)
-    if kind == "agent":
-        return operation, name, {semconv.AGENT_NAME: name}
-    if kind == "function":
-        found = {semconv.TOOL_NAME: name, semconv.TOOL_ARGUMENTS: data.input, semconv.TOOL_RESULT: data.output}
-        return operation, name, {key: plain(value) for key, value in found.items() if value is not None}
-    if kind == "handoff":
-        source, target = str(data.from_agent or ""), str(data.to_agent or "")
-        return operation, target, {semconv.HANDOFF_SOURCE: source, semconv.HANDOFF_TARGET: target}
-    if kind in ("generation", "response"):
-        model = str(_model_of(data) or "")
-        return operation, model, {**({semconv.REQUEST_MODEL: model} if model else {}), **_server_of(data)}
-    if kind == "custom":
-        return operation, name, cast("dict[str, Any]", plain(data.data or {}))
-    return operation, name, {}
+    return name if data.type == "custom" else f"{_OPERATIONS.get(data.type, data.type)} {name}".strip()
 
 
-def _model_of(data: Any) -> Any:
-    return data.model if data.type == "generation" else getattr(data.response, "model", None)
+def _model_of(data: Any) -> str:
+    return str((data.model if data.type == "generation" else getattr(data.response, "model", None)) or "")
 
 
-def _server_of(data: Any) -> dict[str, str]:
+def _server_of(data: Any) -> str:
     """Where the model is called, as far as the SDK says it."""
     settings = cast("Mapping[str, Any]", getattr(data, "model_config", None) or {})
-    host = host_of(str(settings.get("base_url") or ""))
-    return {semconv.SERVER_ADDRESS: host} if host else {}
-
-
-def _status(source: Any, raised: BaseException | None, attributes: dict[str, Any]) -> dict[str, Any]:
-    """The status fields, with the error's type added to ``attributes``; a hand-off is no error."""
-    if raised is not None and not isinstance(raised, GeneratorExit):
-        attributes[semconv.ERROR_TYPE] = type(raised).__qualname__
-        return failure(raised)
-    error = cast("Mapping[str, Any] | None", getattr(source, "error", None))
-    if not error or attributes.get(semconv.OPERATION) == "handoff":
-        return {"status": "ok"}
-    details = cast("Mapping[str, Any]", error.get("data") or {})
-    attributes[semconv.ERROR_TYPE] = str(details.get("name") or "AgentsError")
-    texts = (error.get("message"), details.get("message"), details.get("error"))
-    return {"status": "error", "status_message": plain(": ".join(str(text) for text in texts if text))}
+    return str(settings.get("base_url") or "")

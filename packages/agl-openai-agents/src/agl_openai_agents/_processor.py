@@ -2,18 +2,34 @@
 
 import logging
 import sys
-import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
-from agl.tracing import Capture, current, innermost
-from agl_openai_agents._convert import Open, open_, span_of
+from agl.tracing import ActiveAttempt, OpenSpan, current, current_span_id
+from agl_openai_agents._convert import about, about_error, is_passed, open_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Open:
+    """A span or a trace of the SDK's that has started.
+
+    Attributes:
+        span: Its span, ``None`` for one that gets none.
+        span_id: Id of the span in which its calls are made: its own, or the one around it.
+        raised: The exception that was being handled when it started: not one of its own.
+    """
+
+    attempt: ActiveAttempt
+    span: OpenSpan | None
+    span_id: str
+    raised: BaseException | None
 
 
 class RolloutProcessor(TracingProcessor):
@@ -31,44 +47,44 @@ class RolloutProcessor(TracingProcessor):
         self.others: Sequence[TracingProcessor] = ()
         self.is_on = True
         self.is_forwarding = True
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, _Open] = {}
 
-    def current_open(self) -> Open | None:
+    def current_open(self) -> _Open | None:
         """The innermost span of this context, or its trace, that belongs to the current attempt."""
-        capture = current()
-        if capture is None:
+        attempt = current()
+        if attempt is None:
             return None
         span, trace = get_current_span(), get_current_trace()
         for key in (span.span_id if span else "", trace.trace_id if trace else ""):
             opened = self._open.get(key)
-            if opened is not None and opened.capture is capture:
+            if opened is not None and opened.attempt is attempt:
                 return opened
         return None
 
     def on_trace_start(self, trace: Trace) -> None:
         """A workflow began."""
-        capture = current()
-        if capture is None or not self.is_on:
+        attempt = current()
+        if attempt is None or not self.is_on:
             self._tell("on_trace_start", trace)
         else:
-            self._start(trace.trace_id, trace, capture)
+            self._start(trace.trace_id, trace, attempt)
 
     def on_trace_end(self, trace: Trace) -> None:
         """A workflow ended."""
-        if not self._end(trace.trace_id):
+        if not self._end(trace.trace_id, trace):
             self._tell("on_trace_end", trace)
 
     def on_span_start(self, span: Span[Any]) -> None:
         """An agent, a model call, a tool, a hand-off or a part of one began."""
-        capture = current()
-        if capture is None or not self.is_on:
+        attempt = current()
+        if attempt is None or not self.is_on:
             self._tell("on_span_start", span)
         else:
-            self._start(span.span_id, span, capture)
+            self._start(span.span_id, span, attempt)
 
     def on_span_end(self, span: Span[Any]) -> None:
         """It ended."""
-        if not self._end(span.span_id):
+        if not self._end(span.span_id, span):
             self._tell("on_span_end", span)
 
     def shutdown(self) -> None:
@@ -83,48 +99,41 @@ class RolloutProcessor(TracingProcessor):
         for other in self.others if self.is_forwarding else ():
             getattr(other, event)(*values)
 
-    def _start(self, key: str, source: Any, capture: Capture) -> None:
+    def forget(self, attempt: ActiveAttempt) -> None:
+        """The attempt has ended, and with it what it left open."""
+        for key, opened in tuple(self._open.items()):
+            if opened.attempt is attempt:
+                self._open.pop(key, None)
+
+    def _start(self, key: str, source: Any, attempt: ActiveAttempt) -> None:
         try:
-            opened = open_(source, capture, parent_id=self._parent_of(source, capture))
-            self._open[key] = opened
-            capture.closers[id(opened)] = lambda: self._close(key)
-            if opened.is_recorded:
-                capture.starts[opened.span_id] = time.perf_counter_ns()
-                capture.opened[opened.span_id] = lambda: span_of(opened, is_ended=False)
+            parent = self._parent_of(source, attempt)
+            if is_passed(source):
+                span, span_id = None, parent or current_span_id() or attempt.root_span_id
+            else:
+                span = open_from(source, attempt, parent)
+                span_id = span.span_id
+            self._open[key] = _Open(attempt=attempt, span=span, span_id=span_id, raised=sys.exception())
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
-    def _parent_of(self, source: Any, capture: Capture) -> str:
-        """The SDK's parent, unless something that the SDK does not know was opened within it."""
+    def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
+        """The SDK's parent; ``None`` where something that the SDK does not know may have been opened within it."""
         above = getattr(source, "parent_id", None) or (source.trace_id if hasattr(source, "span_data") else "")
-        parent = self._open.get(above)
-        if parent is None or parent.capture is not capture:
-            return innermost(capture)
-        here = self.current_open()
-        return innermost(capture) if here is not None and here.span_id == parent.span_id else parent.span_id
+        parent, here = self._open.get(above), self.current_open()
+        if parent is None or parent.attempt is not attempt or (here is not None and here.span_id == parent.span_id):
+            return None
+        return parent.span_id
 
-    def _end(self, key: str) -> bool:
-        """Record what ended; returns whether it was ours."""
-        opened = self._open.pop(key, None)
+    def _end(self, key: str, source: Any) -> bool:
+        """Close what ended; returns whether it was ours."""
+        opened, raised = self._open.pop(key, None), sys.exception()
         if opened is None:
             return False
-        opened.capture.closers.pop(id(opened), None)
-        if opened.is_recorded:
-            opened.capture.starts.pop(opened.span_id, None)
-            opened.capture.opened.pop(opened.span_id, None)
-            self._record(opened, is_ended=True)
-        return True
-
-    def _close(self, key: str) -> None:
-        """The attempt ends first."""
-        opened = self._open.pop(key, None)
-        if opened is not None and opened.is_recorded:
-            self._record(opened, is_ended=False)
-
-    def _record(self, opened: Open, *, is_ended: bool) -> None:
-        raised = sys.exception()
         try:
-            own = None if raised is opened.raised else raised
-            opened.capture.record(span_of(opened, raised=own, is_ended=is_ended))
+            if opened.span is not None:
+                error = about_error(source, None if raised is opened.raised else raised)
+                opened.span.close(**error, **about(source))
         except Exception:  # noqa: BLE001  # isolation point
-            _log.exception("A span of the Agents SDK could not be recorded.")
+            _log.exception("The end of a span of the Agents SDK could not be observed.")
+        return True

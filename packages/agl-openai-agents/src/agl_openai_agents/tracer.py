@@ -6,24 +6,25 @@ themselves are recorded by the gateway or the wire hook; the ``chat`` spans made
 Where a policy is in training, agents that chose no API speak chat completions instead of Responses.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from agl.tracing import Capture
-from agl.tracing import _process as process
+from agl.contracts import Tracer
+from agl.tracing import ActiveAttempt, Undo, around_attempts
 
 if TYPE_CHECKING:
     from agl_openai_agents._place import Place
     from agl_openai_agents._processor import RolloutProcessor
 
 
-class OpenAIAgentsTracer:
+class OpenAIAgentsTracer(Tracer):
     """Observes the OpenAI Agents SDK; see the module."""
 
     def __init__(self) -> None:
         self._processor: RolloutProcessor | None = None
         self._place: Place | None = None
+        self._undo: Undo | None = None
 
     def install(self) -> None:
         """Take the place of the SDK's processors; idempotent."""
@@ -34,32 +35,29 @@ class OpenAIAgentsTracer:
             self._processor = RolloutProcessor()
             self._place = Place(self._processor)
             self._place.take()
-            process.add_scope(self._scope)
+            self._undo = around_attempts(self._observe)
 
     def uninstall(self) -> None:
         """Put the processors back that were there, and what the program added since."""
-        if self._place is not None:
-            process.remove_scope(self._scope)
+        if self._place is not None and self._undo is not None:
+            self._undo()
             self._place.give_back()
-            self._place = None
+            self._place = self._undo = None
 
     def current_span_id(self) -> str | None:
         """Id of the span in which a call of this context is made."""
         opened = None if self._processor is None else self._processor.current_open()
         return None if opened is None else opened.span_id
 
-    def flush(self, timeout_s: float) -> None:
-        """Nothing waits: a span is recorded while it ends."""
-
-    def worker_env(self) -> Mapping[str, str]:
-        """Nothing: what would turn the exporter off would turn the tracer off, too."""
-        return {}
-
     @contextmanager
-    def _scope(self, capture: Capture) -> Generator[None]:
-        """Around one attempt: a program that was imported since may have set processors of its own."""
+    def _observe(self, attempt: ActiveAttempt) -> Generator[None]:
+        """Take the place again for one attempt: a program that was imported since may have set processors."""
         if self._place is not None:
             self._place.take()
-            if any(upstream.is_trained for upstream in capture.upstreams):
+            if any(upstream.is_trained for upstream in attempt.upstreams):
                 self._place.speak_chat()
-        yield
+        try:
+            yield
+        finally:
+            if self._processor is not None:
+                self._processor.forget(attempt)

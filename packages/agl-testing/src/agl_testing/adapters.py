@@ -30,7 +30,6 @@ from agl.schemas import (
     unpack_ids,
 )
 from agl.stores import MemoryStore
-from agl.tracing import names_of
 from agl_run import AgentSpec, AsyncRunner, RunSetup
 from agl_testing.model_server import RecordedCall, ScriptedModelServer, decode
 
@@ -194,7 +193,7 @@ def check_callers(spans: Sequence[Span]) -> None:
     enclosing = Enclosing(spans)
     for span in spans:
         if span.call is not None:
-            assert list(names_of(enclosing.who(span))) == span.attributes.get(semconv.CALLER, [])
+            assert list(enclosing.who(span).names) == span.attributes.get(semconv.CALLER, [])
 
 
 def check_selection(episode: Episode, spans: Sequence[Span]) -> None:

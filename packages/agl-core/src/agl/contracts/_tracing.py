@@ -3,17 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from agl.contracts._store import Store
-from agl.schemas import LLM, Dialect, Record, Resource, ResourceVersion, Reward, Rollout, Span
+from agl.schemas import LLM, Record, Resource, ResourceVersion, Reward, Rollout, Span
+
+if TYPE_CHECKING:
+    from agl.dialects import Request
 
 
 class Tracer(Protocol):
-    """Reports a framework's events as spans of the rollout that is current in the context variable.
+    """Reports a framework's events as spans of the attempt that is current in the context variable.
 
-    Spans go to ``agl.tracing.current().record(span)``. A tracer never raises into the agent: its own failures
-    are logged and end the span.
+    It opens and closes spans with :func:`agl.tracing.open_span`, which never raises into the agent. Derive from this
+    class to inherit the methods that a tracer may do without: all but the first two.
     """
 
     def install(self) -> None:
@@ -21,20 +24,22 @@ class Tracer(Protocol):
         ...
 
     def uninstall(self) -> None:
-        """Restore everything that :meth:`install` changed."""
+        """Restore everything that :meth:`install` changed; idempotent."""
         ...
 
     def current_span_id(self) -> str | None:
-        """Id of the framework's span in which a model call that leaves now is made; ``None`` if unknown."""
-        ...
+        """Id of the span that is current by the framework's own context, ``None`` if that says nothing here.
+
+        The span in which a model call is made is the innermost of these and of the spans that were opened as current.
+        """
+        return None
 
     def flush(self, timeout_s: float) -> None:
         """Return once every event so far is a recorded span, or the time is over."""
-        ...
 
     def worker_env(self) -> Mapping[str, str]:
         """Environment that worker processes need, such as a framework's telemetry opt-outs."""
-        ...
+        return {}
 
 
 class CannedAnswer(Record, frozen=True, kw_only=True):
@@ -53,7 +58,7 @@ class CannedAnswer(Record, frozen=True, kw_only=True):
 class Responder(Protocol):
     """Answers model calls of an attempt in place of the model, before they leave the agent's process."""
 
-    def respond(self, dialect: Dialect, body: bytes, *, agent: str) -> CannedAnswer | None:
+    def respond(self, request: "Request", *, agent: str) -> CannedAnswer | None:
         """The answer to a request of ``agent``; ``None`` when a model has to give it. Thread-safe."""
         ...
 

@@ -7,16 +7,6 @@ streams; whole, cut or garbage. Nothing here does any input or output, and nothi
 from agl.dialects._calls import calls_of
 from agl.dialects._conversation import call_messages, comparable
 from agl.dialects._exchange import Exchange, dialect_of
-from agl.dialects._request import RequestHead, head_of, parse_body, prepare_body
+from agl.dialects._request import Request
 
-__all__ = [
-    "Exchange",
-    "RequestHead",
-    "call_messages",
-    "calls_of",
-    "comparable",
-    "dialect_of",
-    "head_of",
-    "parse_body",
-    "prepare_body",
-]
+__all__ = ["Exchange", "Request", "call_messages", "calls_of", "comparable", "dialect_of"]

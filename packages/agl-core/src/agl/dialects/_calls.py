@@ -2,24 +2,24 @@
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from agl._redact import redact
 from agl.dialects import _chat as chat
-from agl.dialects import _completions as completions
 from agl.dialects import _messages as messages
 from agl.dialects import _responses as responses
-from agl.dialects._exchange import Answer, Choice, Exchange, dialect_of
+from agl.dialects._exchange import Answer, Choice, Exchange
+from agl.dialects._foreign import as_dict
 from agl.dialects._media import may_hold_media, reference_media
-from agl.dialects._request import parse_body, sampling_of, without_secrets
-from agl.errors import CaptureError
+from agl.dialects._request import Request, sampling_of, without_secrets
 from agl.schemas import Dialect, Json, ModelCall
 
 _READERS = {
     "chat": (chat.read_body, chat.read_stream),
-    "completions": (completions.read_body, completions.read_stream),
+    "completions": (partial(chat.read_body, says="text"), partial(chat.read_stream, says="text")),
     "responses": (responses.read_body, responses.read_stream),
     "messages": (messages.read_body, messages.read_stream),
 }
@@ -42,7 +42,7 @@ def calls_of(
     """The model calls of one exchange, at least one; never raises for what a backend sends.
 
     Args:
-        exchange: A request to one of the endpoints that :func:`dialect_of` knows, and what came back.
+        exchange: A request and what came back for it.
         policy: Name of the policy that served it.
         model_version: Its version, used where the backend does not name one.
         want_ids: Whether token ids were asked for; decides what ``ids_missing`` says.
@@ -50,16 +50,10 @@ def calls_of(
     Returns:
         One call per choice, by index. ``ids_missing`` is set when ids or log-probabilities are absent, or when
         they differ in number (then both are kept).
-
-    Raises:
-        CaptureError: The path is no endpoint of a model.
     """
-    dialect = dialect_of(exchange.path)
-    if dialect is None:
-        raise CaptureError(f"{exchange.path!r} is no model endpoint; ask dialect_of before recording a call")
-    request = parse_body(exchange.request)
+    dialect = exchange.request.dialect
     answer = _embeddings(exchange) if dialect == "embeddings" else _answer(dialect, exchange)
-    base = _base(exchange, dialect, request, answer)
+    base = _base(exchange, answer)
     base = msgspec.structs.replace(base, policy=policy, model_version=answer.model_version or model_version)
     if not answer.choices:
         why = "embeddings sample no tokens" if dialect == "embeddings" else f"no answer: {base.error}"
@@ -97,23 +91,23 @@ def _unreadable(exchange: Exchange, error: Exception | None) -> str:
 
 
 def _http_error(exchange: Exchange) -> str:
-    body = parse_body(exchange.response) or {}
+    body = _object(exchange.response)
     found = chat.error_text(body.get("error")) or chat.error_text(body.get("message") or body.get("detail"))
     text = found or exchange.response[:_MAX_ERROR].decode("utf-8", "replace")
     status = f"HTTP {exchange.status}" if exchange.status else "no response"
     return redact(f"{status}: {text or exchange.error or 'no message'}"[:_MAX_ERROR])
 
 
-def _base(exchange: Exchange, dialect: Dialect, request: dict[str, Any] | None, answer: Answer) -> ModelCall:
+def _base(exchange: Exchange, answer: Answer) -> ModelCall:
     """What the choices of one exchange share."""
-    stored, inputs = _stored_request(exchange, request)
+    dialect, request = exchange.request.dialect, exchange.request.to_dict()
+    stored, inputs = _stored_request(exchange.request, request)
     given = request or {}
     asked = given.get("n")
-    model = given.get("model")
     return ModelCall(
         request_id=exchange.request_id,
         dialect=dialect,
-        model=model if isinstance(model, str) else "",
+        model=exchange.request.model,
         request=stored,
         response=_plain_response(exchange, dialect),
         sampling=sampling_of(given),
@@ -137,19 +131,27 @@ def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
     return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
 
 
-def _stored_request(exchange: Exchange, request: dict[str, Any] | None) -> tuple[Json, tuple[str, ...]]:
-    if request is None:
-        return exchange.request[:_MAX_ERROR].decode("utf-8", "replace"), ()
-    kept = without_secrets(request)
-    return reference_media(kept) if may_hold_media(exchange.request) else (kept, ())
+def _stored_request(request: Request, fields: dict[str, Any] | None) -> tuple[Json, tuple[str, ...]]:
+    if fields is None:
+        return request.body[:_MAX_ERROR].decode("utf-8", "replace"), ()
+    kept = without_secrets(fields)
+    return reference_media(kept) if may_hold_media(request.body) else (kept, ())
 
 
 def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
     """The body of an answer without choices: an error's JSON; an embedding's without its vectors."""
     if exchange.status < 400 and dialect != "embeddings":
         return None
-    body = parse_body(redact(exchange.response.decode("utf-8", "replace")).encode())
+    body = _object(redact(exchange.response.decode("utf-8", "replace")).encode())
     return {key: value for key, value in body.items() if key != "data"} if body else None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``, an empty one if it is none."""
+    try:
+        return as_dict(msgspec.json.decode(data))
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 def _call(base: ModelCall, choice: Choice, *, want_ids: bool) -> ModelCall:

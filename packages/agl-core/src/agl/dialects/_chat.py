@@ -1,10 +1,11 @@
-"""Chat completions: bodies and streams, with token ids in vLLM's fields, SGLang's, or none.
+"""Chat completions and completions: bodies and streams, with token ids in vLLM's fields, SGLang's, or none.
 
-vLLM: ``prompt_token_ids`` at the top (in a stream on the first chunk), ``choices[i].token_ids`` (in a stream the
-delta's ids). SGLang: ``choices[i].prompt_token_ids`` and ``choices[i].response_token_ids``.
+vLLM: ``prompt_token_ids`` at the top of a chat completion (in a stream on the first chunk) and in each choice of a
+completion, ``choices[i].token_ids`` (in a stream the delta's ids). SGLang: ``choices[i].prompt_token_ids`` and
+``choices[i].response_token_ids``. The two APIs differ in what a choice says, a ``message`` or a ``text``.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +15,8 @@ from agl.dialects._sse import decode_events, payloads
 from agl.dialects._versions import version_of
 from agl.schemas import Json
 
+Says = Literal["message", "text"]
+
 
 class _Token(msgspec.Struct, gc=False):
     logprob: float | None = None
@@ -21,21 +24,26 @@ class _Token(msgspec.Struct, gc=False):
 
 class _Logprobs(msgspec.Struct, gc=False):
     content: list[_Token] | None = None
+    token_logprobs: list[float | None] | None = None
 
-    def values(self) -> list[float | None]:
-        return [token.logprob for token in self.content or ()]
+    def values(self) -> list[float | None] | None:
+        return self.token_logprobs if self.content is None else [token.logprob for token in self.content]
 
 
 class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     message: dict[str, Any] | None = None
     delta: dict[str, Any] | None = None
+    text: str | None = None
     finish_reason: Any = None
     stop_reason: Any = None
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
     response_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+
+    def ids(self) -> list[int] | None:
+        return self.response_token_ids if self.token_ids is None else self.token_ids
 
 
 class _Chunk(msgspec.Struct, gc=False):
@@ -63,22 +71,22 @@ _CHUNKS = msgspec.json.Decoder(list[_Chunk])
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
-def read_body(data: bytes) -> Answer:
+def read_body(data: bytes, says: Says = "message") -> Answer:
     """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
     body = _BODY.decode(data)
-    choices = tuple(_plain_choice(body, choice) for choice in body.choices)
+    choices = tuple(_plain_choice(body, choice, says) for choice in body.choices)
     return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
 
 
-def _plain_choice(body: _Body, choice: _Choice) -> Choice:
-    ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
+def _plain_choice(body: _Body, choice: _Choice, says: Says) -> Choice:
     reason = choice.finish_reason
+    said = choice.message if says == "message" else choice.text or ""
     return Choice(
         index=choice.index,
-        response=_response(body, choice.index, choice.message, choice.stop_reason, reason),
+        response=_response(body, choice.index, {says: said}, choice.stop_reason, reason),
         finish_reason=reason if isinstance(reason, str) else "",
         prompt_ids=body.prompt_token_ids if choice.prompt_token_ids is None else choice.prompt_token_ids,
-        response_ids=ids,
+        response_ids=choice.ids(),
         logprobs=choice.logprobs.values() if choice.logprobs is not None else None,
     )
 
@@ -87,9 +95,11 @@ def _version(body: _Body) -> str:
     return version_of(body.model_version, body.model_versions, body.weight_versions)
 
 
-def _response(body: _Body, index: int, message: Json, stop_reason: Json, finish_reason: Json) -> dict[str, Json]:
+def _response(
+    body: _Body, index: int, said: dict[str, Json], stop_reason: Json, finish_reason: Json
+) -> dict[str, Json]:
     head = {name: value for name in _HEAD_FIELDS if (value := getattr(body, name)) is not None}
-    choice = {"index": index, "message": message, "finish_reason": finish_reason}
+    choice = {"index": index, **said, "finish_reason": finish_reason}
     if stop_reason is not None:
         choice["stop_reason"] = stop_reason
     return {**head, "choices": [choice]}
@@ -117,15 +127,13 @@ class _Growing:
 
     def add(self, choice: _Choice) -> None:
         """Take one delta with its tokens."""
-        if choice.delta:
-            self._add_delta(choice.delta)
-        ids = choice.token_ids if choice.token_ids is not None else choice.response_token_ids
-        if ids is not None:
+        self._add_delta(choice.delta or {"text": choice.text})
+        if (ids := choice.ids()) is not None:
             self.ids = _extended(self.ids or [], ids)
         if choice.prompt_token_ids is not None:
             self.prompt_ids = choice.prompt_token_ids
-        if choice.logprobs is not None:
-            self.logprobs = _extended(self.logprobs or [], choice.logprobs.values())
+        if choice.logprobs is not None and (values := choice.logprobs.values()) is not None:
+            self.logprobs = _extended(self.logprobs or [], values)
         if choice.finish_reason is not None:
             self.finish_reason = choice.finish_reason
         if choice.stop_reason is not None:
@@ -151,14 +159,16 @@ class _Growing:
                 function[key] += given[key]
         call.update({key: value for key, value in part.items() if key not in ("index", "function") and value})
 
-    def message(self) -> dict[str, Json]:
-        """The assistant's message as a plain body would hold it."""
+    def said(self, says: Says) -> dict[str, Json]:
+        """The text, or the assistant's message, as a plain body would hold it."""
         texts = {key: "".join(parts) for key, parts in self.texts.items()}
+        if says == "text":
+            return {"text": texts.get("text", "")}
         message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
         if self.calls:
             message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
             message["content"] = message["content"] or None
-        return message
+        return {"message": message}
 
 
 def _extended(values: list[Any], more: list[Any]) -> list[Any]:
@@ -166,7 +176,7 @@ def _extended(values: list[Any], more: list[Any]) -> list[Any]:
     return values
 
 
-def read_stream(data: bytes) -> Answer:
+def read_stream(data: bytes, says: Says = "message") -> Answer:
     """The answer in a stream, as far as it came."""
     found, is_done = payloads(data)
     chunks = decode_events(found, _CHUNK, _CHUNKS)
@@ -181,7 +191,7 @@ def read_stream(data: bytes) -> Answer:
     if not growing:
         return Answer(error=error)
     body = _merged(_head(found), chunks)
-    choices = tuple(_grown_choice(body, index, growing[index], is_done=is_done) for index in sorted(growing))
+    choices = tuple(_grown_choice(body, index, growing[index], says, is_done=is_done) for index in sorted(growing))
     return Answer(choices=choices, model_version=_version(body), error=error)
 
 
@@ -203,15 +213,15 @@ def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
         body.model_version = chunk.model_version or body.model_version
         body.model_versions = chunk.model_versions or body.model_versions
         body.weight_versions = chunk.weight_versions or body.weight_versions
-    body.object = "chat.completion"
+    body.object = "text_completion" if body.object == "text_completion" else "chat.completion"
     return body
 
 
-def _grown_choice(body: _Body, index: int, state: _Growing, *, is_done: bool) -> Choice:
+def _grown_choice(body: _Body, index: int, state: _Growing, says: Says, *, is_done: bool) -> Choice:
     reason = state.finish_reason
     return Choice(
         index=index,
-        response=_response(body, index, state.message(), state.stop_reason, reason),
+        response=_response(body, index, state.said(says), state.stop_reason, reason),
         finish_reason=reason if isinstance(reason, str) else "",
         prompt_ids=body.prompt_token_ids if state.prompt_ids is None else state.prompt_ids,
         response_ids=state.ids,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from agl.dialects._request import Request
 from agl.schemas import Dialect, Json
 
 _ENDPOINTS: tuple[tuple[str, Dialect], ...] = (
@@ -28,8 +29,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request and what came back for it.
 
     Attributes:
-        path: URL or path that was called; names the dialect.
-        request: The body as the client sent it, before :func:`~agl.dialects.prepare_body`.
+        request: What the client sent.
         status: HTTP status; 0 when no response came.
         headers: Of the response, names in lower case.
         response: The body's bytes, as many as arrived, content encodings undone.
@@ -42,8 +42,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         error: What went wrong on the way, ``""`` if nothing.
     """
 
-    path: str
-    request: bytes
+    request: Request
     request_id: str
     status: int = 0
     headers: Mapping[str, str] = {}

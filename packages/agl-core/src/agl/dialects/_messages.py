@@ -11,17 +11,15 @@ import msgspec
 from agl.dialects._chat import error_text
 from agl.dialects._exchange import Answer, Choice
 from agl.dialects._foreign import as_dict, as_index, as_list, as_text, is_list
-from agl.dialects._sse import decode_events, payloads
+from agl.dialects._sse import BODY, objects
 from agl.dialects._versions import version_of
 
-_BODY: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
-_BODIES: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(list[dict[str, Any]])
 _DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
 
 
 def read_body(data: bytes) -> Answer:
     """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
-    return _answer(_BODY.decode(data), is_finished=True)
+    return _answer(BODY.decode(data), is_finished=True)
 
 
 def _answer(body: dict[str, Any], *, is_finished: bool) -> Answer:
@@ -46,8 +44,7 @@ def _list(value: Any) -> list[Any] | None:
 
 def read_stream(data: bytes) -> Answer:
     """The answer in a stream, as far as it came."""
-    found, _ = payloads(data)
-    events = decode_events(found, _BODY, _BODIES)
+    events = objects(data)
     message: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}
     inputs: dict[int, list[str]] = {}

@@ -1,91 +1,103 @@
-"""Requests: what is added to ask for token ids, what is read from them, and what is kept out of the store."""
+"""Requests: read once, changed to ask for token ids, and stripped of credentials before they are stored."""
 
 from typing import Any
 
 import msgspec
 
-from agl.dialects._foreign import as_dict, as_list
+from agl.dialects._foreign import as_dict, as_list, as_text
 from agl.schemas import Dialect, Json, Sampling
 
 _SECRET_KEYS = ("api_key", "authorization", "authorization_token", "headers")
 _LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
-_BODY = msgspec.json.Decoder(dict[str, Any])
-_TOP = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_decode = msgspec.json.decode
 
 
-class RequestHead(msgspec.Struct, frozen=True, gc=False):
-    """What routing needs of a request body; values as found."""
+class Request:
+    """The body of a model call, parsed at most once on its way from the client to the record.
 
-    model: Any = ""
-    stream: Any = False
+    Its top level is read when something is first asked of it, each field when that field is; both are kept. Whatever
+    reads a request therefore passes this object on instead of bytes.
+
+    Attributes:
+        dialect: The API that it is written for.
+        body: The bytes as the client sent them.
+    """
+
+    __slots__ = ("_raw", "_values", "body", "dialect")
+
+    def __init__(self, dialect: Dialect, body: bytes) -> None:
+        self.dialect: Dialect = dialect
+        self.body = body
+        self._raw: dict[str, msgspec.Raw] | None = None
+        self._values: dict[str, Any] = {}
 
     @property
-    def model_name(self) -> str:
-        """The model asked for, ``""`` if none or not text."""
-        return self.model if isinstance(self.model, str) else ""
+    def is_object(self) -> bool:
+        """Whether the body is a JSON object, as every API's requests are."""
+        return self._fields() is not _NO_OBJECT
+
+    @property
+    def model(self) -> str:
+        """The model that is asked for, ``""`` if none or not text."""
+        return as_text(self.get("model"))
+
+    def get(self, key: str) -> Any:
+        """The value of a field at the top; ``None`` where it is missing or broken. Do not change it."""
+        if key not in self._values and (raw := self._fields().get(key)) is not None:
+            try:
+                self._values[key] = _decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                return None
+        return self._values.get(key)
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """The whole request; ``None`` unless it is a JSON object. Do not change the values in it."""
+        fields = self._fields()
+        found = {key: self.get(key) for key in fields}
+        return found if self.is_object and len(self._values) == len(fields) else None
+
+    def prepared(self, *, want_ids: bool, model: str = "") -> bytes:
+        """The body to send upstream: with the fields that ask for token ids, and with ``model`` in place of its own.
+
+        The values of all other fields keep their exact bytes. The body comes back untouched when there is nothing to
+        change, and when it is no JSON object: the backend's own error is the best answer to that.
+        """
+        if not (want_ids or model) or not self.is_object:
+            return self.body
+        changes = self._id_fields() if want_ids else {}
+        if model and self.get("model") != model:
+            changes["model"] = model
+        return msgspec.json.encode({**self._fields(), **changes}) if changes else self.body
+
+    def _fields(self) -> dict[str, msgspec.Raw]:
+        if self._raw is None:
+            try:
+                self._raw = _FIELDS.decode(self.body)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self._raw = _NO_OBJECT
+        return self._raw
+
+    def _id_fields(self) -> dict[str, Any]:
+        match self.dialect:
+            case "chat":
+                return {"return_token_ids": True, "return_prompt_token_ids": True, "logprobs": True}
+            case "completions":
+                asked = self.get("logprobs")
+                return {"return_token_ids": True, "logprobs": 1 if asked is None else asked}
+            case "responses":
+                include = list(as_list(self.get("include")))
+                if _LOGPROBS_INCLUDE not in include:
+                    include.append(_LOGPROBS_INCLUDE)
+                return {"enable_response_messages": True, "include": include}
+            case "messages":
+                return {"return_token_ids": True}
+            case "embeddings":
+                return {}
 
 
-_HEAD = msgspec.json.Decoder(RequestHead)
-
-
-def head_of(body: bytes) -> RequestHead | None:
-    """Model and stream flag of a request body, without building the rest; ``None`` unless it is a JSON object."""
-    try:
-        return _HEAD.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def parse_body(body: bytes) -> dict[str, Any] | None:
-    """The request as a dict; ``None`` unless it is a JSON object."""
-    try:
-        return _BODY.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def prepare_body(dialect: Dialect, body: bytes, *, want_ids: bool, model: str | None = None) -> bytes:
-    """The body to send upstream: with the fields that ask for token ids, and with ``model`` in place of its own.
-
-    The values of all other fields keep their exact bytes. Bytes come back untouched when there is nothing to
-    change, and when the body is not a JSON object: the backend's own error is the best answer to that.
-    """
-    if not want_ids and not model:
-        return body
-    try:
-        request = _TOP.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body
-    changes = _id_fields(dialect, request) if want_ids else {}
-    if model and _value(request, "model") != model:
-        changes["model"] = model
-    if not changes:
-        return body
-    return msgspec.json.encode({**request, **changes})
-
-
-def _value(request: dict[str, msgspec.Raw], key: str) -> Any:
-    raw = request.get(key)
-    return None if raw is None else msgspec.json.decode(raw)
-
-
-def _id_fields(dialect: Dialect, request: dict[str, msgspec.Raw]) -> dict[str, Any]:
-    match dialect:
-        case "chat":
-            return {"return_token_ids": True, "return_prompt_token_ids": True, "logprobs": True}
-        case "completions":
-            asked = _value(request, "logprobs")
-            return {"return_token_ids": True, "logprobs": 1 if asked is None else asked}
-        case "responses":
-            include = list(as_list(_value(request, "include")))
-            if _LOGPROBS_INCLUDE not in include:
-                include.append(_LOGPROBS_INCLUDE)
-            return {"enable_response_messages": True, "include": include}
-        case "messages":
-            return {"return_token_ids": True}
-        case "embeddings":
-            return {}
+_NO_OBJECT: dict[str, msgspec.Raw] = {}
 
 
 def sampling_of(request: dict[str, Any]) -> Sampling:

@@ -11,11 +11,8 @@ import msgspec
 from agl.dialects._chat import error_text
 from agl.dialects._exchange import Answer, Choice
 from agl.dialects._foreign import as_dict, as_list, as_text, dicts_in, is_list
-from agl.dialects._sse import decode_events, payloads
+from agl.dialects._sse import BODY, objects
 from agl.dialects._versions import version_of
-
-_BODY: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
-_BODIES: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(list[dict[str, Any]])
 
 _FINAL = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
 _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids", "instructions", "tools")
@@ -23,13 +20,12 @@ _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids"
 
 def read_body(data: bytes) -> Answer:
     """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
-    return _answer(_BODY.decode(data), is_finished=True)
+    return _answer(BODY.decode(data), is_finished=True)
 
 
 def read_stream(data: bytes) -> Answer:
     """The answer in a stream: the final event's response, or the items that came before a cut."""
-    found, _ = payloads(data)
-    events = decode_events(found, _BODY, _BODIES)
+    events = objects(data)
     for event in reversed(events):
         if event.get("type") in _FINAL and isinstance(event.get("response"), dict):
             return _answer(as_dict(event["response"]), is_finished=True)

@@ -1,11 +1,13 @@
 """Server-sent events: the JSON payloads of a stream that is whole, cut, or garbage in places."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
 
+BODY: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_BODIES: msgspec.json.Decoder[list[dict[str, Any]]] = msgspec.json.Decoder(list[dict[str, Any]])
 _DONE = b"[DONE]"
 
 
@@ -45,6 +47,11 @@ def decode_events(found: list[bytes], item: msgspec.json.Decoder[T], many: msgsp
         return many.decode(b"[" + b",".join(found) + b"]")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return [value for data in found if (value := _decode(data, item)) is not None]
+
+
+def objects(body: bytes) -> list[dict[str, Any]]:
+    """The events of a stream that are JSON objects."""
+    return decode_events(payloads(body)[0], BODY, _BODIES)
 
 
 def _decode(data: bytes, item: msgspec.json.Decoder[T]) -> T | None:

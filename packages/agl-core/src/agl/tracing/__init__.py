@@ -1,85 +1,66 @@
-"""Tracing: which attempt the running code belongs to, who acts in it, and what it does, as spans."""
+"""Tracing: which attempt the running code belongs to, who acts in it, and what it does, as spans.
+
+For the authors of tracers (:func:`open_span`), of gateways (tokens, routing, the spans of model calls) and of runners
+(:func:`activate`). What an agent's author calls is in :mod:`agl` itself.
+"""
 
 from typing import TYPE_CHECKING
 
 from agl._lazy import lazy_names
 from agl._redact import redact
+from agl._who import Who
 from agl.tracing._caller import who
-from agl.tracing._context import Capture, activate, current, current_scope, current_span_id, innermost
-from agl.tracing._departures import departures, note_departure
-from agl.tracing._emitters import (
-    emit_exception,
-    emit_message,
-    emit_object,
-    emit_observation,
-    emit_reward,
-    failure,
-    plain,
-)
-from agl.tracing._operation import operation
-from agl.tracing._process import Undo, add_scope, remove_scope, replace
+from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
+from agl.tracing._open_span import OpenSpan, current_span, open_span
+from agl.tracing._plain import plain
+from agl.tracing._process import Undo, around_attempts, patch
 from agl.tracing._recorder import SpanRecorder
+from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
+from agl.tracing._spans import chat_spans, make_reward_span
 
 if TYPE_CHECKING:
     from agl.tracing._otel import OtelTracer
-    from agl.tracing._roles import WHO_HEADER, check_patterns, claimants, decode_names, names_of
     from agl.tracing._secret import SECRET_ENV, load_secret, state_dir
-    from agl.tracing._spans import chat_spans, make_reward_span
     from agl.tracing._token import AdminKey, AttemptToken, AttemptTokens
     from agl.tracing._wire.hook import WireTracer
-    from agl.tracing._wire.routing import host_of
 
 __all__ = [
-    "SECRET_ENV",
-    "WHO_HEADER",
+    "ActiveAttempt",
     "AdminKey",
     "AttemptToken",
     "AttemptTokens",
-    "Capture",
+    "OpenSpan",
     "OtelTracer",
+    "SECRET_ENV",
     "SpanRecorder",
     "Undo",
+    "WHO_HEADER",
+    "Who",
     "WireTracer",
     "activate",
-    "add_scope",
+    "around_attempts",
     "chat_spans",
-    "check_patterns",
-    "claimants",
     "current",
-    "current_scope",
+    "current_span",
     "current_span_id",
     "decode_names",
-    "departures",
-    "emit_exception",
-    "emit_message",
-    "emit_object",
-    "emit_observation",
-    "emit_reward",
-    "failure",
-    "host_of",
-    "innermost",
     "load_secret",
     "make_reward_span",
-    "names_of",
-    "note_departure",
-    "operation",
+    "open_span",
+    "patch",
     "plain",
     "redact",
-    "remove_scope",
-    "replace",
     "state_dir",
+    "upstreams_for",
     "who",
 ]
 
 __getattr__ = lazy_names(
     __name__,
     {
-        "agl.tracing._spans": ("chat_spans", "make_reward_span"),
         "agl.tracing._otel": ("OtelTracer",),
-        "agl.tracing._roles": ("WHO_HEADER", "check_patterns", "claimants", "decode_names", "names_of"),
         "agl.tracing._secret": ("SECRET_ENV", "load_secret", "state_dir"),
         "agl.tracing._token": ("AdminKey", "AttemptToken", "AttemptTokens"),
         "agl.tracing._wire.hook": ("WireTracer",),
-        "agl.tracing._wire.routing": ("host_of",),
     },
 )

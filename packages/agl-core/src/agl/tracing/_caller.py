@@ -1,16 +1,13 @@
 """Who is about to call a model: the agents, nodes and roles that are open around the running code.
 
 After a run the same question is answered from the recorded spans; while it runs, those that matter are still open.
-So every tracer, and :class:`agl.operation`, keeps in :attr:`Capture.opened` how its open spans look now, and the one
-rule of :mod:`agl._who` reads them. What has ended before the call leaves is not seen here: work that outlives
-the operation that started it belongs to nobody until the spans are read.
 """
 
 import logging
 
-from agl._who import Enclosing, Who
-from agl.schemas import Span
-from agl.tracing._context import Capture, current, innermost
+from agl._who import Who, step_into
+from agl.tracing._context import ActiveAttempt, current, innermost
+from agl.tracing._open_span import OpenSpan
 
 _log = logging.getLogger(__name__)
 
@@ -20,41 +17,38 @@ _LATE_S = 0.5
 _MAX_DEPTH = 10_000
 
 
-def who(capture: Capture | None = None) -> Who:
+def who(attempt: ActiveAttempt | None = None) -> Who:
     """Who makes a model call that leaves here and now; all names are empty outside a rollout.
 
+    What has ended before the call leaves is not seen here: work that outlives the operation that started it belongs
+    to nobody until the spans are read.
+
     Args:
-        capture: The attempt; by default the one that is current.
+        attempt: By default the one that is current.
     """
-    found = capture or current()
-    if found is None:
-        return Who()
-    span_id = innermost(found)
-    if span_id == found.root_span_id:
-        return Who()
-    if span_id not in found.opened:
-        _wait_for_events(found)
-    chain = _chain(found, span_id)
-    return Enclosing(chain).who(chain[0]) if chain else Who()
+    attempt = attempt or current()
+    return Who() if attempt is None else who_within(attempt, innermost(attempt))
 
 
-def _chain(capture: Capture, span_id: str) -> list[Span]:
-    """The open spans around the running code, innermost first."""
-    chain: list[Span] = []
-    describe = capture.opened.get(span_id)
-    while describe is not None and len(chain) < _MAX_DEPTH:
-        try:
-            span = describe()
-        except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-            _log.exception("An open span could not be described; the names around it are lost to this call.")
-            break
+def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
+    """Who makes a model call within that open span."""
+    if span_id == attempt.root_span_id:
+        return Who()
+    if attempt.spans.get(span_id) is None:
+        _wait_for_events(attempt)
+    chain: list[OpenSpan] = []
+    span = attempt.spans.get(span_id)
+    while isinstance(span, OpenSpan) and len(chain) < _MAX_DEPTH:
         chain.append(span)
-        describe = capture.opened.get(span.parent_id or "")
-    return chain
+        span = attempt.spans.get(span.parent_id)
+    found = Who()
+    for enclosing in reversed(chain):
+        found = step_into(found, *enclosing.labels())
+    return found
 
 
-def _wait_for_events(capture: Capture) -> None:
-    for tracer in capture.tracers:
+def _wait_for_events(attempt: ActiveAttempt) -> None:
+    for tracer in attempt.tracers:
         try:
             tracer.flush(_LATE_S)
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call

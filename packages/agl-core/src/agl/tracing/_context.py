@@ -5,37 +5,88 @@ executors carry context variables and HTTP clients are watched; after the last o
 """
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
 from agl.tracing import _process as process
 
+if TYPE_CHECKING:
+    from agl.tracing._open_span import OpenSpan
+
 _log = logging.getLogger(__name__)
 
 
+class Open(Protocol):
+    """A span, or a model call, that has begun and not ended.
+
+    Attributes:
+        since: When it began, by ``time.perf_counter_ns``.
+    """
+
+    since: int
+
+    def abandon(self) -> None:
+        """Record it as it is now, because its attempt ends; called once, after it was taken out."""
+        ...
+
+
+class OpenSpans:
+    """The spans and model calls of one attempt that have not ended, by id. Any thread may use it at any time."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Open] = {}
+        self._named: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def add(self, span_id: str, opened: Open) -> None:
+        """Something has begun."""
+        self._named.pop(span_id, None)
+        self._open[span_id] = opened
+
+    def get(self, span_id: str) -> Open | None:
+        """The open span of that id."""
+        return self._open.get(span_id)
+
+    def take(self, span_id: str) -> Open | None:
+        """Take it out; ``None`` for all callers but the first, who is the one that ends it."""
+        return self._open.pop(span_id, None)
+
+    def since(self, span_id: str) -> int:
+        """When a span began; for one that a tracer names before it opens it, when it was first named."""
+        opened = self._open.get(span_id)
+        return opened.since if opened is not None else self._named.setdefault(span_id, time.perf_counter_ns())
+
+    def abandon_all(self) -> None:
+        """End everything, the newest first."""
+        for span_id in reversed(tuple(self._open)):
+            if (opened := self.take(span_id)) is not None:
+                opened.abandon()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Capture:
-    """The attempt that is current here.
+class ActiveAttempt:
+    """The attempt to which the running code belongs; runners make it, :func:`agl.current` gives it.
 
     Attributes:
         rollout_id: With ``attempt_id`` the identity of everything that is recorded.
         trace_id: Trace of all spans made in this attempt, 32 hex digits.
         root_span_id: Span around the whole attempt; the parent of spans without another, 16 hex digits.
-        record: Takes a finished span; thread-safe, never blocks, never raises.
+        record: Takes a finished span; thread-safe, never blocks. Call :meth:`add` instead, which never raises.
         token: The attempt's signed token; the API key that clients send to the gateway.
         gateway_url: Base URL of the gateway without ``/v1``; ``""`` when calls are recorded in this process.
         upstreams: The configured policies; calls to their models are redirected to the gateway.
-        current_span_id: Id of the framework span that is current, from the installed tracers; ``None`` if none.
-        closers: Called once when the attempt's activation ends; model calls that are still open record themselves.
-        starts: When the open spans of frameworks started, in nanoseconds of any clock, by span id. Where several
-            frameworks have a current span, the one that started last is the innermost.
-        tracers: The installed tracers.
-        opened: How each open span would look if it ended now, by span id; what :func:`agl.tracing.who` reads.
+        tracers: The installed tracers, which are asked for the span that is current in their framework.
         responder: Answers model calls in place of the model, such as in a replay.
+        spans: What is open in it; :func:`agl.tracing.open_span` keeps it.
     """
 
     rollout_id: str
@@ -46,95 +97,105 @@ class Capture:
     token: str = field(default="", repr=False)
     gateway_url: str = ""
     upstreams: tuple[Upstream, ...] = ()
-    current_span_id: Callable[[], str | None] = field(default=lambda: None, repr=False)
-    closers: dict[int, Callable[[], None]] = field(default_factory=dict[int, Callable[[], None]], repr=False)
-    starts: dict[str, int] = field(default_factory=dict[str, int], repr=False)
     tracers: tuple[Tracer, ...] = field(default=(), repr=False)
-    opened: dict[str, Callable[[], Span]] = field(default_factory=dict[str, Callable[[], Span]], repr=False)
     responder: Responder | None = field(default=None, repr=False)
+    spans: OpenSpans = field(default_factory=OpenSpans, repr=False, init=False)
+
+    def add(self, span: Span) -> None:
+        """Record a finished span. A recorder that fails is logged; the agent never hears of it."""
+        try:
+            self.record(span)
+        except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+            _log.exception("The span %r of attempt %s could not be recorded.", span.name, self.attempt_id)
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """An operation that is open: its span, and the framework span that was current when it began."""
+Inside: TypeAlias = "tuple[OpenSpan, Any] | None"
+"""The span that a context has entered last, and the same of what it had entered before; ``None`` for nothing."""
 
-    span_id: str
-    framework_id: str | None
-
-
-_CURRENT: ContextVar[Capture | None] = ContextVar("agl_capture", default=None)
-_SCOPE: ContextVar[Scope | None] = ContextVar("agl_scope", default=None)
+_CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
+_INSIDE: ContextVar[Inside] = ContextVar("agl_inside", default=None)
 
 
-def current() -> Capture | None:
-    """The capture of the running attempt, ``None`` outside a rollout."""
+def current() -> ActiveAttempt | None:
+    """The attempt to which the running code belongs, ``None`` outside a rollout."""
     return _CURRENT.get()
 
 
-def current_scope() -> Scope | None:
-    """The innermost open operation, ``None`` if there is none."""
-    return _SCOPE.get()
+def inside() -> Inside:
+    """The innermost span that this context has entered and that is open; spans that ended elsewhere are left."""
+    found = _INSIDE.get()
+    if found is None or found[0].is_open:
+        return found
+    while found is not None and not found[0].is_open:
+        found = found[1]
+    _INSIDE.set(found)
+    return found
 
 
-def set_scope(scope: Scope | None) -> None:
-    """Make ``scope`` the innermost operation of this context."""
-    _SCOPE.set(scope)
+def enter(span: "OpenSpan") -> None:
+    """Make a span the innermost one of this context."""
+    _INSIDE.set((span, inside()))
 
 
-class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(capture)
-    """Make ``capture`` current for the body, with everything that must be patched for it.
+def leave(span: "OpenSpan") -> None:
+    """Make the span around ``span`` the innermost one again, if ``span`` is that here."""
+    found = _INSIDE.get()
+    if found is not None and found[0] is span:
+        _INSIDE.set(found[1])
+
+
+class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(attempt)
+    """Make ``attempt`` current for the body, with everything that must be patched for it.
 
     Activations nest and overlap freely between tasks and threads; enter and leave one in the same context. What the
-    body leaves open (streams that nobody read to their end) is recorded as incomplete when it ends. One that is
-    entered and never left stays for the rest of the process.
+    body leaves open (spans, streams that nobody read to their end) is recorded as incomplete when it ends. One that
+    is entered and never left stays for the rest of the process.
     """
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, attempt: ActiveAttempt) -> None:
+        self._attempt = attempt
         self._stack = ExitStack()
 
-    def __enter__(self) -> Capture:
+    def __enter__(self) -> ActiveAttempt:
         with self._stack as stack:
             process.hold(self)
             stack.callback(process.release, self)
-            stack.callback(_SCOPE.reset, _SCOPE.set(None))
-            stack.callback(_CURRENT.reset, _CURRENT.set(self._capture))
-            stack.callback(_close, self._capture)
-            process.enter_scopes(stack, self._capture)
+            stack.callback(_INSIDE.reset, _INSIDE.set(None))
+            stack.callback(_CURRENT.reset, _CURRENT.set(self._attempt))
+            stack.callback(self._attempt.spans.abandon_all)
+            process.enter_scopes(stack, self._attempt)
             self._stack = stack.pop_all()
-        return self._capture
+        return self._attempt
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
 
 def current_span_id() -> str | None:
-    """Id of the innermost span: the framework's, an operation's, or the attempt's root; ``None`` outside a rollout."""
-    capture = _CURRENT.get()
-    return None if capture is None else innermost(capture)
+    """Id of the innermost span here: an open one, a framework's, or the attempt's root; ``None`` outside a rollout."""
+    attempt = _CURRENT.get()
+    return None if attempt is None else innermost(attempt)
 
 
-def innermost(capture: Capture) -> str:
-    """The innermost span of ``capture`` in this context; see :func:`current_span_id`."""
-    framework, scope = framework_span_id(capture), _SCOPE.get()
-    if scope is not None and framework in (None, scope.framework_id):
-        return scope.span_id
-    return framework or capture.root_span_id
+def innermost(attempt: ActiveAttempt) -> str:
+    """The span in which what happens here and now belongs: of those that are current, the one that began last.
+
+    Current are the span that this context has entered, and the one that each tracer names.
+    """
+    here = inside()
+    while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
+        here = here[1]
+    span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
+    for tracer in attempt.tracers:
+        named = _named_by(tracer)
+        if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:
+            span_id, since = named, began
+    return span_id
 
 
-def framework_span_id(capture: Capture) -> str | None:
-    """What the tracers say; a tracer that fails is logged and counts as knowing nothing."""
+def _named_by(tracer: Tracer) -> str | None:
     try:
-        return capture.current_span_id()
-    except Exception:  # noqa: BLE001  # isolation point
-        _log.exception("A tracer failed to name its current span; the call is attached to the enclosing operation.")
+        return tracer.current_span_id()
+    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+        _log.exception("A tracer failed to name its current span; what happens goes to the span around it.")
         return None
-
-
-def _close(capture: Capture) -> None:
-    while capture.closers:
-        _, close = capture.closers.popitem()
-        try:
-            close()
-        except Exception:  # noqa: BLE001  # isolation point
-            _log.exception("An open model call of attempt %s could not be recorded.", capture.attempt_id)

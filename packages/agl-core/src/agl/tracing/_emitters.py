@@ -1,12 +1,12 @@
-"""What instrumented code calls: rewards, observations, messages, objects, exceptions and operations.
+"""What instrumented code calls to report rewards, observations, messages, objects and exceptions.
 
 Outside a rollout every emitter returns at once, whatever it was given, so instrumented code runs unchanged in
-production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials.
+production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials. Only
+arguments that make no sense raise; what goes wrong in recording them is logged.
 """
 
 import math
 import time
-import traceback
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, TypeAlias, cast
 
@@ -15,14 +15,14 @@ import msgspec
 from agl import semconv
 from agl._redact import redact
 from agl.errors import CaptureError
-from agl.schemas import Reward, RewardScope, Span, SpanEvent
-from agl.schemas._ids import new_span_id
-from agl.tracing._context import Capture, current, innermost
+from agl.schemas import Reward, RewardScope
+from agl.tracing._context import current, innermost
+from agl.tracing._open_span import open_span
+from agl.tracing._spans import make_reward_span
 
 RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat | None] | None
 
 _SCOPES = ("rollout", "turn", "span")
-_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def emit_reward(
@@ -47,8 +47,8 @@ def emit_reward(
     Raises:
         CaptureError: Inside a rollout only: not a number, NaN or infinite, an unknown scope or dimension.
     """
-    capture = current()
-    if capture is None:
+    attempt = current()
+    if attempt is None:
         return
     if scope not in _SCOPES or (scope == "span" and not span_id):
         raise CaptureError(
@@ -62,37 +62,26 @@ def emit_reward(
     else:
         scalar = _finite(value, what="the reward")
     reward = Reward(
-        value=scalar,
-        name=name,
-        dimensions=dimensions,
-        scope=scope,
-        span_id=span_id,
-        feedback=redact(feedback),
+        value=scalar, name=name, dimensions=dimensions, scope=scope, span_id=span_id, feedback=redact(str(feedback))
     )
-    attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name or "reward"}
-    if scalar is not None:
-        attributes[semconv.EVALUATION_SCORE] = scalar
-    if feedback:
-        attributes[semconv.EVALUATION_EXPLANATION] = reward.feedback
-    _emit(capture, f"{semconv.OP_EVALUATE} {name or 'reward'}", attributes, reward=reward)
+    ids = (attempt.rollout_id, attempt.attempt_id)
+    attempt.add(make_reward_span(*ids, reward, trace_id=attempt.trace_id, parent_id=innermost(attempt)))
 
 
 def emit_observation(*, role: str, content: Any) -> None:
     """Report what an agent saw outside its model calls; ``role`` says whose view it is, ``content`` is JSON."""
-    capture = current()
-    if capture is not None:
-        attributes = {semconv.OBSERVATION_ROLE: role, semconv.OBSERVATION_CONTENT: plain(content)}
-        _emit(capture, f"observation {role}", attributes)
+    if current() is not None:
+        attributes = {semconv.OBSERVATION_ROLE: role, semconv.OBSERVATION_CONTENT: content}
+        _emit(f"observation {role}", attributes)
 
 
 def emit_message(message: str, **attributes: Any) -> None:
     """Report a line of text, with further attributes."""
-    capture = current()
-    if capture is None:
+    if current() is None:
         return
     if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise CaptureError(f"emit_message got {type(message).__name__}; pass text, or use emit_object for JSON values.")
-    _emit(capture, "message", {semconv.MESSAGE: redact(message), **plain(attributes)})
+    _emit("message", {semconv.MESSAGE: message, **attributes})
 
 
 def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
@@ -101,8 +90,7 @@ def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
     Raises:
         CaptureError: Inside a rollout only: JSON cannot carry it.
     """
-    capture = current()
-    if capture is None:
+    if current() is None:
         return
     try:
         body = msgspec.to_builtins(value, str_keys=True)
@@ -110,63 +98,23 @@ def emit_object(value: Any, *, name: str = "object", **attributes: Any) -> None:
         raise CaptureError(
             f"emit_object got a {type(value).__name__} that JSON cannot carry ({error}); convert it first."
         ) from error
-    _emit(capture, f"object {name}", {semconv.OBJECT: plain(body), **plain(attributes)})
+    _emit(f"object {name}", {semconv.OBJECT: body, **attributes})
 
 
 def emit_exception(error: BaseException, **attributes: Any) -> None:
     """Report an exception that the agent handled, with its traceback."""
-    capture = current()
-    if capture is None:
+    if current() is None:
         return
     if not isinstance(error, BaseException):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
         raise CaptureError(f"emit_exception got {type(error).__name__}; pass the exception that was caught.")
-    kind = type(error).__qualname__
-    span = new_span(capture, f"exception {kind}", {semconv.ERROR_TYPE: kind, **plain(attributes)})
-    failed = msgspec.structs.replace(span, **failure(error))
-    capture.record(failed)
+    _emit(f"exception {type(error).__qualname__}", attributes, error)
 
 
-def new_span(capture: Capture, name: str, attributes: dict[str, Any], *, reward: Reward | None = None) -> Span:
-    """A span of this instant, below the innermost one."""
+def _emit(name: str, attributes: dict[str, Any], error: BaseException | None = None) -> None:
+    """Record a span of this instant, below the innermost one."""
     now = time.time_ns()
-    return Span(
-        rollout_id=capture.rollout_id,
-        attempt_id=capture.attempt_id,
-        trace_id=capture.trace_id,
-        span_id=new_span_id(),
-        parent_id=innermost(capture),
-        name=name,
-        start_ns=now,
-        end_ns=now,
-        attributes=attributes,
-        reward=reward,
-    )
-
-
-def failure(error: BaseException) -> dict[str, Any]:
-    """The fields of a span that ended with ``error``: status, message, and an ``exception`` event."""
-    text = redact(str(error))
-    trace = redact("".join(traceback.format_exception(error)))
-    detail = {"exception.type": type(error).__qualname__, "exception.message": text, "exception.stacktrace": trace}
-    event = SpanEvent(name="exception", time_ns=time.time_ns(), attributes=detail)
-    return {"status": "error", "status_message": text, "events": (event,)}
-
-
-def plain(value: Any) -> Any:
-    """A copy of ``value`` that JSON can carry, without credentials; what JSON lacks becomes its text."""
-    if type(value) is str:
-        return redact(value)
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain(item) for item in cast("list[Any]", value)]
-    return redact(str(value))
-
-
-def _emit(capture: Capture, name: str, attributes: dict[str, Any], *, reward: Reward | None = None) -> None:
-    capture.record(new_span(capture, name, attributes, reward=reward))
+    span = open_span(name, start_ns=now, attributes=attributes, is_current=False)
+    span.close(error, status=None if error else "unset", end_ns=now)
 
 
 def _dimensions(value: Mapping[str, SupportsFloat | None]) -> dict[str, float | None]:

@@ -12,8 +12,10 @@ from threading import Lock
 from typing import Any, TypeAlias, cast
 
 Undo: TypeAlias = Callable[[], None]
+"""Takes back what the function that returned it has changed; call it once."""
+
 ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
-"""Gives what a tracer needs around one attempt; called with the :class:`agl.tracing._context.Capture`."""
+"""Gives what a tracer needs around one attempt; called with the :class:`~agl.tracing.ActiveAttempt`."""
 
 
 @dataclass
@@ -44,27 +46,25 @@ def release(user: object) -> None:
             _revert()
 
 
-def add_scope(make: ScopeMaker) -> None:
-    """Enter ``make(capture)`` around every attempt from now on; idempotent."""
+def around_attempts(make: ScopeMaker) -> Undo:
+    """Enter ``make(attempt)`` around every attempt that starts from now on, until the returned function is called."""
     with _STATE.lock:
-        if make not in _STATE.scopes:
-            _STATE.scopes.append(make)
+        _STATE.scopes.append(make)
 
-
-def remove_scope(make: ScopeMaker) -> None:
-    """Stop what :func:`add_scope` started; attempts that run keep theirs."""
-    with _STATE.lock:
-        if make in _STATE.scopes:
+    def undo() -> None:
+        with _STATE.lock:
             _STATE.scopes.remove(make)
 
+    return undo
 
-def enter_scopes(stack: ExitStack, capture: object) -> None:
+
+def enter_scopes(stack: ExitStack, attempt: object) -> None:
     """Enter the registered scopes on ``stack``."""
     for make in tuple(_STATE.scopes):
-        stack.enter_context(make(capture))
+        stack.enter_context(make(attempt))
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     """Set ``owner.name`` to ``make(original)``; the returned function restores the original object itself.
 
     Where somebody else has patched on top since, theirs stays: ours below it is idle outside rollouts.

@@ -6,9 +6,13 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from platformdirs import user_state_path
+
 from agl.errors import ConfigError
 
 SECRET_ENV = "AGL_SECRET"
+"""The environment variable that holds the signing key."""
+
 _MIN_BYTES = 16
 
 
@@ -16,7 +20,7 @@ def load_secret(path: Path | None = None) -> bytes:
     """The signing key: ``AGL_SECRET`` if set, else the content of ``path``, made on first use with mode 0600.
 
     Args:
-        path: Defaults to ``secret`` in :func:`state_dir`.
+        path: Defaults to ``secret`` in :func:`state_dir`, or to where an earlier release made it.
 
     Raises:
         ConfigError: It is too short, others can read the file, or the file cannot be made.
@@ -24,7 +28,7 @@ def load_secret(path: Path | None = None) -> bytes:
     given = os.environ.get(SECRET_ENV)
     if given is not None:
         return check_secret(given.encode(), source=f"the environment variable {SECRET_ENV}")
-    path = path or state_dir() / "secret"
+    path = path or _usual_path()
     try:
         if not path.exists():
             _create(path)
@@ -48,13 +52,13 @@ def check_secret(secret: bytes, *, source: str) -> bytes:
 
 def state_dir() -> Path:
     """Where this user's state lives: ``agl`` below the platform's usual folder."""
-    if sys.platform == "win32":
-        root = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        root = str(Path.home() / "Library" / "Application Support")
-    else:
-        root = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(root) / "agl"
+    return user_state_path("agl", appauthor=False)
+
+
+def _usual_path() -> Path:
+    """Earlier releases made it in the first place on macOS even where ``XDG_STATE_HOME`` is set."""
+    places = (Path.home() / "Library" / "Application Support" / "agl", state_dir())
+    return next((place / "secret" for place in places if (place / "secret").exists()), places[-1] / "secret")
 
 
 def _create(path: Path) -> None:

@@ -54,17 +54,19 @@ def make_reward_span(
     rollout_id: str, attempt_id: str, reward: Reward, *, trace_id: str = "", parent_id: str | None = None
 ) -> Span:
     """A reward as a span, by the GenAI conventions for evaluations."""
-    now = time.time_ns()
-    attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: reward.name}
+    now, name = time.time_ns(), reward.name or "reward"
+    attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name}
     if reward.value is not None:
         attributes[semconv.EVALUATION_SCORE] = reward.value
+    if reward.feedback:
+        attributes[semconv.EVALUATION_EXPLANATION] = reward.feedback
     return Span(
         rollout_id=rollout_id,
         attempt_id=attempt_id,
         span_id=new_span_id(),
         trace_id=trace_id,
         parent_id=parent_id,
-        name=f"{semconv.OP_EVALUATE} {reward.name}".strip(),
+        name=f"{semconv.OP_EVALUATE} {name}",
         start_ns=now,
         end_ns=now,
         attributes=attributes,

@@ -14,12 +14,12 @@ from threading import Thread
 from typing import Any
 
 from agl.tracing._context import current
-from agl.tracing._process import Undo, replace
+from agl.tracing._process import Undo, patch
 
 
 def install() -> list[Undo]:
     """Patch; the returned functions undo it."""
-    return [replace(ThreadPoolExecutor, "submit", _submit), replace(Thread, "start", _start)]
+    return [patch(ThreadPoolExecutor, "submit", _submit), patch(Thread, "start", _start)]
 
 
 def _submit(original: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:

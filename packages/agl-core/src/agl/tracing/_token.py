@@ -14,11 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from agl._redact import redact
 from agl.errors import TokenError
-from agl.tracing._secret import check_secret, load_secret
-
-__all__ = ["PREFIX", "AdminKey", "AttemptToken", "AttemptTokens", "TokenScope", "load_secret", "redact"]
+from agl.tracing._secret import check_secret
 
 PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client"]

@@ -14,10 +14,10 @@ from agl import PluginManager
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
-from agl.tracing import check_patterns
 from agl_run.experiment.config import AlgorithmConfig, ExperimentConfig, RunnerConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
+from agl_run.experiment.roles import check_patterns
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, AgentSpec, LoadedAgent
 from agl_run.runners.setup import PLACEHOLDER_KEY, environment
 

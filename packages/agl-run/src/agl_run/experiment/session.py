@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -195,11 +196,16 @@ class Session:
         self._advertised_url = advertised_url(url, config.advertise)
 
     def _agent_llms(self, endpoints: Mapping[str, LLM]) -> dict[str, LLM]:
+        """The policies as agents get them; those that share a model are asked for by their own names."""
         if not self._gateway_url:
             return dict(endpoints)
+        count = Counter(llm.model for llm in endpoints.values())
         return {
             name: msgspec.structs.replace(
-                llm, endpoint=f"{self._gateway_url}/v1", model=llm.model or name, api_key_env=""
+                llm,
+                endpoint=f"{self._gateway_url}/v1",
+                model=llm.model if llm.model and count[llm.model] == 1 else name,
+                api_key_env="",
             )
             for name, llm in endpoints.items()
         }

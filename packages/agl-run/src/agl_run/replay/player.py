@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Literal
 
 from agl.contracts import CannedAnswer
-from agl.dialects import parse_body
+from agl.dialects import Request
 from agl.schemas import Dialect, Json, Record, new_span_id
 from agl_run.replay.answers import encode_answer, key_of, text_answer
 from agl_run.replay.plan import ReplayPlan
@@ -60,17 +60,17 @@ class Player:
         for answer in script.sibling:
             self._siblings[answer.agent].append(answer)
 
-    def respond(self, dialect: Dialect, body: bytes, *, agent: str) -> CannedAnswer | None:
+    def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
         """The answer to a request of ``agent``; ``None`` when a model has to give it."""
-        request = parse_body(body)
-        if request is None or dialect == "embeddings":
+        dialect, asked = request.dialect, request.to_dict()
+        if asked is None or dialect == "embeddings":
             return None
         with self._lock:
-            found = self._replaced(dialect, request, agent) or self._then(dialect, request, agent)
+            found = self._replaced(dialect, asked, agent) or self._then(dialect, asked, agent)
         if found is None:
             return None
         source, answer = found
-        content_type, body = encode_answer(dialect, answer, is_streamed=request.get("stream") is True)
+        content_type, body = encode_answer(dialect, answer, is_streamed=asked.get("stream") is True)
         return CannedAnswer(content_type=content_type, body=body, model_version=f"{VERSION}{source}")
 
     def _replaced(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:

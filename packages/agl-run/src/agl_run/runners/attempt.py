@@ -1,4 +1,4 @@
-"""Running one attempt in this process: call the agent within its capture, stop it in time, write down how it ended.
+"""Runs one attempt in this process: calls the agent, stops it in time, and writes down how it ended.
 
 The `async` runner calls this in the experiment's process, the `process` runner in a child.
 """
@@ -32,7 +32,7 @@ from agl.schemas import (
     new_span_id,
     new_trace_id,
 )
-from agl.tracing import Capture, SpanRecorder, activate, make_reward_span
+from agl.tracing import ActiveAttempt, SpanRecorder, activate, make_reward_span
 from agl_run.replay.player import Player, ReplayScript
 from agl_run.runners.agent import LoadedAgent
 from agl_run.runners.result import describe_error, read_result
@@ -75,15 +75,15 @@ async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *,
 
     Never raises for what the agent does. Cancelling this coroutine stops the agent, then re-raises.
     """
-    capture = _capture(rollout, attempt, scope)
+    active = _active(rollout, attempt, scope)
     resources = bind_resources(scope.resources, token=scope.token)
     started = time.time_ns()
-    with activate(capture):
+    with activate(active):
         status, error, value = await _run_limited(agent, rollout, resources, scope=scope)
     for tracer in scope.tracers:
         tracer.flush(1.0)
-    status, error, extra = _read(status, error, value, capture)
-    root = _root_span(capture, started, status, error, extra.attributes)
+    status, error, extra = _read(status, error, value, active)
+    root = _root_span(active, started, status, error, extra.attributes)
     return Outcome(
         attempt_id=attempt.attempt_id,
         status=status,
@@ -104,15 +104,8 @@ def _with_token(llm: LLM, token: str) -> LLM:
     return llm if llm.api_key_env else msgspec.structs.replace(llm, api_key=token)
 
 
-def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture:
-    tracers = tuple(scope.tracers)
-    starts: dict[str, int] = {}
-
-    def current_span_id() -> str | None:
-        found = [span_id for tracer in tracers if (span_id := tracer.current_span_id()) is not None]
-        return max(found, key=lambda span_id: starts.get(span_id, 0), default=None)
-
-    return Capture(
+def _active(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> ActiveAttempt:
+    return ActiveAttempt(
         rollout_id=rollout.rollout_id,
         attempt_id=attempt.attempt_id,
         trace_id=new_trace_id(),
@@ -121,9 +114,7 @@ def _capture(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> Capture
         token=scope.token,
         gateway_url=scope.gateway_url,
         upstreams=tuple(scope.upstreams),
-        current_span_id=current_span_id,
-        starts=starts,
-        tracers=tracers,
+        tracers=tuple(scope.tracers),
         responder=Player(scope.replay) if scope.replay else None,
     )
 
@@ -231,7 +222,7 @@ class _Extra:
 
 
 def _read(
-    status: AttemptStatus, error: ErrorInfo | None, value: Any, capture: Capture
+    status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
 ) -> tuple[AttemptStatus, ErrorInfo | None, _Extra]:
     if status != "succeeded":
         return status, error, _Extra({}, ())
@@ -240,28 +231,28 @@ def _read(
     except RunError as wrong:
         return "failed", describe_error(wrong), _Extra({}, ())
     attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
-    rewards = () if result.reward is None else (reward_span(capture, result.reward),)
+    rewards = () if result.reward is None else (reward_span(active, result.reward),)
     return status, error, _Extra(attributes, rewards)
 
 
-def reward_span(capture: Capture, reward: Reward) -> Span:
+def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
     """A span that carries a reward, at this moment, below the attempt's root."""
     return make_reward_span(
-        capture.rollout_id, capture.attempt_id, reward, trace_id=capture.trace_id, parent_id=capture.root_span_id
+        active.rollout_id, active.attempt_id, reward, trace_id=active.trace_id, parent_id=active.root_span_id
     )
 
 
 def _root_span(
-    capture: Capture, started: int, status: AttemptStatus, error: ErrorInfo | None, attributes: Mapping[str, Any]
+    active: ActiveAttempt, started: int, status: AttemptStatus, error: ErrorInfo | None, attributes: Mapping[str, Any]
 ) -> Span:
     values = dict(attributes)
     if error is not None:
         values[semconv.ERROR_TYPE] = error.type
     return Span(
-        rollout_id=capture.rollout_id,
-        attempt_id=capture.attempt_id,
-        span_id=capture.root_span_id,
-        trace_id=capture.trace_id,
+        rollout_id=active.rollout_id,
+        attempt_id=active.attempt_id,
+        span_id=active.root_span_id,
+        trace_id=active.trace_id,
         name=semconv.ROOT_SPAN_NAME,
         start_ns=started,
         end_ns=time.time_ns(),

@@ -1,7 +1,7 @@
 """Recording a Python program from within, without a gateway: what `agl exec` and the `command` runner fall back to.
 
-The program's interpreter finds a ``sitecustomize`` of ours first on its path. That one activates the capture for the
-whole process and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
+The program's interpreter finds a ``sitecustomize`` of ours first on its path. That one records the whole process as
+one attempt and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
 """
 
 import os
@@ -74,8 +74,8 @@ class Spool:
 
 
 def record_this_process() -> None:
-    """Activate the capture for the rest of this process; called by the injected ``sitecustomize``."""
-    from agl.tracing import Capture, WireTracer, activate
+    """Record the rest of this process as one attempt; called by the injected ``sitecustomize``."""
+    from agl.tracing import ActiveAttempt, WireTracer, activate
 
     settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
     lock = threading.Lock()
@@ -85,7 +85,7 @@ def record_this_process() -> None:
         with lock, open(settings.file, "ab") as file:
             file.write(_HEADER.pack(len(data)) + data)
 
-    capture = Capture(
+    attempt = ActiveAttempt(
         rollout_id=settings.rollout_id,
         attempt_id=settings.attempt_id,
         trace_id=settings.trace_id,
@@ -96,4 +96,4 @@ def record_this_process() -> None:
         token=settings.token,
     )
     WireTracer().install()
-    activate(capture).__enter__()
+    activate(attempt).__enter__()

@@ -16,7 +16,7 @@ import pytest
 
 from agl.contracts import Tracer
 from agl.schemas import Span, new_rollout_id, new_span_id, new_trace_id
-from agl.tracing import Capture, activate
+from agl.tracing import ActiveAttempt, activate, current_span_id
 from agl_testing.conformance._base import Conformance, require
 
 Probe = Callable[[], None]
@@ -32,14 +32,14 @@ class TracerScenario:
             operation; a function or a coroutine function. It must work without the tracer, too.
         fail: Lets the given exception be raised within an operation of the framework.
         patched: What ``install`` replaces, as (owner, attribute); each must be the original again afterwards.
-        capture: Further fields of the capture, such as ``upstreams``.
+        attempt: Further fields of the attempt, such as ``upstreams``.
     """
 
     tracer: Tracer
     run: Callable[[Probe], Any]
     fail: Callable[[Exception], Any]
     patched: tuple[tuple[object, str], ...] = ()
-    capture: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    attempt: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class TracerConformance(Conformance):
@@ -56,7 +56,7 @@ class TracerConformance(Conformance):
     contract: ClassVar[str] = "tracer"
 
     has_current_span: ClassVar[bool] = True
-    """The tracer knows which of its spans encloses a model call that leaves now."""
+    """A model call that leaves within the framework belongs to one of the tracer's spans."""
 
     records_errors: ClassVar[bool] = True
     """An operation that raises becomes a span with status ``error``."""
@@ -116,7 +116,7 @@ class TracerConformance(Conformance):
         seen: list[str | None] = []
         with _installed(scenario):
             attempt = _Attempt(scenario)
-            attempt.play(scenario.run, lambda: seen.append(scenario.tracer.current_span_id()))
+            attempt.play(scenario.run, lambda: seen.append(current_span_id()))
             assert scenario.tracer.current_span_id() is None
         assert 1 == len(seen)
         assert seen[0] in {s.span_id for s in attempt.spans}
@@ -179,25 +179,25 @@ class TracerConformance(Conformance):
 
 
 class _Attempt:
-    """One attempt's capture, and the spans that were recorded for it."""
+    """An attempt, and the spans that were recorded for it."""
 
     def __init__(self, scenario: TracerScenario, *, record: Callable[[Span], None] | None = None) -> None:
         self.spans: list[Span] = []
         self._scenario = scenario
         rollout_id = new_rollout_id()
-        self._capture = Capture(
+        self._active = ActiveAttempt(
             rollout_id=rollout_id,
             attempt_id=f"{rollout_id}.1",
             trace_id=new_trace_id(),
             root_span_id=new_span_id(),
             record=record or self.spans.append,
-            current_span_id=scenario.tracer.current_span_id,
-            **scenario.capture,
+            tracers=(scenario.tracer,),
+            **scenario.attempt,
         )
 
     @contextmanager
     def active(self) -> Generator[None]:
-        with activate(self._capture):
+        with activate(self._active):
             yield
 
     def play(self, work: Callable[[Any], Any], argument: Any = None) -> None:
@@ -208,12 +208,13 @@ class _Attempt:
                 self._scenario.tracer.flush(1.0)
 
     def check_tree(self) -> None:
-        own = (self._capture.rollout_id, self._capture.attempt_id)
+        own = (self._active.rollout_id, self._active.attempt_id)
         assert {own} == {(s.rollout_id, s.attempt_id) for s in self.spans}
         ids = [s.span_id for s in self.spans]
         assert sorted(set(ids)) == sorted(ids)
-        assert {s.parent_id for s in self.spans} <= {*ids, self._capture.root_span_id}
+        assert {s.parent_id for s in self.spans} <= {*ids, self._active.root_span_id}
         assert all(s.end_ns >= s.start_ns > 0 and s.name for s in self.spans)
+        assert [] == [s.name for s in self.spans if "still open" in s.status_message]
 
 
 def _check_equal(attempts: list[_Attempt]) -> None:

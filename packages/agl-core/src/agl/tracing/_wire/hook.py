@@ -9,37 +9,35 @@ not at all. The hook's own failures are logged and leave the request as it was; 
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from threading import Lock
-from types import ModuleType
-from typing import Any, ClassVar
-
-import msgspec
+from types import ModuleType, TracebackType
+from typing import Any, ClassVar, Self
 
 from agl import semconv
-from agl.contracts import CannedAnswer, Upstream
-from agl.dialects import dialect_of
-from agl.tracing._caller import who
-from agl.tracing._context import Capture, current, innermost
-from agl.tracing._departures import note_departure
+from agl.contracts import CannedAnswer, Tracer, Upstream
+from agl.dialects import Request
+from agl.tracing._caller import who_within
+from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._late_import import ImportWatch
-from agl.tracing._process import Undo, replace
-from agl.tracing._roles import names_of
-from agl.tracing._wire.open_call import OpenCall
+from agl.tracing._open_span import note_model_call
+from agl.tracing._process import Undo, patch
+from agl.tracing._wire.open_call import OpenCall, Tee, describe
 from agl.tracing._wire.outgoing import (
-    body_of,
+    Route,
+    call_of,
+    content_of,
     copy_request,
     gateway_headers,
+    is_below,
     recorded_request,
     request_id_of,
     retry_count_of,
+    route_of,
 )
-from agl.tracing._wire.routing import Route, route_of
-from agl.tracing._wire.tee import AsyncTee, SyncTee, describe
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ _MODULES = ("httpx", "httpx2")
 _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedProtocol")
 
 
-class WireTracer:
+class WireTracer(Tracer):
     """Records the model calls of a rollout that go to models which no policy of the experiment serves.
 
     Calls of a run without a gateway are recorded in any case; the tracer extends that to runs with one, whose
@@ -69,75 +67,39 @@ class WireTracer:
         """Stop; calls under way are still recorded."""
         self._installed.discard(self)
 
-    def current_span_id(self) -> str | None:
-        """Always ``None``."""
-        return None
-
-    def flush(self, timeout_s: float) -> None:
-        """Nothing waits: a call is recorded before its last byte reaches the agent."""
-
-    def worker_env(self) -> Mapping[str, str]:
-        """Nothing."""
-        return {}
-
-
-@dataclass
-class _Hook:
-    """The client modules that are patched now, as what undoes it."""
-
-    lock: Lock = field(default_factory=Lock)
-    undo: list[Undo] = field(default_factory=list[Undo])
-
-    def patch(self, module: ModuleType) -> None:
-        def send(original: Any) -> Any:
-            return _send(original, type("SyncTee", (SyncTee, module.SyncByteStream), {}), module.Response)
-
-        def send_async(original: Any) -> Any:
-            return _send_async(original, type("AsyncTee", (AsyncTee, module.AsyncByteStream), {}), module.Response)
-
-        with self.lock:
-            self.undo.append(replace(module.Client, "send", send))
-            self.undo.append(replace(module.AsyncClient, "send", send_async))
-
-    def revert(self) -> None:
-        with self.lock:
-            while self.undo:
-                self.undo.pop()()
-
 
 def install() -> Undo:
     """Wrap the clients that are imported now or later; the returned function restores the originals."""
-    hook = _Hook()
-    watch = ImportWatch(_MODULES, hook.patch)
+    undo: list[Undo] = []
+    watch = ImportWatch(_MODULES, lambda module: undo.extend(_wrap(module)))
     watch.start()
 
-    def undo() -> None:
+    def revert() -> None:
         watch.stop()
-        hook.revert()
+        while undo:
+            undo.pop()()
 
-    return undo
+    return revert
 
 
-_IS_SENDING: ContextVar[bool] = ContextVar("agl_is_sending", default=False)
-"""Set within a wrapped ``send``, so that a client that hands its request to another one is recorded once."""
+def _wrap(module: ModuleType) -> list[Undo]:
+    def send(original: Any) -> Any:
+        return _send(original, type("Tee", (Tee, module.SyncByteStream), {}), module.Response)
+
+    def send_async(original: Any) -> Any:
+        return _send_async(original, type("Tee", (Tee, module.AsyncByteStream), {}), module.Response)
+
+    return [patch(module.Client, "send", send), patch(module.AsyncClient, "send", send_async)]
 
 
 def _send(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., Any]:
     @wraps(original)
     def send(self: Any, request: Any, **options: Any) -> Any:
-        departure = _depart(request, options)
+        departure = _depart(request, options, answer)
         if departure is None:
             return original(self, request, **options)
-        if departure.played is not None:
-            return departure.answered(departure.played, answer)
-        outer = _IS_SENDING.set(True)
-        try:
-            response = original(self, departure.request, **departure.options)
-        except BaseException as error:
-            departure.failed(error)
-            raise
-        finally:
-            _IS_SENDING.reset(outer)
+        with departure as found:
+            response = original(self, found.request, **found.options) if found.played is None else found.played
         return departure.arrived(response, tee)
 
     return send
@@ -146,29 +108,30 @@ def _send(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., 
 def _send_async(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., Any]:
     @wraps(original)
     async def send(self: Any, request: Any, **options: Any) -> Any:
-        departure = _depart(request, options)
+        departure = _depart(request, options, answer)
         if departure is None:
             return await original(self, request, **options)
-        if departure.played is not None:
-            return departure.answered(departure.played, answer)
-        outer = _IS_SENDING.set(True)
-        try:
-            response = await original(self, departure.request, **departure.options)
-        except BaseException as error:
-            departure.failed(error)
-            raise
-        finally:
-            _IS_SENDING.reset(outer)
+        with departure as found:
+            response = await original(self, found.request, **found.options) if found.played is None else found.played
         return departure.arrived(response, tee)
 
     return send
 
 
-@dataclass(frozen=True)
-class _Departure:
-    """A request that is ours to watch: what is sent in its place, and the call that it is recorded as.
+_IS_SENDING: ContextVar[bool] = ContextVar("agl_is_sending", default=False)
+"""Set within a wrapped ``send``, so that a client that hands its request to another one is recorded once."""
 
-    One that is ``played`` (answered without a model) is not sent at all.
+
+@dataclass(kw_only=True)
+class _Departure:
+    """A request that is ours to watch; a context while it is under way.
+
+    Attributes:
+        given: The client's own request.
+        request: What is sent in its place, with ``options``.
+        call: What it is recorded as, ``None`` for what is no model call.
+        is_ours: Whether it is recorded here, not by the gateway.
+        played: The response of one that is answered without a model, and so not sent at all.
     """
 
     given: Any
@@ -176,112 +139,111 @@ class _Departure:
     options: dict[str, Any]
     call: OpenCall | None
     is_ours: bool
-    played: CannedAnswer | None = None
+    played: Any = None
+    outer: Token[bool] | None = None
 
-    def answered(self, played: CannedAnswer, answer: Any) -> Any:
-        """The canned answer as a response of the client's own class ``answer``."""
-        response = answer(200, headers={"content-type": played.content_type}, content=played.body, request=self.given)
-        response.elapsed = timedelta()
-        if self.call is not None:
-            self.call.answered(response)
-            self.call.finish(is_complete=True, body=played.body)
-        return response
+    def __enter__(self) -> Self:
+        self.outer = _IS_SENDING.set(True)
+        return self
 
-    def failed(self, error: BaseException) -> None:
-        """No response came. The gateway recorded the call unless it was not reached at all."""
-        if self.call is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.outer is not None:
+            _IS_SENDING.reset(self.outer)
+        if error is None or self.call is None:
             return
         if self.is_ours or type(error).__name__ in _NO_CONNECTION:
             self.call.finish(is_complete=False, error=describe(error))
-        else:
+        else:  # the gateway was reached, and has recorded the call
             self.call.discard()
 
     def arrived(self, response: Any, tee: Any) -> Any:
+        """The response as the agent gets it: the one that came, whose bytes are shown to the record."""
         try:
             response.request = self.given  # the copy that was sent carries the attempt's token
-            if self.call is not None:
-                self._listen(self.call, response, tee)
+            if self.call is not None and not self.is_ours:
+                self.call.discard()
+            elif self.call is not None:
+                self.call.answered(response)
+                if response.is_stream_consumed or response.is_closed:
+                    self.call.finish(is_complete=True, body=response.content)
+                else:
+                    response.stream = tee(response.stream, self.call)
         except Exception:  # noqa: BLE001  # isolation point: the agent gets its response
             _log.exception("The answer to %s could not be observed.", self.given.url)
         return response
 
-    def _listen(self, call: OpenCall, response: Any, tee: Any) -> None:
-        if not self.is_ours:
-            return call.discard()
-        call.answered(response)
-        if response.is_stream_consumed or response.is_closed:
-            call.finish(is_complete=True, body=response.content)
-        else:
-            response.stream = tee(response.stream, call)
-        return None
 
-
-def _depart(request: Any, options: dict[str, Any]) -> _Departure | None:
-    capture = current()
-    if capture is None or _IS_SENDING.get():
+def _depart(request: Any, options: dict[str, Any], answer: Any) -> _Departure | None:
+    attempt = current()
+    if attempt is None or _IS_SENDING.get():
         return None
     try:
-        return _prepare(capture, request, options)
+        return _prepare(attempt, request, options, answer)
     except Exception:  # noqa: BLE001  # isolation point: the agent's request goes out as it was
         _log.exception("A request to %s could not be observed; it goes out unchanged.", request.url.host)
         return None
 
 
-def _prepare(capture: Capture, request: Any, options: dict[str, Any]) -> _Departure | None:
-    body = body_of(request)
-    names = _names(capture, request)
-    route = route_of(capture, method=request.method, url=str(request.url), body=body, names=names)
-    if route is None or (route.target == "record" and not _is_recorded(capture)):
+def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answer: Any) -> _Departure | None:
+    url, content = str(request.url), content_of(request)
+    call = call_of(request, content)
+    if call is None and not is_below(url, attempt.gateway_url):
         return None
-    played = _played(capture, route, body)
+    parent_id = innermost(attempt)
+    names = _names(attempt, call, parent_id)
+    route = route_of(attempt, call, url=url, names=names)
+    if route is None or (route.target == "record" and attempt.gateway_url and not WireTracer.is_on()):
+        return None
+    played = _played(attempt, call, parent_id)
     if played is not None:
-        route = _route_of_played(route, played)
+        nobody = Upstream(name="", base_url="", model_version=played.model_version)
+        route = Route(target="record", url=url, upstream=nobody)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     named = dict(headers)
-    parent_id, retries = innermost(capture), retry_count_of(named)
-    request_id = request_id_of(named, body or b"", retries)
-    call = None
-    if route.dialect is not None and body is not None:
-        note_departure()
+    retries = retry_count_of(named)
+    request_id = request_id_of(named, content or b"", retries)
+    opened = None
+    if call is not None:
+        note_model_call()
         about = {semconv.CALLER: list(names), semconv.USER_AGENT: named.get(b"user-agent", b"").decode("latin-1")}
-        call = OpenCall(
-            capture,
-            route,
-            body=body,
+        opened = OpenCall(
+            attempt=attempt,
+            request=call,
+            upstream=route.upstream,
+            wants_ids=route.wants_ids,
             parent_id=parent_id,
             request_id=request_id,
             retry_count=retries,
             about={key: value for key, value in about.items() if value},
         )
-    if played is not None:
-        return _Departure(request, request, options, call, is_ours=True, played=played)
-    if route.target == "gateway":
-        ours = gateway_headers(capture, headers, parent_id=parent_id, request_id=request_id, names=names)
-        sent = copy_request(request, route.url, headers=ours, body=body)
+    sent, is_ours = request, route.target == "record"
+    if not is_ours:
+        ours = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
+        sent = copy_request(request, route.url, headers=ours, body=content)
         # The token is the only credential, and a redirect must not carry it elsewhere.
-        return _Departure(request, sent, {**options, "auth": None, "follow_redirects": False}, call, is_ours=False)
-    return _Departure(request, recorded_request(request, route, body or b""), options, call, is_ours=True)
+        options = {**options, "auth": None, "follow_redirects": False}
+    elif call is not None:
+        sent = recorded_request(request, call, wants_ids=route.wants_ids)
+    response = None if played is None else _response_of(played, answer, request)
+    return _Departure(given=request, request=sent, options=options, call=opened, is_ours=is_ours, played=response)
 
 
-def _names(capture: Capture, request: Any) -> tuple[str, ...]:
+def _names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
     """Who makes a model call, where any policy is chosen by that; what nobody asks for costs nothing."""
-    if request.method != "POST" or not any(upstream.agents for upstream in capture.upstreams):
+    if call is None or not any(upstream.agents for upstream in attempt.upstreams):
         return ()
-    return names_of(who(capture)) if dialect_of(request.url.path) is not None else ()
+    return who_within(attempt, span_id).names
 
 
-def _played(capture: Capture, route: Route, body: bytes | None) -> CannedAnswer | None:
+def _played(attempt: ActiveAttempt, call: Request | None, span_id: str) -> CannedAnswer | None:
     """The answer that needs no model, if there is one."""
-    if capture.responder is None or route.dialect is None or body is None:
+    if attempt.responder is None or call is None:
         return None
-    return capture.responder.respond(route.dialect, body, agent=who(capture).agent)
+    return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
 
 
-def _route_of_played(route: Route, played: CannedAnswer) -> Route:
-    """The call as it is recorded: here, of no policy, with a model version that says that it was played."""
-    nobody = Upstream(name="", base_url="", model_version=played.model_version)
-    return msgspec.structs.replace(route, target="record", upstream=nobody, wants_ids=False)
-
-
-def _is_recorded(capture: Capture) -> bool:
-    return not capture.gateway_url or WireTracer.is_on()
+def _response_of(played: CannedAnswer, answer: Any, request: Any) -> Any:
+    """A canned answer as a response of the client's own class ``answer``."""
+    response = answer(200, headers={"content-type": played.content_type}, content=played.body, request=request)
+    response.elapsed = timedelta()
+    return response

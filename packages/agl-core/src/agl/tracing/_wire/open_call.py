@@ -1,143 +1,201 @@
-"""Records one model call in the process: from the request's departure to its answer's last byte."""
+"""Records one model call in the process: from the request's departure to its answer's last byte.
+
+The answer's bytes are passed on as they arrive, and shown to the record on their way.
+"""
 
 import logging
 import time
-from collections.abc import Mapping
-from threading import Lock
-from typing import Any
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from agl._redact import redact
-from agl.dialects import Exchange, calls_of
+from agl.contracts import Upstream
+from agl.dialects import Exchange, Request, calls_of
 from agl.schemas import Json
-from agl.tracing._context import Capture
+from agl.tracing._context import ActiveAttempt
 from agl.tracing._spans import chat_spans
-from agl.tracing._wire.routing import Route
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, kw_only=True)
 class OpenCall:
     """A call that is under way; it becomes spans exactly once, when it is finished or abandoned.
 
     Nothing here raises: a call that cannot be recorded is logged with its traceback.
 
-    Args:
-        capture: The attempt that the call was made in.
-        route: Where the call goes.
-        body: The request's content as the client made it.
+    Attributes:
+        attempt: The attempt that the call is made in.
+        request: What the client sent.
+        upstream: The policy that serves it, if one does.
+        wants_ids: Whether token ids are asked for.
         parent_id: The span in which the call is made.
         request_id: Shared by the client's retries.
         retry_count: The client's own count.
         about: Attributes of its spans that are known before it leaves, such as who makes it and with which client.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        route: Route,
-        *,
-        body: bytes,
-        parent_id: str,
-        request_id: str,
-        retry_count: int,
-        about: Mapping[str, Json] | None = None,
-    ) -> None:
-        self._capture = capture
-        self._route = route
-        self._body = body
-        self._parent_id = parent_id
-        self._request_id = request_id
-        self._retry_count = retry_count
-        self._about = about or {}
-        self._start_ns = time.time_ns()
-        self._started = time.perf_counter()
-        self._first: float | None = None
-        self._chunks: list[bytes] = []
-        self._status = 0
-        self._headers: dict[str, str] = {}
-        self._response_type: Any = None
-        self._lock = Lock()
-        self._is_finished = False
-        capture.closers[id(self)] = self._abandon
+    attempt: ActiveAttempt
+    request: Request
+    upstream: Upstream | None
+    wants_ids: bool
+    parent_id: str
+    request_id: str
+    retry_count: int
+    about: Mapping[str, Json]
+    start_ns: int = field(default_factory=time.time_ns)
+    since: int = field(default_factory=time.perf_counter_ns)
+    first_s: float | None = None
+    chunks: list[bytes] = field(default_factory=list[bytes])
+    head: "_Head | None" = None
+    is_parent: bool = False
+
+    def __post_init__(self) -> None:
+        self.attempt.spans.add(self._key, self)
+
+    @property
+    def _key(self) -> str:
+        return f"call {id(self)}"
 
     def answered(self, response: Any) -> None:
-        """The response's head arrived; ``response`` is the client's own object, and is not kept."""
-        self._status = response.status_code
-        self._headers = {name.lower(): value for name, value in response.headers.items()}
-        self._response_type = type(response)
+        """The response's head arrived; of ``response``, the client's own object, only that is kept."""
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        self.head = _Head(response.status_code, headers, type(response))
 
     def take(self, chunk: bytes) -> None:
         """A part of the body arrived, still encoded as the response's headers say."""
-        if self._first is None:
-            self._first = time.perf_counter()
-        self._chunks.append(chunk)
+        if self.first_s is None:
+            self.first_s = self._elapsed_s()
+        self.chunks.append(chunk)
 
     def finish(self, *, is_complete: bool, error: str = "", body: bytes | None = None) -> None:
         """Record the call; ``body`` is its decoded content where the client has read it already."""
-        with self._lock:
-            if self._is_finished:
-                return
-            self._is_finished = True
-        self._capture.closers.pop(id(self), None)
-        try:
+        if self.discard():
             self._record(is_complete=is_complete, error=error, body=body)
-        except Exception:  # noqa: BLE001  # isolation point: the agent's call goes on
-            _log.exception("A model call of attempt %s could not be recorded.", self._capture.attempt_id)
 
-    def discard(self) -> None:
-        """Forget the call: somebody else records it."""
-        with self._lock:
-            self._is_finished = True
-        self._capture.closers.pop(id(self), None)
+    def discard(self) -> bool:
+        """Let somebody else record the call; returns whether nobody has done so yet."""
+        return self.attempt.spans.take(self._key) is self
 
-    def _abandon(self) -> None:
-        self.finish(is_complete=False, error="" if self._chunks else "the attempt ended before an answer came")
+    def abandon(self) -> None:
+        """Record what there is, because the attempt ends."""
+        error = "" if self.chunks else "the attempt ended before an answer came"
+        self._record(is_complete=False, error=error, body=None)
 
     def _record(self, *, is_complete: bool, error: str, body: bytes | None) -> None:
-        exchange = self._exchange(is_complete=is_complete, error=error, body=body)
-        upstream = self._route.upstream
-        calls = calls_of(
-            exchange,
-            policy=upstream.name if upstream else "",
-            model_version=upstream.model_version if upstream else "",
-            want_ids=self._route.wants_ids,
-        )
-        capture = self._capture
-        for span in chat_spans(
-            calls,
-            rollout_id=capture.rollout_id,
-            attempt_id=capture.attempt_id,
-            trace_id=capture.trace_id,
-            parent_id=self._parent_id,
-            framework_span_id=self._parent_id,
-            about=self._about,
-            start_ns=self._start_ns,
-            end_ns=time.time_ns(),
-        ):
-            capture.record(span)
+        attempt, upstream = self.attempt, self.upstream
+        try:
+            calls = calls_of(
+                self._exchange(is_complete=is_complete, error=error, body=body),
+                policy=upstream.name if upstream else "",
+                model_version=upstream.model_version if upstream else "",
+                want_ids=self.wants_ids,
+            )
+            spans = chat_spans(
+                calls,
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                trace_id=attempt.trace_id,
+                parent_id=self.parent_id,
+                framework_span_id=self.parent_id,
+                about=self.about,
+                start_ns=self.start_ns,
+                end_ns=time.time_ns(),
+            )
+        except Exception:  # noqa: BLE001  # isolation point: the agent's call goes on
+            _log.exception("A model call of attempt %s could not be recorded.", attempt.attempt_id)
+            return
+        for span in spans:
+            attempt.add(span)
 
     def _exchange(self, *, is_complete: bool, error: str, body: bytes | None) -> Exchange:
-        latency = time.perf_counter() - self._started
-        first = latency if self._first is None else self._first - self._started
+        latency, head = self._elapsed_s(), self.head or _Head()
         return Exchange(
-            path=self._route.url,
-            request=self._body,
-            request_id=self._request_id,
-            status=self._status,
-            headers=self._headers,
-            response=self._decoded() if body is None else body,
-            is_streamed="text/event-stream" in self._headers.get("content-type", ""),
+            request=self.request,
+            request_id=self.request_id,
+            status=head.status,
+            headers=head.headers,
+            response=head.decoded(b"".join(self.chunks)) if body is None else body,
+            is_streamed="text/event-stream" in head.headers.get("content-type", ""),
             is_complete=is_complete,
             latency_s=latency,
-            first_token_s=first,
-            retry_count=self._retry_count,
+            first_token_s=latency if self.first_s is None else self.first_s,
+            retry_count=self.retry_count,
             error=redact(error),
         )
 
-    def _decoded(self) -> bytes:
-        """The chunks with the response's content encoding undone; a cut encoded body is what can be read of it."""
-        raw = b"".join(self._chunks)
-        encoding = self._headers.get("content-encoding", "identity")
-        if not raw or encoding == "identity":
-            return raw
-        return self._response_type(200, headers={"content-encoding": encoding}, content=raw).content
+    def _elapsed_s(self) -> float:
+        return (time.perf_counter_ns() - self.since) / 1e9
+
+
+class _Head(NamedTuple):
+    """A response's head, and its class."""
+
+    status: int = 0
+    headers: Mapping[str, str] = {}
+    kind: Any = None
+
+    def decoded(self, body: bytes) -> bytes:
+        """``body`` with its content encoding undone; of one that was cut, what can be read of it."""
+        encoding = self.headers.get("content-encoding", "identity")
+        if not body or encoding == "identity":
+            return body
+        return self.kind(200, headers={"content-encoding": encoding}, content=body).content
+
+
+class Tee:
+    """A response's stream that shows its chunks, unchanged, to the record; mixed with the client's own stream class."""
+
+    def __init__(self, inner: Any, call: OpenCall) -> None:
+        self._inner = inner
+        self._call = call
+
+    def __del__(self) -> None:
+        self._call.finish(is_complete=False)
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The inner stream's chunks."""
+        with self._watched():
+            for chunk in self._inner:
+                self._call.take(chunk)
+                yield chunk
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """The inner stream's chunks."""
+        with self._watched():
+            async for chunk in self._inner:
+                self._call.take(chunk)
+                yield chunk
+
+    def close(self) -> None:
+        """Close the inner stream; what was not read by then counts as cut."""
+        try:
+            self._inner.close()
+        finally:
+            self._call.finish(is_complete=False)
+
+    async def aclose(self) -> None:
+        """Close the inner stream; what was not read by then counts as cut."""
+        try:
+            await self._inner.aclose()
+        finally:
+            self._call.finish(is_complete=False)
+
+    @contextmanager
+    def _watched(self) -> Generator[None]:
+        try:
+            yield
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self._call.finish(is_complete=False, error=describe(error))
+            raise
+        self._call.finish(is_complete=True)
+
+
+def describe(error: BaseException) -> str:
+    """An exception as one line: its type and what it says."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

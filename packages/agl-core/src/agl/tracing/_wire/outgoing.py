@@ -1,20 +1,31 @@
-"""Reads and rewrites a client's request without altering the object that the client holds.
+"""Decides where a request goes that leaves a client inside a rollout, and rewrites it without touching the client's.
 
 Requests are ``httpx.Request`` or ``httpx2.Request``; both modules are optional, so neither is named in a type.
 """
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
-from agl.dialects import prepare_body
+import msgspec
+
+from agl.contracts import Upstream
+from agl.dialects import Request, dialect_of
+from agl.schemas import Dialect
 from agl.schemas._ids import new_span_id
-from agl.tracing._context import Capture
-from agl.tracing._roles import WHO_HEADER, encode_names
-from agl.tracing._wire.routing import Route
+from agl.tracing._context import ActiveAttempt
+from agl.tracing._routing import WHO_HEADER, encode_names, is_same_host, upstreams_for
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 
+_ENDPOINTS: dict[Dialect, str] = {
+    "chat": "/chat/completions",
+    "completions": "/completions",
+    "responses": "/responses",
+    "messages": "/messages",
+    "embeddings": "/embeddings",
+}
 _KEY_HEADERS = frozenset({b"authorization", b"x-api-key", b"api-key", b"x-goog-api-key", b"cookie"})
 _ROUTE_HEADERS = frozenset(
     {b"host", b"traceparent", b"tracestate", b"x-agl-span-id", b"x-agl-request-id", WHO_HEADER.encode()}
@@ -22,8 +33,54 @@ _ROUTE_HEADERS = frozenset(
 _DROPPED = _KEY_HEADERS | _ROUTE_HEADERS
 
 
-def body_of(request: Any) -> bytes | None:
-    """The content where it is in memory; ``None`` for a body that is generated while it is sent."""
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request goes.
+
+    Attributes:
+        target: ``gateway``: with the attempt's identity to the gateway, which records it;
+            ``record``: where it was going, recorded in this process.
+        url: The URL to call, the request's own unless it is redirected.
+        upstream: The policy it is for, ``None`` for models that no configured policy serves.
+        wants_ids: Whether the body should ask for token ids: the policy is trained, and the call goes to its server.
+    """
+
+    target: Literal["gateway", "record"]
+    url: str
+    upstream: Upstream | None = None
+    wants_ids: bool = False
+
+
+def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: Sequence[str] = ()) -> Route | None:
+    """The route of a request, ``None`` for one that is none of our business.
+
+    Args:
+        call: The model call that the request makes, ``None`` if it makes none, or its body is not in memory: then
+            only what already goes to the gateway is touched.
+        names: Who makes the call, innermost first; they choose a policy where a gateway can send the call there.
+    """
+    if is_below(url, attempt.gateway_url):
+        return Route(target="gateway", url=url)
+    if call is None or not call.is_object:
+        return None
+    chosen_by = names if attempt.gateway_url else ()
+    found = upstreams_for(attempt.upstreams, dialect=call.dialect, model=call.model, names=chosen_by, url=url)
+    upstream = found[0] if len(found) == 1 else None
+    if found and attempt.gateway_url:  # which refuses the call where several policies may be meant
+        query = urlsplit(url).query
+        target = f"{attempt.gateway_url.rstrip('/')}/v1{_ENDPOINTS[call.dialect]}" + (f"?{query}" if query else "")
+        return Route(target="gateway", url=target, upstream=upstream)
+    wants_ids = upstream is not None and upstream.is_trained and is_same_host(url, upstream.base_url)
+    return Route(target="record", url=url, upstream=upstream, wants_ids=wants_ids)
+
+
+def is_below(url: str, root: str) -> bool:
+    """Whether ``url`` is ``root`` or below it; the host and port must be equal, not only start alike."""
+    root = root.rstrip("/")
+    return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
+
+
+def content_of(request: Any) -> bytes | None:
+    """The request's body where it is in memory; ``None`` for one that is generated while it is sent."""
     try:
         return request.content
     except Exception as error:  # the class belongs to whichever client module this is
@@ -32,28 +89,34 @@ def body_of(request: Any) -> bytes | None:
         return None
 
 
-def recorded_request(request: Any, route: Route, body: bytes) -> Any:
-    """The request itself, or a copy whose body asks for token ids where the route wants them."""
-    changed = prepare_body(route.dialect, body, want_ids=route.wants_ids) if route.dialect else body
-    if changed is body:
+def call_of(request: Any, content: bytes | None) -> Request | None:
+    """The model call that a client's request makes, ``None`` if it makes none that can be read."""
+    dialect = dialect_of(request.url.path) if request.method == "POST" and content is not None else None
+    return None if dialect is None or content is None else Request(dialect, content)
+
+
+def recorded_request(request: Any, call: Request, *, wants_ids: bool) -> Any:
+    """The request itself, or a copy whose body asks for token ids."""
+    body = call.prepared(want_ids=wants_ids)
+    if body is call.body:
         return request
     headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
-    return copy_request(request, route.url, headers=headers, body=changed)
+    return copy_request(request, str(request.url), headers=headers, body=body)
 
 
 def gateway_headers(
-    capture: Capture, given: Headers, *, parent_id: str, request_id: str, names: Sequence[str] = ()
+    attempt: ActiveAttempt, given: Headers, *, parent_id: str, request_id: str, names: Sequence[str] = ()
 ) -> Headers:
     """The request's headers with the attempt's identity in place of the client's credentials.
 
     ``names`` say who makes the call, innermost first.
     """
     headers = [(name, value) for name, value in given if name not in _DROPPED]
-    if capture.token:
-        token = capture.token.encode()
+    if attempt.token:
+        token = attempt.token.encode()
         has_key = any(name == b"x-api-key" for name, _ in given)
         headers.append((b"x-api-key", token) if has_key else (b"authorization", b"Bearer " + token))
-    headers.append((b"traceparent", f"00-{capture.trace_id}-{parent_id}-01".encode()))
+    headers.append((b"traceparent", f"00-{attempt.trace_id}-{parent_id}-01".encode()))
     headers.append((b"x-agl-span-id", parent_id.encode()))
     headers.append((b"x-agl-request-id", request_id.encode()))
     if names:

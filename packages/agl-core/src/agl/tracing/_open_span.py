@@ -1,0 +1,326 @@
+"""Spans of what agents, nodes, tools and model clients do: opened when it begins, closed when it ends.
+
+This is the one way in for tracers, for :class:`agl.operation` and for OpenTelemetry's spans. Behind it are the
+semantic conventions, the tree (what encloses a span), the answer to who is acting, and what happens to a span that
+nobody closes. Nothing here raises into the agent: what fails is logged.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypedDict, Unpack
+from urllib.parse import urlsplit
+
+from agl import semconv
+from agl._who import NAMING
+from agl.schemas import Json, Span, SpanEvent, SpanStatus, new_span_id
+from agl.tracing._context import ActiveAttempt, current, enter, innermost, inside, leave
+from agl.tracing._plain import failure, plain
+
+_log = logging.getLogger(__name__)
+
+_STILL_OPEN = "still open when the attempt ended"
+
+Kind = Literal["internal", "client", "server", "producer", "consumer"]
+Given: TypeAlias = Mapping[str, Json] | Callable[[], Mapping[str, Json]]
+
+
+class About(TypedDict, total=False):
+    """What a span is about, with the attributes that say so; :func:`open_span` explains the words."""
+
+    operation: Annotated[str | None, semconv.OPERATION]
+    agent: Annotated[str | None, semconv.AGENT_NAME]
+    agent_id: Annotated[str | None, semconv.AGENT_ID]
+    node: Annotated[str | None, semconv.NODE]
+    role: Annotated[str | None, semconv.ROLE]
+    workflow: Annotated[str | None, semconv.WORKFLOW_NAME]
+    tool: Annotated[str | None, semconv.TOOL_NAME]
+    call_id: Annotated[str | None, semconv.TOOL_CALL_ID]
+    arguments: Annotated[Any, semconv.TOOL_ARGUMENTS]
+    result: Annotated[Any, semconv.TOOL_RESULT]
+    model: Annotated[str | None, semconv.REQUEST_MODEL]
+    provider: Annotated[str | None, semconv.PROVIDER]
+    client: Annotated[str | None, semconv.CLIENT]
+    server: Annotated[str | None, semconv.SERVER_ADDRESS]
+    source: Annotated[str | None, semconv.HANDOFF_SOURCE]
+    target: Annotated[str | None, semconv.HANDOFF_TARGET]
+    conversation: Annotated[str | None, semconv.CONVERSATION_ID]
+
+
+_KEYS: dict[str, str] = {word: hint.__metadata__[0] for word, hint in About.__annotations__.items()}
+_OPERATIONS = {
+    semconv.REQUEST_MODEL: semconv.OP_CHAT,
+    semconv.CLIENT: semconv.OP_CHAT,
+    semconv.TOOL_NAME: semconv.OP_EXECUTE_TOOL,
+    semconv.AGENT_NAME: semconv.OP_INVOKE_AGENT,
+    semconv.WORKFLOW_NAME: semconv.OP_INVOKE_WORKFLOW,
+    semconv.NODE: semconv.OP_INVOKE_NODE,
+    semconv.HANDOFF_TARGET: semconv.OP_HANDOFF,
+}
+"""Which operation a name implies, and which name labels a span; the first that is there counts."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True, repr=False)
+class OpenSpan:
+    """A span that has begun. Any thread or task may add to it and close it; only the first :meth:`close` counts.
+
+    While it is open, :func:`agl.tracing.who` reads its names, and it encloses what happens inside it. When its
+    attempt ends first, it is recorded as it is then, with an error that says so. As a context manager it ends with
+    its block, and records the exception that leaves it. :func:`open_span` makes it.
+
+    Attributes:
+        span_id: 16 hex digits; ``""`` outside a rollout, where every method does nothing.
+        parent_id: The span around it.
+        name: Its whole name, ``""`` for the one that follows from what it is about.
+        is_parent: Whether what happens inside it belongs to it.
+        model_calls: How many model calls left while it was entered, as far as they were seen.
+    """
+
+    attempt: ActiveAttempt | None = None
+    span_id: str = ""
+    parent_id: str = ""
+    trace_id: str = ""
+    name: str = ""
+    kind: Kind = "internal"
+    start_ns: int = 0
+    since: int = 0
+    attributes: Given | None = None
+    is_parent: bool = True
+    model_calls: int = 0
+    _said: dict[str, Any] = field(default_factory=dict[str, Any], init=False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether neither it nor its attempt has ended."""
+        return self.attempt is not None and self.attempt.spans.get(self.span_id) is self
+
+    def set(self, attributes: Mapping[str, Json] | None = None, /, **about: Unpack[About]) -> None:
+        """Add to what the span says; ``None`` takes a word back."""
+        if self.attempt is None:
+            return
+        try:
+            for word, value in about.items():
+                if value is None:
+                    self._said.pop(_KEYS[word], None)
+                elif value != "":
+                    self._said[_KEYS[word]] = plain(urlsplit(str(value)).hostname if word == "server" else value)
+            if attributes:
+                self._said.update(plain(attributes))
+        except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+            _log.exception("The span %r could not be described.", self.name)
+
+    def close(
+        self,
+        error: BaseException | str | None = None,
+        *,
+        error_type: str = "",
+        status: SpanStatus | None = None,
+        end_ns: int | None = None,
+        events: Sequence[SpanEvent] = (),
+        **about: Unpack[About],
+    ) -> None:
+        """End the span and record it.
+
+        Args:
+            error: Why it failed, an exception or its message; a generator that its reader left has not failed.
+            error_type: Of an error that is a message.
+            status: By default ``error`` or ``ok``.
+            end_ns: Unix nanoseconds, by default now.
+            events: What happened within it.
+            about: What is known at its end, such as a tool's ``result``.
+        """
+        leave(self)
+        if self.attempt is None or self.attempt.spans.take(self.span_id) is not self:
+            return
+        if about:
+            self.set(**about)
+        ended: dict[str, Any] = {"status": "ok", "events": tuple(events)}
+        if isinstance(error, BaseException) and not isinstance(error, GeneratorExit):
+            ended = failure(error)
+            error_type = type(error).__qualname__
+        elif isinstance(error, str):
+            ended |= {"status": "error", "status_message": plain(error)}
+        if error_type:
+            self._said[semconv.ERROR_TYPE] = error_type
+        self._record(end_ns, ended if status is None else {**ended, "status": status})
+
+    def abandon(self) -> None:
+        """Record it as it is, because its attempt ends."""
+        self._record(None, {"status": "error", "status_message": _STILL_OPEN})
+
+    @contextmanager
+    def entered(self) -> Generator[Self]:
+        """Let it enclose what happens in the block, wherever it was opened; it stays open."""
+        if self.attempt is not None:
+            enter(self)
+        try:
+            yield self
+        finally:
+            leave(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close(error)
+
+    def labels(self) -> tuple[Mapping[str, Any], str]:
+        """The attributes that name who is within it, and the operation's name of a span that no convention names."""
+        said, given = self._said, self._given()
+        if given:
+            said = {**{key: given[key] for key in NAMING if key in given}, **said}
+        is_plain = self.kind == "internal" and not self._operation(said)
+        return said, self._full_name("") if is_plain else ""
+
+    def _given(self) -> Mapping[str, Any] | None:
+        try:
+            return self.attributes() if callable(self.attributes) else self.attributes
+        except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+            _log.exception("The attributes of the span %r could not be read.", self.name)
+            return None
+
+    def _operation(self, attributes: Mapping[str, Any]) -> str:
+        """What happens in the span, where it is said or follows from a name."""
+        said = attributes.get(semconv.OPERATION, "")
+        if said or not self._said:
+            return said
+        return next((_OPERATIONS[key] for key in _OPERATIONS if key in self._said), "")
+
+    def _full_name(self, operation: str) -> str:
+        if self.name:
+            return self.name
+        said = self._said
+        label = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
+        return f"{operation} {label}".strip() or "span"
+
+    def _record(self, end_ns: int | None, ended: Mapping[str, Any]) -> None:
+        attempt = self.attempt
+        if attempt is None or not (self.is_parent or self._is_only_record()):
+            return
+        try:
+            given = self._given()
+            attributes: dict[str, Any] = plain(given) if given else {}
+            attributes |= self._said
+            operation = self._operation(attributes)
+            span = Span(
+                rollout_id=attempt.rollout_id,
+                attempt_id=attempt.attempt_id,
+                trace_id=self.trace_id or attempt.trace_id,
+                span_id=self.span_id,
+                parent_id=self.parent_id,
+                name=self._full_name(operation),
+                kind=self.kind,
+                start_ns=self.start_ns,
+                end_ns=max(self.start_ns, time.time_ns() if end_ns is None else end_ns),
+                attributes={semconv.OPERATION: operation, **attributes} if operation else attributes,
+                **ended,
+            )
+        except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+            _log.exception("The span %r could not be recorded.", self.name)
+        else:
+            attempt.add(span)
+
+    def _is_only_record(self) -> bool:
+        """Whether no model call left within it, so that it is the only record of what its client did."""
+        if self.model_calls:
+            return False
+        note_model_call()
+        return True
+
+
+_OUTSIDE = OpenSpan()
+"""What code outside of rollouts gets."""
+
+
+def open_span(
+    name: str = "",
+    *,
+    attempt: ActiveAttempt | None = None,
+    parent: str | None = None,
+    span_id: str = "",
+    trace_id: str = "",
+    kind: Kind = "internal",
+    start_ns: int | None = None,
+    attributes: Given | None = None,
+    is_current: bool = True,
+    unless_called: bool = False,
+    **about: Unpack[About],
+) -> OpenSpan:
+    """Open a span of the current attempt; close it when what it stands for ends.
+
+    .. code-block:: python
+
+        with open_span(tool="search", arguments={"q": "tides"}) as span:
+            span.set(result=search("tides"))
+
+    Args:
+        name: The span's name; by default its operation and what that is about, such as ``execute_tool search``.
+        attempt: The attempt that it belongs to, by default the one that is current. Outside a rollout nothing is
+            recorded, and opening costs next to nothing.
+        parent: Id of the span around it, where the framework knows it better than the context does: by default the
+            innermost one.
+        span_id: Its id, 16 hex digits, where that is known before it is opened.
+        trace_id: Of a span that another system made; by default the attempt's.
+        kind: OpenTelemetry's span kind.
+        start_ns: When it began, in Unix nanoseconds; by default now.
+        attributes: Further attributes, JSON values by name, or a function that gives them. They are read when the
+            span ends, and the names among them whenever somebody asks who acts.
+        is_current: Whether what happens in this context from now on happens within it. Turn it off where the
+            framework itself knows what is current and the tracer's ``current_span_id`` says so, or enter it by
+            :meth:`OpenSpan.entered` instead.
+        unless_called: Whether it only stands in for the record of a model call: it encloses nothing, and is recorded
+            only if no model call left while it was entered. For clients that may call past the wire.
+        about: What it is about, ``None`` and ``""`` for what nobody knows.
+            ``agent`` (with ``agent_id``), ``node`` (of a graph; a task or step), ``role`` (the part that an agent
+            plays) and ``workflow`` (a graph, crew or team) name who acts.
+            ``tool`` is called, by ``call_id``, with ``arguments``, and gives a ``result``.
+            ``model`` is called, of a ``provider``, through ``client`` (a class) at ``server`` (a URL, of which the
+            host is kept); the call itself is recorded on the wire.
+            ``source`` and ``target`` are the agents of a hand-off, ``conversation`` is the program's own id of one.
+            ``operation`` says what happens, where it does not follow from these by the GenAI conventions.
+    """
+    attempt = attempt or current()
+    if attempt is None:
+        return _OUTSIDE
+    try:
+        parent = parent or innermost(attempt)  # before the clock is read: what is named first has begun first
+        now, since = time.time_ns(), time.perf_counter_ns()
+        opened = OpenSpan(
+            attempt=attempt,
+            span_id=span_id or new_span_id(),
+            parent_id=parent,
+            trace_id=trace_id,
+            name=name,
+            kind=kind,
+            start_ns=now if start_ns is None else start_ns,
+            since=since if start_ns is None else since - (now - start_ns),
+            attributes=attributes,
+            is_parent=not unless_called,
+        )
+        if about:
+            opened.set(**about)
+        attempt.spans.add(opened.span_id, opened)
+        if is_current:
+            enter(opened)
+        return opened
+    except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
+        _log.exception("The span %r could not be opened.", name)
+        return _OUTSIDE
+
+
+def current_span() -> OpenSpan:
+    """The innermost span here, to add to what it says; one that does nothing where that is the attempt's root."""
+    attempt = current()
+    found = None if attempt is None else attempt.spans.get(innermost(attempt))
+    return found if isinstance(found, OpenSpan) else _OUTSIDE
+
+
+def note_model_call() -> None:
+    """Count a model call that leaves here for every span that this context has entered."""
+    found = inside()
+    while found is not None:
+        found[0].model_calls += 1
+        found = found[1]

@@ -1,0 +1,90 @@
+"""Which policy a model call belongs to: one rule for the wire hook, the gateway and the checks before a run.
+
+In this order: the policy whose ``agents`` match who makes the call, the policy of that name, the one whose model has
+that name, the one with the most specific alias for it, and where there is only one policy, that one. The order in
+which policies are configured never matters. The hook tells the gateway in a header who makes a call, so that both
+decide alike.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from urllib.parse import quote, unquote, urlsplit
+
+from agl.contracts import Upstream
+from agl.schemas import Dialect
+
+WHO_HEADER = "x-agl-who"
+"""Names of who makes the call, innermost first, percent-encoded and separated by commas."""
+
+_MAX_HEADER = 4000
+
+
+def upstreams_for(
+    upstreams: Sequence[Upstream],
+    *,
+    dialect: Dialect = "chat",
+    model: str = "",
+    names: Sequence[str] = (),
+    url: str | None = None,
+) -> tuple[Upstream, ...]:
+    """The policies that a model call is for.
+
+    Args:
+        upstreams: The configured policies, in any order.
+        dialect: The API that is called. Embeddings go by their model alone, whoever asks for them.
+        model: The model that the request names.
+        names: Who makes the call, innermost first, as ``Who.names`` has them.
+        url: Where the client sends the call; a single policy then takes it only if it is at that host. ``None`` for
+            a call that has come to the gateway: a single policy takes all of these.
+
+    Returns:
+        One policy; none where no policy serves the call; several, ordered by name, where the configuration does not
+        say which.
+    """
+    for found in _by_evidence(upstreams, model, () if dialect == "embeddings" else names):
+        if found:
+            return tuple(sorted(found, key=lambda upstream: upstream.name))
+    if len(upstreams) == 1 and (url is None or is_same_host(url, upstreams[0].base_url)):
+        return tuple(upstreams)
+    return ()
+
+
+def _by_evidence(upstreams: Sequence[Upstream], model: str, names: Sequence[str]) -> Iterator[list[Upstream]]:
+    """The policies that each kind of evidence speaks for, the strongest kind first."""
+    patterned = [upstream for upstream in upstreams if upstream.agents] if names else []
+    for name in names if patterned else ():
+        yield [upstream for upstream in patterned if re.fullmatch(upstream.agents, name)]
+    if model:
+        yield [upstream for upstream in upstreams if upstream.name == model]
+        yield [upstream for upstream in upstreams if upstream.model == model]
+        aliased = {upstream: _literal_length(upstream.aliases, model) for upstream in upstreams}
+        best = max(aliased.values(), default=0)
+        yield [upstream for upstream, length in aliased.items() if length == best >= 0]
+
+
+def _literal_length(aliases: Sequence[str], model: str) -> int:
+    """How many characters of its own the longest alias for ``model`` has; -1 without any: ``*`` gives way to all."""
+    return max((len(alias.replace("*", "")) for alias in aliases if fnmatchcase(model, alias)), default=-1)
+
+
+def encode_names(names: Sequence[str]) -> str:
+    """The value of :data:`WHO_HEADER`; the outermost names are left out where a server would refuse its length."""
+    text = ""
+    for name in names:
+        longer = f"{text},{quote(name, safe='')}" if text else quote(name, safe="")
+        if len(longer) > _MAX_HEADER:
+            break
+        text = longer
+    return text
+
+
+def decode_names(text: str) -> tuple[str, ...]:
+    """The names in a value of :data:`WHO_HEADER`, innermost first."""
+    return tuple(unquote(part) for part in text[: 2 * _MAX_HEADER].split(",") if part)
+
+
+def is_same_host(url: str, other: str) -> bool:
+    """Whether both URLs name the same server: scheme, host and port."""
+    first, second = urlsplit(url), urlsplit(other)
+    return (first.scheme, first.netloc) == (second.scheme, second.netloc)

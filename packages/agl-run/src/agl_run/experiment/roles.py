@@ -1,0 +1,32 @@
+"""Checks, before a run, which policy takes the calls of which agent: ``[policy.NAME] agents = "write|rewrite"``."""
+
+import re
+from collections.abc import Mapping
+
+from agl.contracts import Upstream
+from agl.errors import ConfigError
+from agl.tracing import upstreams_for
+
+
+def check_patterns(patterns: Mapping[str, str]) -> None:
+    """Refuse ``agents`` patterns, by policy name, that are no regular expression or name an agent of another one's.
+
+    Two expressions can overlap in ways that only a call shows; such a call is refused by the gateway.
+
+    Raises:
+        ConfigError: Names the policies, and the agent that both claim.
+    """
+    for policy, pattern in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}") from None
+    upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
+    for name in (name for pattern in patterns.values() for name in pattern.split("|")):
+        claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]
+        if len(claimed) > 1:
+            first, second = sorted(claimed, key=list(patterns).index)[:2]
+            raise ConfigError(
+                f"[policy.{first}] and [policy.{second}] both take the calls of agent {name!r} "
+                f"(agents = {patterns[first]!r} and {patterns[second]!r}); let one policy name it"
+            )

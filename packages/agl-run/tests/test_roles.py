@@ -1,0 +1,17 @@
+"""Patterns that say which policy an agent's calls go to, checked before a run."""
+
+import pytest
+
+from agl.errors import ConfigError
+from agl_run.experiment.roles import check_patterns
+
+
+def test_patterns_that_name_one_agent_twice_are_refused():
+    with pytest.raises(ConfigError, match=r"both take the calls of agent 'write'"):
+        check_patterns({"a": "check|write", "b": "wr.*"})
+    check_patterns({"a": "check|write", "b": "rewrite"})
+
+
+def test_a_pattern_that_is_no_regular_expression_is_refused():
+    with pytest.raises(ConfigError, match=r"\[policy.a\] agents = '\(' is no regular expression"):
+        check_patterns({"a": "("})
