@@ -17,10 +17,11 @@ import pytest
 from click.testing import CliRunner
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError, MissingTokenIdsError, SchemaVersionError
 from agl.schemas import LLM, Attempt, Rollout
-from agl_run import Quiet, SQLiteStore
+from agl_run import Quiet, SQLiteStore, policy
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 
@@ -210,8 +211,8 @@ async def ask(task: dict[str, str], llm: LLM) -> float:
 def counting(folder: Path, base_url: str, **settings: Any) -> agl.Trainer:
     """A trainer with the toy algorithm, which trains on tokens."""
     return agl.Trainer(
-        algorithm=agl.Algorithm("counter", tunes="main", steps=1),
-        policies={"main": agl.Policy("served", base_url=base_url)},
+        algorithm=algorithm("counter", tunes="main", steps=1),
+        policies={"main": policy("served", base_url=base_url)},
         store=f"sqlite:///{folder}/runs.db",
         folder=folder,
         progress=Quiet(),

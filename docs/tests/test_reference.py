@@ -12,6 +12,7 @@ import pytest
 
 import agl
 from agl.contracts import Store
+from agl.schemas import Record
 from agl_run.cli.main import cli
 from agl_run.experiment import config
 
@@ -52,7 +53,7 @@ def type_of(kind: Any) -> str:
         return f"{', '.join(words[:-1])} or {words[-1]}"
     if get_origin(kind) is tuple:
         (item, _) = get_args(kind)
-        return "array of " + ("tables" if isinstance(item, type) and issubclass(item, agl.Record) else "strings")
+        return "array of " + ("tables" if isinstance(item, type) and issubclass(item, Record) else "strings")
     if get_origin(kind) is dict:
         return {float: "table of numbers"}.get(get_args(kind)[1], "table")
     if isinstance(kind, type):
@@ -67,7 +68,7 @@ def default_of(field: Any) -> str:
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     if value is None:
         return "none"
-    if isinstance(value, agl.Record):
+    if isinstance(value, Record):
         return "see below"
     text = msgspec.json.encode(value).decode()
     return f"`{text}`"

@@ -9,17 +9,8 @@ import pluggy
 import pytest
 
 import agl
-from agl import (
-    BrokenPluginError,
-    ConfigError,
-    DuplicateComponentError,
-    PluginError,
-    PluginManager,
-    RewardEntry,
-    Rollout,
-    UnknownComponentError,
-    hookimpl,
-)
+from agl import ConfigError, PluginManager, RewardEntry, hookimpl
+from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 PLUGIN = """
 from agl import RewardEntry, hookimpl
@@ -243,14 +234,10 @@ class Observer:
         self.seen, self.name, self.error = seen, name, error
 
     @hookimpl
-    def agl_rollout_finished(self, rollout: Rollout) -> None:
-        self.seen.append(f"{self.name} {rollout.rollout_id}")
-        if self.error is not None:
-            raise self.error
-
-    @hookimpl
     def agl_step_finished(self, algorithm: str) -> None:
         self.seen.append(f"{self.name} {algorithm}")
+        if self.error is not None:
+            raise self.error
 
 
 def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog):
@@ -260,7 +247,7 @@ def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog):
     manager.register(Observer(seen, "two"), name="two")
     with caplog.at_level(logging.ERROR, "agl._plugins"):
         for number in "ab":
-            manager.notify("agl_rollout_finished", rollout=Rollout(rollout_id=number, task=None))
+            manager.notify("agl_step_finished", algorithm=number)
     assert seen == ["one a", "two a", "one b", "two b"]
     assert len(caplog.records) == 1
     assert "plugin 'one'" in caplog.text
@@ -281,17 +268,17 @@ def test_observers_are_told_in_order_of_registration_unless_they_ask_to_be_first
 
     def observer(name: str, **marks: bool) -> object:
         @hookimpl(**marks)
-        def agl_rollout_finished(rollout):
+        def agl_step_finished(report):
             seen.append(name)
 
         plugin = type(name, (), {})()
-        plugin.agl_rollout_finished = agl_rollout_finished
+        plugin.agl_step_finished = agl_step_finished
         return plugin
 
     manager = PluginManager()
     for name, marks in (("last", {"trylast": True}), ("a", {}), ("b", {}), ("first", {"tryfirst": True})):
         manager.register(observer(name, **marks), name=name)
-    manager.notify("agl_rollout_finished", rollout=None)
+    manager.notify("agl_step_finished", report=None)
     assert ["first", "a", "b", "last"] == seen
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl import PluginManager
+from agl.contracts import ServedModel
 from agl.errors import AglError, ConfigError, PolicyError
-from agl.schemas import LLM, ResourceVersion, Weights
+from agl.schemas import ResourceVersion, Weights
 from agl_algo_verl.relay import Backend, Relay
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ class VerlPolicy:
         self._lock = asyncio.Lock()
         self._replicas: Backend | None = None
         self._home: Policy | None = None
-        self._home_llm: LLM | None = None
+        self._home_serves: ServedModel | None = None
+        self._address = ""
         self._failure: AglError | None = None
         self._live: ResourceVersion | None = None
 
@@ -65,16 +67,11 @@ class VerlPolicy:
         """Always: VERL's replicas and `torch` give them."""
         return True
 
-    @property
-    def model_version(self) -> str:
-        """Version of the weights that serve now."""
-        return self._live.version if self._live else ""
-
     def resource(self) -> Weights:
         """The weights to start from, by their place."""
         return Weights(uri=self._model)
 
-    async def start(self) -> LLM:
+    async def start(self) -> ServedModel:
         """Listen; raises PolicyError when the port is taken."""
         if self._thread.is_alive():
             raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
@@ -86,7 +83,8 @@ class VerlPolicy:
                 f"the policy {self.name!r} cannot listen on {self._host}:{self._port} ({error}); "
                 "give another port, or 0"
             ) from error
-        return LLM(endpoint=f"http://{self._host}:{port}/v1", model=self.name)
+        self._address = f"http://{self._host}:{port}/v1"
+        return self._served()
 
     async def stop(self) -> None:
         """Stop serving; idempotent."""
@@ -98,7 +96,7 @@ class VerlPolicy:
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
 
-    async def load(self, version: ResourceVersion) -> None:
+    async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve these weights; replicas of VERL have them already, for VERL handed them over itself."""
         if not isinstance(version.resource, Weights):
             raise ConfigError(
@@ -106,6 +104,7 @@ class VerlPolicy:
                 f"{type(version.resource).__name__}; let an algorithm that trains weights tune it"
             )
         await self._there(self._load(version))
+        return self._served()
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
         """Send calls to VERL's replicas from now on, `host:port` each; calls that were held go there.
@@ -139,6 +138,10 @@ class VerlPolicy:
         relay = self._relay
         return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
 
+    def _served(self) -> ServedModel:
+        version = self._live.version if self._live else ""
+        return ServedModel(base_urls=(self._address,), model=self.name, version=version)
+
     async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -146,7 +149,7 @@ class VerlPolicy:
         async with self._lock:
             self._live = version
             if self._home is not None:
-                await self._home.load(version)
+                self._home_serves = await self._home.load(version)
 
     async def _attach(self, replicas: Backend | None) -> None:
         async with self._lock:
@@ -160,7 +163,7 @@ class VerlPolicy:
 
     async def _leave_home(self) -> None:
         async with self._lock:
-            home, self._home, self._home_llm = self._home, None, None
+            home, self._home, self._home_serves = self._home, None, None
         if home is not None:
             await home.stop()
 
@@ -170,22 +173,22 @@ class VerlPolicy:
                 return self._replicas
             if self._failure is not None:
                 raise self._failure
-            if self._home_llm is None:
+            if self._home_serves is None:
                 try:
-                    self._home_llm = await self._start_home()
+                    self._home_serves = await self._start_home()
                 except AglError as error:
                     self._failure = error  # every later call would wait for the same end
                     raise
-            return Backend(urls=(self._home_llm.endpoint,), model=self._home_llm.model)
+            return Backend(urls=self._home_serves.base_urls, model=self._home_serves.model)
 
-    async def _start_home(self) -> LLM:
+    async def _start_home(self) -> ServedModel:
         manager = PluginManager.from_environment()
         home: Policy = manager.build(manager.policy(self._home_name), name=self.name, model=self._model, **self._params)
-        llm = await home.start()
+        served = await home.start()
         if self._live is not None:
-            await home.load(self._live)
+            served = await home.load(self._live)
         self._home = home
-        return llm
+        return served
 
 
 def is_absent(model: str) -> bool:

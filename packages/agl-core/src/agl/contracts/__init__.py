@@ -1,4 +1,7 @@
-"""The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises."""
+"""The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises.
+
+Also the records that plugins register.
+"""
 
 from agl._entries import (
     AlgorithmEntry,
@@ -7,25 +10,17 @@ from agl._entries import (
     Entry,
     GatewayEntry,
     Kind,
-    LoggerEntry,
+    PluginStatus,
     PolicyEntry,
     RewardEntry,
     RunnerEntry,
     StoreEntry,
     TracerEntry,
 )
+from agl.contracts._rewards import RewardEmitter, RewardSetup
+from agl.contracts._serving import Gateway, Policy, ServedModel
 from agl.contracts._store import Change, Metric, RolloutQuery, Store
-from agl.contracts._tracing import (
-    CannedAnswer,
-    Gateway,
-    Policy,
-    ReplicatedPolicy,
-    Responder,
-    RewardEmitter,
-    RewardSetup,
-    Tracer,
-    Upstream,
-)
+from agl.contracts._tracing import CannedAnswer, Responder, Tracer, Upstream
 from agl.contracts._training import (
     Algorithm,
     AlgorithmContext,
@@ -34,8 +29,6 @@ from agl.contracts._training import (
     CollectFn,
     Credit,
     ExtendableAlgorithm,
-    Logger,
-    Params,
     ProposeFn,
     PublishFn,
     Recorded,
@@ -45,44 +38,42 @@ from agl.contracts._training import (
 )
 
 __all__ = [
-    "AlgorithmEntry",
-    "CommandEntry",
-    "CreditEntry",
-    "Entry",
-    "GatewayEntry",
-    "Kind",
-    "LoggerEntry",
-    "PolicyEntry",
-    "RewardEntry",
-    "RunnerEntry",
-    "StoreEntry",
-    "TracerEntry",
-    "CannedAnswer",
-    "Responder",
     "Algorithm",
     "AlgorithmContext",
+    "AlgorithmEntry",
+    "CannedAnswer",
     "Change",
     "CheckedAlgorithm",
     "CollectFn",
     "Collected",
+    "CommandEntry",
     "Credit",
+    "CreditEntry",
+    "Entry",
     "ExtendableAlgorithm",
     "Gateway",
-    "Logger",
+    "GatewayEntry",
+    "Kind",
     "Metric",
-    "Params",
+    "PluginStatus",
     "Policy",
+    "PolicyEntry",
     "ProposeFn",
     "PublishFn",
     "Recorded",
     "RecordedFn",
-    "ReplicatedPolicy",
+    "Responder",
     "RewardEmitter",
+    "RewardEntry",
     "RewardSetup",
     "RolloutQuery",
     "Runner",
+    "RunnerEntry",
+    "ServedModel",
     "StepReport",
     "Store",
+    "StoreEntry",
     "Tracer",
+    "TracerEntry",
     "Upstream",
 ]

@@ -1,12 +1,12 @@
-"""Contracts of training: credit, runners, loggers, algorithms and the context that an algorithm receives."""
+"""Contracts of training: credit, runners, algorithms and the context that an algorithm receives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from agl.contracts._store import Metric, Store
-from agl.contracts._tracing import Policy
+from agl.contracts._serving import Policy
+from agl.contracts._store import Store
 from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
 
 
@@ -31,18 +31,6 @@ class Runner(Protocol):
 
     async def stop(self) -> None:
         """Stop running attempts and release everything; idempotent."""
-        ...
-
-
-class Logger(Protocol):
-    """A metric sink beside the store."""
-
-    def log(self, metrics: Sequence[Metric]) -> None:
-        """Take a batch of numbers; called in order of step, from one thread."""
-        ...
-
-    def close(self) -> None:
-        """Flush; idempotent."""
         ...
 
 
@@ -318,7 +306,3 @@ class ExtendableAlgorithm(Algorithm, Protocol):
             sources_go_on: Whether an algorithm takes further steps that this one was told to learn from.
         """
         ...
-
-
-Params = Mapping[str, Any]
-"""Keyword arguments of a component, from ``[algorithm.params]`` or the like."""

@@ -99,13 +99,13 @@ class AlgorithmBench:
 
     async def __aenter__(self) -> Self:
         self._policies = self.scenario.policies(self.workdir)
-        self._llms = {name: await policy.start() for name, policy in self._policies.items()}
+        self._llms = {name: (await policy.start()).llm for name, policy in self._policies.items()}
         firsts = {**{name: policy.resource() for name, policy in self._policies.items()}, **self.scenario.resources}
         for name, resource in firsts.items():
             self._live.setdefault(name, ResourceVersion(name=name, version="v0", resource=resource))
         for name, policy in self._policies.items():
             if self._live[name].version != "v0":
-                await policy.load(self._live[name])
+                self._llms[name] = (await policy.load(self._live[name])).llm
         return self
 
     async def __aexit__(
