@@ -62,6 +62,12 @@ def test_reference_says_when_a_hook_is_called_and_what_it_returns(hook):
     assert (hook in OBSERVERS) != ("Returns" in text)
 
 
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let what the observers of agl-run write land in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_example_of_the_reference_runs(hook, capsys):
     run_example(hook, re.findall(r"```python\n(.*?)```", SECTIONS[hook], re.DOTALL), capsys)

@@ -95,7 +95,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("hook", OBSERVERS)
-def test_observer_hook_is_told(manager, plugin, hook):
+def test_observer_hook_is_told(manager, plugin, hook, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     manager.notify(hook, **VALUES[hook])
     assert [tuple(VALUES[hook].values())] == plugin.seen
     assert 0 == manager.status()[1].failures

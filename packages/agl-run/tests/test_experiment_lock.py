@@ -17,7 +17,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from agl_run.experiment.lock import ExperimentLock
-ExperimentLock(Path(sys.argv[1])).acquire()
+lock = ExperimentLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -25,7 +26,8 @@ STARTER = """
 import subprocess, sys
 from pathlib import Path
 from agl_run.experiment.lock import ExperimentLock
-ExperimentLock(Path(sys.argv[1])).acquire()
+lock = ExperimentLock(Path(sys.argv[1]))
+lock.acquire()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 """

@@ -9,7 +9,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
-from agl.contracts import Store
+from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.tracing import check_patterns
@@ -36,7 +36,7 @@ def make_plan(
         ConfigError: Something is wrong; one paragraph with the next step.
         PluginError: A component is unknown or broken.
     """
-    config, section = _with_targets(config), config.experiment
+    config, section = _with_targets(config, manager), config.experiment
     spec = AgentSpec.of(section.agent if agent is None else agent, folder=str(folder))
     plan = Plan(
         config=config,
@@ -58,11 +58,22 @@ def make_plan(
     return plan
 
 
-def _with_targets(config: ExperimentConfig) -> ExperimentConfig:
-    """Let an algorithm that names nothing tune the only policy."""
-    only = tuple(config.policy) if len(config.policy) == 1 else ()
-    algorithms = (msgspec.structs.replace(algorithm, tunes=algorithm.tunes or only) for algorithm in config.algorithm)
+def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
+    """Let an algorithm that names nothing tune the only resource that it can."""
+    algorithms = (
+        msgspec.structs.replace(
+            algorithm, tunes=algorithm.tunes or _only_target(config, manager.algorithm(algorithm.use))
+        )
+        for algorithm in config.algorithm
+    )
     return msgspec.structs.replace(config, algorithm=tuple(algorithms))
+
+
+def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, ...]:
+    kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
+    kinds |= dict.fromkeys(config.policy, "weights")
+    found = [name for name, kind in kinds.items() if kind in entry.tunes]
+    return tuple(found) if len(found) == 1 else ()
 
 
 def _resource(name: str, given: ResourceConfig) -> Resource:
