@@ -101,7 +101,7 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def run(*, progress: Any = None, **params: Any) -> list[Any]:
         log.clear()
         agl.Trainer(
-            algorithm=algorithm("chooser", tunes="prompt", **params),
+            algorithm=algorithm("chooser", params, tunes="prompt"),
             initial_resources={"prompt": PromptTemplate(template="first"), "fixed": PromptTemplate(template="f")},
             store="memory://",
             folder=tmp_path,

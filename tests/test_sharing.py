@@ -179,8 +179,8 @@ def test_restart_reads_on_where_the_last_finished_step_ended(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"student": {"source": "payr"}}, "source 'payr', which is no other one; did you mean 'payer'"),
-        ({"student": {"source": "student"}}, "is no other one"),
+        ({"student": {"source": "payr"}}, "source 'payr', and no other algorithm has that name; did you mean 'payer'"),
+        ({"student": {"source": "student"}}, "and no other algorithm has that name; the others are"),
         ({"student": {}, "payer": {"source": "student"}}, "collects its own rollouts only; remove its source"),
     ],
 )
