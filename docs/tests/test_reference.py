@@ -11,10 +11,12 @@ import msgspec
 import pytest
 
 import agl
+from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
 from agl.schemas import Record
 from agl_run.cli.main import cli
 from agl_run.experiment import config
+from agl_run.experiment.file import ONE_OR_SEVERAL
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECORDS: dict[str, Any] = {
@@ -22,11 +24,11 @@ RECORDS: dict[str, Any] = {
     "`[experiment]`": config.ExperimentSection,
     "`[runner]`": config.RunnerConfig,
     "`[policy.NAME]`": config.PolicyConfig,
-    "`[[algorithm]]`": config.AlgorithmConfig,
+    "`[resource.NAME]`": config.ResourceConfig,
+    "`[[algorithm]]`": AlgorithmConfig,
     "`[schedule]`": config.ScheduleConfig,
-    "`[credit]`": config.ComponentConfig,
-    "`[[reward]]`": config.ComponentConfig,
-    "`[[logger]]`": config.ComponentConfig,
+    "`[credit]`": ComponentConfig,
+    "`[[reward]]`": ComponentConfig,
     "`[gateway]`": config.GatewayConfig,
 }
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -46,6 +48,8 @@ def rows(text: str) -> list[list[str]]:
 
 def type_of(kind: Any) -> str:
     """A type as the reference writes it, in TOML's words."""
+    if kind is Any:
+        return "any"
     if kind in NAMES:
         return NAMES[kind]
     if get_origin(kind) is Literal:
@@ -61,12 +65,17 @@ def type_of(kind: Any) -> str:
     return " or ".join(type_of(option) for option in get_args(kind) if option is not type(None))
 
 
+def type_in_file(field: Any) -> str:
+    """A field's type in TOML, where one name may stand for an array of one."""
+    return f"{'string or ' if field.name in ONE_OR_SEVERAL else ''}{type_of(field.type)}"
+
+
 def default_of(field: Any) -> str:
     """A default as the reference writes it, in TOML."""
     if field.required:
         return "required"
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-    if value is None:
+    if value is None or value is msgspec.UNSET:
         return "none"
     if isinstance(value, Record):
         return "see below"
@@ -77,7 +86,7 @@ def default_of(field: Any) -> str:
 @pytest.mark.parametrize("heading", RECORDS)
 def test_experiment_file_has_every_key_with_type_and_default(heading):
     fields = msgspec.structs.fields(RECORDS[heading])
-    expected = [(f"`{field.name}`", type_of(field.type), default_of(field)) for field in fields]
+    expected = [(f"`{field.name}`", type_in_file(field), default_of(field)) for field in fields]
     table = {"table of tables": "table"} if heading == "Top level" else {}
     found = [
         (key, table.get(kind, kind), default) for key, kind, default, _ in rows(sections("experiment-file.md")[heading])
