@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from public import MODULES, ROOT, folders, names_of, source_of
+from tools.public import MODULES, ROOT, folders, names_of, source_of
 
 _FACTORY = re.compile(r"[a-z_]\w*(?:\.\w+)*:[A-Za-z_][\w.]*")
 _BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import msgspec
 from agl_algo_apo.candidates import Lineage
 from agl_algo_apo.evaluate import Estimate, Evaluator, estimate
 from agl_algo_apo.finish import How, Result
-from agl_run.experiment.measured import VersionScore
+from agl_run import VersionScore
 
 
 def version_scores(

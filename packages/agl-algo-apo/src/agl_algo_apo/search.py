@@ -34,7 +34,7 @@ from agl_algo_apo.proposals import Requests, extract
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.templates import Rules, check_fields, check_seed, violation
-from agl_run.experiment.measured import VersionScore, save_scores
+from agl_run import VersionScore, save_scores
 
 MAX_TRIES = 4
 """Times that one candidate is tried."""

@@ -9,7 +9,10 @@ from typing import Any, Literal, TypeAlias
 from agl.schemas import Record
 
 Factory: TypeAlias = str | Callable[..., Any]
+
 Kind = Literal["tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "command"]
+"""The kinds of components that plugins register."""
+
 PluginState = Literal["loaded", "broken", "disabled"]
 
 

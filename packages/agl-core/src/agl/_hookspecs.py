@@ -28,6 +28,7 @@ PROJECT = "agl"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin as the implementation of the hook that has its name."""
 
 
 class AglSpec:

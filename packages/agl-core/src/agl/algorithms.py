@@ -44,7 +44,7 @@ class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         use: The name that a plugin registered, such as ``grpo``.
-        tunes: Names of the resources that it tunes; empty for the only policy of the experiment.
+        tunes: Names of the resources that it tunes; empty for the only one that it can tune.
         name: Its name within the experiment; ``use`` unless given.
         agents: Regular expression over the names of agents, nodes and roles whose calls it trains; ``""`` for all.
         source: Names of the algorithms whose rollouts it learns from instead of collecting its own, or
@@ -88,7 +88,7 @@ def algorithm(
     Args:
         use: Such as ``"grpo"``; ``agl plugins list`` prints them.
         config: Its parameters as one mapping, besides those given as keyword arguments.
-        tunes: The resource or resources that it tunes; by default the only policy.
+        tunes: The resource or resources that it tunes; by default the only one that it can tune.
         name: Its name within the experiment, where two are of one kind.
         agents: Regular expression for the agents whose calls it trains.
         source: The algorithm or algorithms whose rollouts it learns from, instead of collecting its own.

@@ -28,6 +28,28 @@ import msgspec
 
 from agl.schemas import Json, PromptTemplate
 
+__all__ = [
+    "LINE",
+    "PLAIN",
+    "STYLES",
+    "TRAP",
+    "VOCABULARY",
+    "WORLDS",
+    "PromptWorld",
+    "Rule",
+    "complete_order",
+    "duo",
+    "easy",
+    "is_brief",
+    "judge",
+    "line_of",
+    "noisy",
+    "obeyed_styles",
+    "order_text",
+    "prompt_name",
+    "sparse",
+]
+
 LINE = re.compile(r"Write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
 """A line that the task model obeys: (field, style)."""
 

@@ -32,6 +32,13 @@ Mode = Literal["honest", "dead", "corrupt", "garbage", "silent", "broken"]
 """``dead`` answers 503, ``corrupt`` sends what no API sends, ``garbage`` talks about something else, ``silent`` says
 nothing, ``broken`` loses the prompt's placeholder or invents another."""
 
+__all__ = [
+    "Mode",
+    "ScriptedOptimizer",
+    "edit",
+    "find_prompts",
+]
+
 COMPLAINT = re.compile(r"\[([a-z]+)\] ([a-z ]+): expected ([A-Za-z0-9 ]+), found ([A-Za-z0-9 ]+)\.")
 ADVICE = re.compile(rf"Advice: ({LINE.pattern})")
 _FENCED = re.compile(r"```[a-z]*\n(.*?)\n?```", re.DOTALL)

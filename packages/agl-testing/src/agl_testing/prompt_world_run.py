@@ -33,6 +33,18 @@ from agl_testing.prompt_world import (
 )
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 
+__all__ = [
+    "HIDDEN",
+    "TASK_MODEL",
+    "OrderAgent",
+    "OrderReward",
+    "asker",
+    "filled",
+    "model_server",
+    "order_agent",
+    "order_reward",
+]
+
 TASK_MODEL = "clerk"
 HIDDEN = ("expected",)
 """What an experiment has to hide from the agent."""

@@ -40,6 +40,14 @@ from agl_testing.team_world import (
     uniform,
 )
 
+__all__ = [
+    "TeamGradient",
+    "TeamPlugin",
+    "TeamTable",
+    "play",
+    "tasks",
+]
+
 
 def tasks(*, is_chained: bool = False) -> list[Json]:
     """One task per room; in a chained one every agent is told what the others said before it."""

@@ -22,6 +22,7 @@ _OURS = frozenset({semconv.OP_EVALUATE})
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
+"""Whether rollouts with calls that only one side saw train: left out, or used with what is known."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):

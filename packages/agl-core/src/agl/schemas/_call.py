@@ -14,6 +14,8 @@ import msgspec
 from agl.schemas._base import Json, Record
 
 Dialect = Literal["chat", "completions", "responses", "messages", "embeddings"]
+"""The APIs of models that are understood: OpenAI's chat completions, completions and responses, Anthropic's messages,
+and embeddings."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):

@@ -97,6 +97,8 @@ class JsonResource(Record, frozen=True, kw_only=True, tag="json"):
 
 
 Resource: TypeAlias = LLM | PromptTemplate | Weights | JsonResource
+"""What algorithms change and agents read."""
+
 NamedResources: TypeAlias = dict[str, Any]
 """What an agent's ``rollout`` gets: resources by name."""
 

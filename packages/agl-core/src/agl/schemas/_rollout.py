@@ -8,11 +8,19 @@ from agl.schemas._base import SCHEMA_VERSION, Json, Record
 from agl.schemas._span import Span
 
 Mode = Literal["train", "val", "test"]
+"""What a rollout is for: learning, choosing between versions, or a look that nothing learns from."""
+
 RolloutStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+"""How far a rollout is; the last three are final."""
+
 AttemptStatus = Literal["running", "succeeded", "failed", "timeout", "lost", "cancelled"]
+"""How far one try is: ``lost`` when its worker went away, ``timeout`` when it was stopped for taking too long."""
 
 TERMINAL_ROLLOUT: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+"""The statuses of a rollout that are final."""
+
 TERMINAL_ATTEMPT: frozenset[str] = frozenset({"succeeded", "failed", "timeout", "lost", "cancelled"})
+"""The statuses of an attempt that are final."""
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ RejectReason = Literal[
     "too_long",
     "stale",
 ]
+"""Why a model call reaches no row; ``""`` for one that does."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

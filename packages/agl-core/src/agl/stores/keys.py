@@ -13,6 +13,7 @@ from agl.schemas import _codec as codec
 from agl.schemas._ids import attempt_id_of
 
 Row: TypeAlias = tuple[Any, ...]
+"""One row of a table, as a database driver gives it."""
 
 ATTEMPT_BITS = 8
 NUMBER_MASK = (1 << ATTEMPT_BITS) - 1

@@ -12,6 +12,8 @@ from threading import Lock
 from typing import Any, TypeAlias, cast
 
 Undo: TypeAlias = Callable[[], None]
+"""Restores what a patch replaced."""
+
 ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
 """Gives what a tracer needs around one attempt; called with the :class:`agl.tracing._context.Capture`."""
 

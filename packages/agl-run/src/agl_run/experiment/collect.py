@@ -15,9 +15,9 @@ from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunErro
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, to_json
 from agl.stores import all_spans
 from agl_run.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
+from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.names import NameCheck
 from agl_run.experiment.plan import NAME, Plan
-from agl_run.replay.counterfactual import Replays
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
 WAIT_S = 20.0

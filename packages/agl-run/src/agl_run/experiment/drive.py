@@ -15,13 +15,13 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import Collector
+from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.elsewhere import experiment_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import Reader, Sources
 from agl_run.experiment.session import Session
 from agl_run.experiment.state import AlgorithmState, ExperimentState
-from agl_run.replay.counterfactual import check_replays
 
 
 class Driver:
