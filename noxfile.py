@@ -178,7 +178,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
     install(session, *LIGHT, extras=("pyright==1.1.414", "openai>=3,<4"))
-    session.run("pyright", *(f"packages/{name}/src" for name in LIGHT), "tests/typing")
+    session.run("pyright", *(f"packages/{name}/src" for name in LIGHT), "tests/typing", "tools")
 
 
 @nox.session(python=found(PYTHONS))

@@ -71,7 +71,8 @@ def _modules(tree: ast.Module) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield (alias.asname, alias.name) if alias.asname else (alias.name.partition(".")[0],) * 2
+                top = alias.name.partition(".")[0]
+                yield (alias.asname, alias.name) if alias.asname else (top, top)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for alias in node.names:
                 if source_of(f"{node.module}.{alias.name}"):

@@ -51,19 +51,13 @@ def undescribed() -> list[str]:
 
 def page(module: str) -> str:
     """The page of one module."""
-    doc = prose(ast.get_docstring(tree_of(module)) or "", module)
-    own, others = [], []
-    for name in sorted(names_of(module), key=str.lower):
-        definition = public(module, name)
-        home, _ = homes()[definition.module, definition.name]
-        (own if home == module else others).append((name, definition))
-    parts = [f"{_MADE}# {module}\n\n{doc}\n"]
-    if others:
-        parts.append(_listed(others))
-    constants = [(name, definition) for name, definition in own if _is_constant(definition) and not definition.doc]
-    if constants:
-        parts.append(_constants(constants))
-    parts += [entry(name, definition) for name, definition in own if (name, definition) not in constants]
+    names = {name: public(module, name) for name in sorted(names_of(module), key=str.lower)}
+    others = {name: there for name, there in names.items() if _home(there)[0] != module}
+    constants = {name: there for name, there in names.items() if _is_constant(there) and not there.doc}
+    parts = [f"{_MADE}# {module}\n\n{prose(ast.get_docstring(tree_of(module)) or '', module)}\n"]
+    parts += [_listed(others)] if others else []
+    parts += [_constants(constants)] if constants else []
+    parts += [entry(name, there) for name, there in names.items() if name not in {**others, **constants}]
     return "\n".join(parts)
 
 
@@ -86,8 +80,7 @@ def signature(definition: Definition) -> str:
         return _call(node)
     if isinstance(node, ast.ClassDef):
         return _class(definition, node)
-    value = node.value
-    return f"{definition.name} = {ast.unparse(value) if value is not None else '...'}"
+    return f"{definition.name} = {_value(definition)}"
 
 
 def summary(doc: str) -> str:
@@ -113,17 +106,28 @@ def prose(doc: str, module: str) -> str:
     return _linked("\n\n".join(part for part in text if part), module)
 
 
-def _listed(names: list[tuple[str, Definition]]) -> str:
-    rows = []
-    for name, definition in names:
-        home, there = homes()[definition.module, definition.name]
-        rows.append(f"| [`{name}`]({home}.md#{_anchor(there)}) | {summary(definition.doc)} |\n")
-    return "| Name | What it is |\n|---|---|\n" + "".join(rows)
+def _home(definition: Definition) -> tuple[str, str]:
+    return homes()[definition.module, definition.name]
 
 
-def _constants(names: list[tuple[str, Definition]]) -> str:
-    rows = [f"| `{name}` | `{ast.unparse(definition.node.value)}` |\n" for name, definition in names]  # type: ignore[arg-type]
-    return "| Constant | Value |\n|---|---|\n" + "".join(rows)
+def _listed(names: dict[str, Definition]) -> str:
+    """A table of names that other pages describe."""
+    rows = "".join(
+        f"| [`{name}`]({_home(there)[0]}.md#{_anchor(_home(there)[1])}) | {summary(there.doc)} |\n"
+        for name, there in names.items()
+    )
+    return f"| Name | What it is |\n|---|---|\n{rows}"
+
+
+def _constants(names: dict[str, Definition]) -> str:
+    """A table of plain constants with their values."""
+    rows = "".join(f"| `{name}` | `{_value(there)}` |\n" for name, there in names.items())
+    return f"| Constant | Value |\n|---|---|\n{rows}"
+
+
+def _value(definition: Definition) -> str:
+    value = getattr(definition.node, "value", None)
+    return ast.unparse(value) if isinstance(value, ast.expr) else "..."
 
 
 def _is_constant(definition: Definition) -> bool:
@@ -167,7 +171,7 @@ def _methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)
         and not item.name.startswith("test_")
         and (not item.name.startswith("_") or item.name in ("__call__", "__aenter__"))
-        and ast.get_docstring(item)
+        and ast.get_docstring(item) not in (None, "See the contract.")
     ]
 
 
@@ -225,13 +229,13 @@ def _items(items: list[tuple[str, str]]) -> str:
 
 def _paragraphs(text: str) -> str:
     """Paragraphs with one sentence a line; lists and code blocks stay as they are."""
-    found = []
-    for block in re.split(r"\n\n+", text.strip("\n")):
-        if block.startswith(("- ", "```", "    ")):
-            found.append(_bullets(block) if block.startswith("- ") else _fenced(block))
-        elif block.strip():
-            found.append(_sentences(" ".join(block.split())))
-    return "\n\n".join(found)
+    return "\n\n".join(_block(block) for block in re.split(r"\n\n+", text.strip("\n")) if block.strip())
+
+
+def _block(block: str) -> str:
+    if block.startswith("- "):
+        return _bullets(block)
+    return _fenced(block) if block.startswith(("```", "    ")) else _sentences(" ".join(block.split()))
 
 
 def _bullets(block: str) -> str:

@@ -10,7 +10,6 @@ import click
 import msgspec
 import pytest
 
-import agl
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.contracts import Store
 from agl.schemas import Record
@@ -147,11 +146,6 @@ def test_command_line_has_every_option_with_its_default(path):
 def option_of(option: click.Option, context: click.Context) -> str:
     value = "" if option.is_flag else f" {option.make_metavar(context)}".replace("|", r"\|")
     return f"`{', '.join(option.opts)}{value}`"
-
-
-def test_python_has_every_public_name_once():
-    found = [name for cells in rows((REFERENCE / "python.md").read_text(encoding="utf-8")) for name in names(cells[0])]
-    assert sorted(agl.__all__) == sorted(found)
 
 
 def names(cell: str) -> list[str]:

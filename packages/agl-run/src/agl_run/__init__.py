@@ -8,7 +8,7 @@ is first used.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agl_run.comparison import Comparison, Criterion, check_better, compare, interval, says
+    from agl_run.comparison import Comparison, Criterion, check_better, compare, interval
     from agl_run.experiment.config import (
         ExperimentConfig,
         ExperimentSection,
@@ -66,7 +66,6 @@ __all__ = [
     "run_attempt",
     "runner",
     "save_scores",
-    "says",
 ]
 
 _CONFIG = (
@@ -81,7 +80,7 @@ _CONFIG = (
     "runner",
 )
 _HOMES = {
-    "agl_run.comparison": ("Comparison", "Criterion", "check_better", "compare", "interval", "says"),
+    "agl_run.comparison": ("Comparison", "Criterion", "check_better", "compare", "interval"),
     "agl_run.experiment.config": _CONFIG,
     "agl_run.experiment.file": ("load_config", "parse_config"),
     "agl_run.experiment.fitting": ("DevResult", "FitResult"),

@@ -1,4 +1,4 @@
-"""What this distribution registers; imports nothing of what it names."""
+"""The components that this distribution registers, by name; imports none of them."""
 
 from collections.abc import Iterable
 from pathlib import Path

@@ -137,7 +137,7 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self._expected_of(prompts, task) for task in chosen) / len(chosen)
 
     def gap_closed(self, prompts: Mapping[str, str]) -> float:
-        """How far prompts are on the way from the seeds (0.0) to the solution (1.0), by expected score."""
+        """The part of the way that prompts have gone from the seeds (0.0) to the solution (1.0), by expected score."""
         low = self.expected({name: prompt.template for name, prompt in self.seeds().items()})
         high = self.expected({name: prompt.template for name, prompt in self.solution().items()})
         return (self.expected(prompts) - low) / (high - low)
@@ -210,17 +210,17 @@ def line_of(field: str, style: str) -> str:
 
 
 def obeyed_styles(prompt: str) -> dict[str, str]:
-    """What a prompt says about each field; of two lines about one field the later one."""
+    """The style that a prompt asks for, by field; of two lines about one field the later one counts."""
     return dict(LINE.findall(prompt))
 
 
 def is_brief(styles: Mapping[str, str]) -> bool:
-    """Whether a prompt holds the trap."""
+    """True if a prompt holds the trap."""
     return styles.get(TRAP[0]) == TRAP[1]
 
 
 def order_text(task_id: str, fields: Sequence[str]) -> str:
-    """What the task model reads of a task."""
+    """The text of a task, as the task model reads it."""
     return f"Order {task_id}. Fields: {', '.join(fields)}."
 
 

@@ -85,7 +85,7 @@ class ScriptedOptimizer:
         return Reply(text=said if is_honest else self._spoil(said), delay=self._delay_s)
 
     def answer(self, text: str, *, model: str = "editor", seed: Any = None) -> str:
-        """What the model says to a request's text; pure."""
+        """The answer to a request's text; pure."""
         draw = random.Random(hashlib.sha256(to_json([self._seed, seed, text])).hexdigest())
         prompts = find_prompts(text) or [""]
         if "remove the one" in text.lower():

@@ -47,7 +47,7 @@ __all__ = [
 
 TASK_MODEL = "clerk"
 HIDDEN = ("expected",)
-"""What an experiment has to hide from the agent."""
+"""Keys of a task that an experiment has to hide from the agent."""
 
 Ask = Callable[[str, str], Awaitable[Mapping[str, str]]]
 """The task model: (prompt with the order, seed) to a style per field."""

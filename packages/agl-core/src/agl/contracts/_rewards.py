@@ -18,7 +18,7 @@ class RewardEmitter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSetup:
-    """What a reward emitter may use besides its parameters, if its entry says ``takes_setup``.
+    """Given to a reward emitter besides its parameters, if its entry says ``takes_setup``.
 
     Attributes:
         folder: What relative paths in the experiment are relative to.

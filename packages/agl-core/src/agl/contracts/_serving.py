@@ -56,12 +56,12 @@ class Policy(Protocol):
         ...
 
     def resource(self) -> Resource:
-        """What to publish as the first version of the policy's resource: its initial weights or endpoint."""
+        """The first version of the policy's resource: its initial weights, or its endpoint."""
         ...
 
     @property
     def has_token_ids(self) -> bool:
-        """Whether answers carry token ids and log-probabilities."""
+        """True if answers carry token ids and log-probabilities."""
         ...
 
 

@@ -35,7 +35,7 @@ class Runner(Protocol):
 
 
 class StepReport(Record, frozen=True, kw_only=True):
-    """What one step of an algorithm did.
+    """The report of one step of an algorithm.
 
     Attributes:
         step: From 1; equals the number of steps done, over restarts too.
@@ -258,7 +258,7 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> Mapping[str, Json]:
-        """What ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
+        """The state that ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
         ...
 
     async def restore(self, state: Mapping[str, Json]) -> None:
@@ -296,7 +296,7 @@ class ExtendableAlgorithm(Algorithm, Protocol):
     """
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether steps are left after those of ``state``, the last state of a run that had finished.
+        """True if steps are left after those of ``state``, the last state of a run that had finished.
 
         Asked of an object that is not set up. A run that goes on is set up and restored from that state as usual.
 

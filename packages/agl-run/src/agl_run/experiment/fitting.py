@@ -1,4 +1,4 @@
-"""What a trainer does with a plan: run the experiment between two validations, or try the agent without training."""
+"""Runs a plan: the experiment between two validations, or a few tasks without training."""
 
 import time
 from collections.abc import Sequence

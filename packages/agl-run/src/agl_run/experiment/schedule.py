@@ -1,4 +1,4 @@
-"""In which order algorithms take their steps: three plain coroutines, and what comes before them."""
+"""Runs algorithms one after the other, in turns or side by side, those named first before the others."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

@@ -1,4 +1,4 @@
-"""The trainer: what ``agl run`` and ``agl.Trainer(...).fit(...)`` do, from a script, a notebook or an async program."""
+"""The trainer behind ``agl run`` and ``agl.Trainer(...).fit(...)``, for scripts, notebooks and async programs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches

@@ -1,4 +1,4 @@
-"""What an agent is: a function, a class with a ``rollout`` method, or a command line; and how it is called."""
+"""Agents: functions, classes with a ``rollout`` method and command lines, and how each is called."""
 
 import importlib
 import inspect

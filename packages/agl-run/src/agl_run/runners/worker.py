@@ -37,7 +37,7 @@ def _ignore(_rollout: Rollout) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a worker needs.
+    """The parts of a worker and its settings.
 
     Attributes:
         store: Where rollouts come from and outcomes go.

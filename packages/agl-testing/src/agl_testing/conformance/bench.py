@@ -167,7 +167,7 @@ class AlgorithmBench:
         return Collected(episodes=tuple(episodes))
 
     async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """What the bench was given, as one finished step of an algorithm that is over; ``max_age`` is ignored."""
+        """The rollouts that the bench was given, as one finished step of an algorithm that is over."""
         del max_age  # the bench gives what is young enough
         if self._given is None:
             raise ConfigError("the bench was given no rollouts, so the algorithm has no source")
