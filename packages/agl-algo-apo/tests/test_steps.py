@@ -147,7 +147,7 @@ def test_search_without_a_prompt_or_without_validation_tasks_is_refused(
 ) -> None:
     trainer = agl.Trainer(
         algorithm=algorithm("apo", tunes=tunes, optimizer={"base_url": "http://x/v1", "model": "x"}),
-        initial_resources={"prompt": PromptTemplate(template="Go.")},
+        initial_resources={name: PromptTemplate(template="Go.") for name in ("prompt", "other")},
         store="memory://",
         folder=tmp_path,
         progress=Quiet(),
