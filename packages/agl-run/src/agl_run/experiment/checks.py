@@ -229,7 +229,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
             continue
         if source not in others:
             near = get_close_matches(source, others, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the others are {sorted(others)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"the others are {sorted(others) or 'none'}"
             raise ConfigError(
                 f"algorithm {algorithm.name!r} has the source {source!r}, and no other algorithm has that name; {hint}"
             )

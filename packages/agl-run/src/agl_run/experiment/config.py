@@ -5,8 +5,9 @@ algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and 
 component's own parameters written beside the settings, as in a file.
 """
 
+import re
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -184,18 +185,18 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def policy(
-    use: str, /, *, aliases: Iterable[str] = (), agents: str = "", label: str = "", **params: Json
+    use: str, /, *, aliases: str | Iterable[str] = (), agents: str = "", label: str = "", **params: Json
 ) -> PolicyConfig:
     """A model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
 
     Args:
         use: Name of the policy, such as ``"openai"``, ``"torch"`` or ``"vllm"``.
-        aliases: Model names (patterns) that agents use for it, besides its own names.
+        aliases: Model name or names (patterns) that agents use for it, besides its own names.
         agents: Regular expression: the calls of agents, nodes and roles whose whole name it matches go here.
         label: Label of the version of its weights to start from.
         params: The policy's own arguments.
     """
-    return PolicyConfig(use=use, aliases=_listed(aliases), agents=agents, label=label, params=params)
+    return PolicyConfig(use=use, aliases=listed(aliases), agents=agents, label=label, params=params)
 
 
 def runner(
@@ -205,7 +206,7 @@ def runner(
     concurrency: int = 8,
     timeout_s: float | None = None,
     max_attempts: int = 3,
-    retry_on: Iterable[AttemptStatus] = ("lost",),
+    retry_on: AttemptStatus | Iterable[AttemptStatus] = ("lost",),
     **params: Json,
 ) -> RunnerConfig:
     """A runner: ``runner("process", concurrency=4)``.
@@ -223,7 +224,7 @@ def runner(
         concurrency=concurrency,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
-        retry_on=tuple(retry_on),
+        retry_on=(retry_on,) if isinstance(retry_on, str) else tuple(retry_on),
         params=params,
     )
 
@@ -248,8 +249,28 @@ def _checked(value: Any, where: str) -> Any:
     try:
         return msgspec.convert(msgspec.structs.asdict(value), type(value))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"[{where}]: {error}") from None
+        raise ConfigError(readable(error, where)) from None
 
 
-def _listed(names: Iterable[str]) -> tuple[str, ...]:
+def readable(error: msgspec.ValidationError, where: str = "") -> str:
+    """The error in the words of an experiment file: where, what is wrong, and the values that a key may have."""
+    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error))
+    if match is None:
+        return str(error)
+    said, path = match[1], ".".join(filter(None, (where, match[2])))
+    if said.startswith("Invalid enum value"):
+        said += f"; write one of {', '.join(_choices(path))}"
+    return f"at {path!r}: {said}" if path else said
+
+
+def _choices(path: str) -> tuple[str, ...]:
+    """The words that a key takes; a key that several sections have takes the same ones in each."""
+    key = re.findall(r"[a-z_]+", path)[-1]
+    sections = (ExperimentSection, RunnerConfig, ResourceConfig, ScheduleConfig)
+    hint = next(hints[key] for hints in map(get_type_hints, sections) if key in hints)
+    return get_args(hint if get_origin(hint) is Literal else get_args(hint)[0])
+
+
+def listed(names: str | Iterable[str]) -> tuple[str, ...]:
+    """One name, or several."""
     return (names,) if isinstance(names, str) else tuple(names)

@@ -3,7 +3,6 @@
 Unknown keys are refused with the close match before anything runs.
 """
 
-import re
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +12,7 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import Record
-from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.config import ExperimentConfig, readable
 
 ONE_OR_SEVERAL = ("tunes", "source", "first")
 """Keys that take one name or an array of names; the records always hold several."""
@@ -62,7 +61,7 @@ def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> Exp
     try:
         return msgspec.convert(shaped, ExperimentConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_readable(str(error))}") from None
+        raise ConfigError(f"{source}: {readable(error)}") from None
 
 
 def _with_lists(section: Any) -> Any:
@@ -106,6 +105,8 @@ def _unknown_key(where: str, key: str, known: list[str]) -> str:
         return f"there is no section [[{where}]]: {_GONE[where]}"
     near = get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+    if "params" in known and not near:
+        hint += f"; what the component itself takes goes below params: params = {{ {key} = ... }}"
     return f"unknown key {where!r}; {hint}"
 
 
@@ -121,11 +122,3 @@ def _nested(hint: Any, value: Any) -> list[tuple[Any, str, Any]]:
     table = cast("dict[str, Any]", value)
     named = table if get_args(hint)[0] is str else {"": table}
     return [(inner[0], name, item) for name, item in named.items()]
-
-
-def _readable(message: str) -> str:
-    """msgspec's message with the TOML path in front."""
-    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
-    if match is None:
-        return message
-    return f"at {match[2]!r}: {match[1]}" if match[2] else match[1]

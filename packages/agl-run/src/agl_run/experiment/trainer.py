@@ -24,6 +24,7 @@ from agl_run.experiment.config import (
     RunnerConfig,
     ScheduleConfig,
     checked,
+    listed,
     policy,
 )
 from agl_run.experiment.fitting import DevResult, FitResult, dev_plan, fit_plan
@@ -79,17 +80,16 @@ class Trainer:
         name: str = "experiment",
         runner: str | RunnerConfig = ASYNC,
         credit: str | ComponentConfig = "episode",
-        rewards: Sequence[str | ComponentConfig] = (),
-        tracers: Sequence[str] = (),
+        rewards: str | ComponentConfig | Sequence[str | ComponentConfig] = (),
+        tracers: str | Sequence[str] = (),
         schedule: str | ScheduleConfig = "sequential",
         gateway: str | GatewayConfig = "auto",
-        disabled_plugins: Sequence[str] = (),
+        disabled_plugins: str | Sequence[str] = (),
         progress: Progress | None = None,
         plugins: PluginManager | None = None,
         folder: str | Path = ".",
         **settings: Any,
     ) -> None:
-        given = (algorithm,) if isinstance(algorithm, str | AlgorithmConfig) else tuple(algorithm)
         resources = dict(initial_resources or {})
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
         self._config = checked(
@@ -98,13 +98,13 @@ class Trainer:
                 runner=_runner(runner, n_runners),
                 policy={**served, **{key: _policy(value) for key, value in (policies or {}).items()}},
                 resource={key: _resource(key, value) for key, value in resources.items() if key not in served},
-                algorithm=tuple(_algorithm(item, adapter or {}) for item in given),
+                algorithm=tuple(_algorithm(item, adapter or {}) for item in _several(algorithm)),
                 schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # checked() says which modes there are
                 credit=_component(credit),
-                reward=tuple(_component(item) for item in rewards),
+                reward=tuple(_component(item) for item in _several(rewards)),
                 gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,
-                tracers=tuple(tracers),
-                plugins={"disabled": tuple(disabled_plugins)} if disabled_plugins else {},
+                tracers=listed(tracers),
+                plugins={"disabled": listed(disabled_plugins)} if disabled_plugins else {},
             )
         )
         self._store = None if isinstance(store, str) else store
@@ -284,7 +284,8 @@ def _resource(name: str, given: Resource | ResourceConfig) -> ResourceConfig:
     if isinstance(given, ResourceConfig):
         return given
     raise ConfigError(
-        f"the resource {name!r} is a {type(given).__name__}; weights belong to a policy: "
+        f"the resource {name!r} is {given!r}; write agl.PromptTemplate(template=...) for a prompt, and "
+        f"agl.schemas.JsonResource(value=...) for another value. Weights belong to a policy: "
         f'policies={{{name!r}: agl_run.policy("torch", model=...)}}'
     )
 
@@ -299,8 +300,15 @@ def _algorithm(given: str | AlgorithmConfig, adapter: Mapping[str, str]) -> Algo
     if unknown:
         raise ConfigError(f"adapter has unknown keys {unknown}; it takes agent_match, a regular expression")
     config = algorithm(given) if isinstance(given, str) else given
+    if not isinstance(config, AlgorithmConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # agl.GRPO without a call is a common slip
+        raise ConfigError(f"algorithm is {given!r}; call it, as in agl.GRPO(...), or write its name")
     return msgspec.structs.replace(config, agents=config.agents or adapter.get("agent_match", ""))
 
 
 def _component(given: str | ComponentConfig) -> ComponentConfig:
     return component(given) if isinstance(given, str) else given
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    """Several items, or one that stands alone."""
+    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # the caller's types say it
