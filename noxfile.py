@@ -186,7 +186,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
     tools = environment(session, [*ours(*LIGHT), "openai>=3,<4"])
-    check_types(session, tools, *(f"packages/{name}/src" for name in LIGHT), "tests/typing")
+    check_types(session, tools, *(f"packages/{name}/src" for name in LIGHT), "tests/typing", "tools")
 
 
 def on_every_python(name: str, folder: str, description: str) -> list[str]:

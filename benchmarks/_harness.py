@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from agl import PluginManager
+from agl.contracts import Kind
+
 Case = Callable[[], int]
+
+
+def component(kind: Kind, name: str, /, **params: Any) -> Any:
+    """A component of an installed plugin, by its name."""
+    manager = PluginManager.from_environment()
+    return manager.build(manager.entry(kind, name), **params)
 
 
 @dataclass(frozen=True, kw_only=True)

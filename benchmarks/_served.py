@@ -12,17 +12,17 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from agl.contracts import Upstream
+from agl.contracts import Gateway, Upstream
 from agl.schemas import Rollout, new_rollout_id
 from agl.tracing import AttemptTokens
-from agl_gateway.service import GatewayService, Settings
 from agl_run import SQLiteStore
+from benchmarks._harness import component
 
 SECRET = b"a secret of the benchmarks alone"
 
 
-async def gateway(backend: str, store_url: str, tokens_file: str, attempts: int) -> GatewayService:
-    """The gateway with running attempts, their tokens and an admin's in a file."""
+async def gateway(backend: str, store_url: str, tokens_file: str, attempts: int) -> tuple[Gateway, str]:
+    """The gateway and its URL, with running attempts, their tokens and an admin's in a file."""
     store = SQLiteStore(store_url)
     tokens = AttemptTokens(SECRET)
     await store.enqueue([Rollout(rollout_id=new_rollout_id(), task=n) for n in range(attempts)])
@@ -33,9 +33,8 @@ async def gateway(backend: str, store_url: str, tokens_file: str, attempts: int)
     Path(f"{tokens_file}.admin").write_text(tokens.issue("", "", scope="admin", expires_at=until), encoding="utf-8")
     Path(f"{tokens_file}.ids").write_text("\n".join(c.attempt.attempt_id for c in claims), encoding="utf-8")
     one = Upstream(name="canned", base_url=backend, is_trained=True)
-    service = GatewayService(store=store, upstreams=[one], tokens=tokens, settings=Settings())
-    await service.start()
-    return service
+    served: Gateway = component("gateway", "gateway")
+    return served, await served.start(store=store, upstreams=[one], secret=SECRET)
 
 
 async def proxy(backend: str) -> str:
@@ -65,15 +64,15 @@ async def proxy(backend: str) -> str:
 async def main(kind: str, backend: str, *rest: str) -> None:
     if kind == "gateway":
         store_url, tokens_file, attempts = rest
-        service = await gateway(backend, store_url, tokens_file, int(attempts))
+        served, url = await gateway(backend, store_url, tokens_file, int(attempts))
         ids = Path(f"{tokens_file}.ids").read_text(encoding="utf-8").split()
-        print(service.url, flush=True)
+        print(url, flush=True)
     else:
         print(await proxy(backend), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         if kind == "gateway":
             for attempt_id in ids:
-                await service.recorder.settle(attempt_id)
+                await served.settle(attempt_id)
         print(time.process_time(), flush=True)
 
 

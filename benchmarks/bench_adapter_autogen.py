@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 
 from benchmarks._adapters import overhead
-from benchmarks._harness import Figure, table
+from benchmarks._harness import Figure, component, table
 
 _CALLS = 100
 _FOUND = all(map(find_spec, ("autogen_agentchat", "autogen_ext", "agl_autogen")))
@@ -22,9 +22,9 @@ def figures(*, repeats: int) -> list[Figure]:
     from autogen_core.models import ModelInfo
     from autogen_ext.models.replay import ReplayChatCompletionClient
 
-    from agl_autogen.tracer import AutoGenTracer
-
-    os.environ.update(AutoGenTracer().worker_env())  # in both cases no spans of the runtime, which would be saved
+    os.environ.update(
+        component("tracer", "autogen").worker_env()
+    )  # in both cases no spans of the runtime, which would be saved
     info = ModelInfo(vision=False, function_calling=True, json_output=False, family="any", structured_output=False)
 
     def agent(name: str) -> AssistantAgent:
@@ -53,7 +53,11 @@ def figures(*, repeats: int) -> list[Figure]:
 
     return [
         overhead(
-            f"AutoGen tracer per call, {name}", AutoGenTracer(), work, repeats=repeats, bare=partial(unrecorded, work)
+            f"AutoGen tracer per call, {name}",
+            component("tracer", "autogen"),
+            work,
+            repeats=repeats,
+            bare=partial(unrecorded, work),
         )
         for name, work in (("an agent", agents), ("a team", teams))
     ]

@@ -13,7 +13,7 @@ from io import StringIO
 from typing import Any
 
 from benchmarks._adapters import overhead
-from benchmarks._harness import Figure, table
+from benchmarks._harness import Figure, component, table
 
 _CALLS = 200
 _FOUND = all(map(find_spec, ("crewai", "agl_crewai")))
@@ -21,9 +21,7 @@ _FOUND = all(map(find_spec, ("crewai", "agl_crewai")))
 
 def figures(*, repeats: int) -> list[Figure]:
     """The events of a crew with many tasks, each done by one agent with one model call."""
-    from agl_crewai.tracer import CrewAITracer
-
-    tracer = CrewAITracer()
+    tracer = component("tracer", "crewai")
     os.environ.update(tracer.worker_env())  # before the import, and for both cases: no telemetry, no uploads
     from crewai import Agent, BaseLLM, Crew, Task
     from crewai.events import crewai_event_bus

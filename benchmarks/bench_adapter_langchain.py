@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from itertools import repeat
 
 from benchmarks._adapters import overhead
-from benchmarks._harness import Figure, table
+from benchmarks._harness import Figure, component, table
 
 _CALLS = 200
 _FOUND = all(map(find_spec, ("langchain_core", "langgraph", "agl_langchain")))
@@ -17,8 +17,6 @@ def figures(*, repeats: int) -> list[Figure]:
     from langchain_core.output_parsers import StrOutputParser
     from langchain_core.prompts import ChatPromptTemplate
     from langgraph.graph import START, MessagesState, StateGraph
-
-    from agl_langchain.tracer import LangChainTracer
 
     model = GenericFakeChatModel(messages=repeat(AIMessage("done")))
     chain = ChatPromptTemplate.from_template("{text}") | model | StrOutputParser()
@@ -38,8 +36,8 @@ def figures(*, repeats: int) -> list[Figure]:
         return _CALLS
 
     return [
-        overhead("LangChain tracer per call, a chain", LangChainTracer(), chains, repeats=repeats),
-        overhead("LangChain tracer per call, a graph", LangChainTracer(), graphs, repeats=repeats),
+        overhead("LangChain tracer per call, a chain", component("tracer", "langchain"), chains, repeats=repeats),
+        overhead("LangChain tracer per call, a graph", component("tracer", "langchain"), graphs, repeats=repeats),
     ]
 
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from benchmarks._adapters import overhead
-from benchmarks._harness import Figure, table
+from benchmarks._harness import Figure, component, table
 
 _CALLS = 200
 _FOUND = all(map(find_spec, ("agents", "agl_openai_agents")))
@@ -15,8 +15,6 @@ def figures(*, repeats: int) -> list[Figure]:
     """An agent that answers at once; the SDK traces in both cases, to nobody when bare."""
     from agents import Agent, Model, ModelResponse, Runner, Usage, generation_span, set_trace_processors
     from openai.types.responses import ResponseOutputMessage, ResponseOutputText
-
-    from agl_openai_agents.tracer import OpenAIAgentsTracer
 
     class Ready(Model):
         async def get_response(self, *args: Any, **kwargs: Any) -> ModelResponse:
@@ -39,7 +37,7 @@ def figures(*, repeats: int) -> list[Figure]:
         asyncio.run(ask())
         return _CALLS
 
-    return [overhead("OpenAI Agents tracer per call", OpenAIAgentsTracer(), calls, repeats=repeats)]
+    return [overhead("OpenAI Agents tracer per call", component("tracer", "openai-agents"), calls, repeats=repeats)]
 
 
 def run(*, quick: bool) -> list[Figure]:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import agl
 from agl import PluginManager
+from agl.algorithms import algorithm
 from agl.stores import MemoryStore
-from agl_run import Quiet
+from agl_run import Quiet, policy
 from agl_testing.team_world_run import TeamPlugin, play, tasks
 from benchmarks._harness import Figure, table
 
@@ -125,8 +126,8 @@ def play_team(credit: str, *, lr: float, steps: int, seed: int = 0, is_chained: 
     store, started = MemoryStore("memory://"), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         trainer = agl.Trainer(
-            algorithm=agl.Algorithm("team-gradient", tunes="team", lr=lr, steps=steps, group_size=GROUP),
-            policies={"team": agl.Policy("team-table", seed=seed)},
+            algorithm=algorithm("team-gradient", tunes="team", lr=lr, steps=steps, group_size=GROUP),
+            policies={"team": policy("team-table", seed=seed)},
             credit=credit,
             gateway="none",
             plugins=plugins,

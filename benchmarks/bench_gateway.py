@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from agl.schemas import ModelCall, Span, new_span_id, pack_floats, pack_ids, rollout_id_of
-from agl_gateway.client import HttpStore
-from benchmarks._harness import Figure, table
+from benchmarks._harness import Figure, component, table
 
 CONNECTIONS = 16
 CALLS = 2000
@@ -210,7 +209,7 @@ def sample_spans(attempt_id: str, count: int) -> list[Span]:
 
 async def append_over_http(url: str, token: str, attempts: list[str], *, batches: int = 60) -> float:
     """Spans per second, four batches of 100 in flight."""
-    store = HttpStore(url, token=token)
+    store = component("store", "http", url=url, token=token)
     work = [sample_spans(attempts[number % len(attempts)], 100) for number in range(batches)]
     await store.cursor()
     started_at = time.perf_counter()

@@ -21,7 +21,7 @@ from typing import Any
 
 from agl.contracts import Store
 from agl.schemas import Rollout, Span, encode
-from benchmarks._harness import Figure, Prepared, interleave, rate_figure
+from benchmarks._harness import Figure, Prepared, component, interleave, rate_figure
 from benchmarks.bench_store import BATCH, Bench, MakeSpan, append_all, claiming, llm_span, small_span, start
 
 CLAIM_RAW = (
@@ -148,11 +148,9 @@ def figures(programs: Path, *, repeats: int) -> list[Figure]:
     """All figures of the PostgreSQL store."""
     import psycopg
 
-    from agl_store_postgres.store import PostgresStore
-
     with running_server(programs) as url, tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder))
-        store, other = PostgresStore(url), PostgresStore(url)
+        store, other = (component("store", "postgresql", url=url) for _ in range(2))
         with psycopg.connect(url, autocommit=True) as db:
             db.execute(b"CREATE SCHEMA bare")
             db.execute(b"CREATE TABLE bare.spans (key bigint PRIMARY KEY, span_id text, data bytea)")

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import agl
+from agl.algorithms import algorithm
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet
@@ -98,7 +99,7 @@ class Run:
 
 
 def run_once(
-    algorithm: str,
+    name: str,
     world: PromptWorld,
     server: ScriptedModelServer,
     *,
@@ -109,11 +110,11 @@ def run_once(
 ) -> Run:
     """One experiment from start to end."""
     with tempfile.TemporaryDirectory() as folder:
-        watch = Watch(world=world, algorithm=algorithm, folder=Path(folder) / "run-1" / algorithm)
+        watch = Watch(world=world, algorithm=name, folder=Path(folder) / "run-1" / name)
         optimizer = {"base_url": server.base_url, "model": "editor"}
         trainer = agl.Trainer(
             name="orders",
-            algorithm=agl.Algorithm(algorithm, tunes=list(world.seeds()), optimizer=optimizer, budget=budget),
+            algorithm=algorithm(name, tunes=list(world.seeds()), optimizer=optimizer, budget=budget),
             store=MemoryStore("memory://"),
             n_runners=workers,
             initial_resources=world.seeds(),

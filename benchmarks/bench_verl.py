@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
-from agl_testing.conformance.bench import AlgorithmBench, AlgorithmScenario, RolloutOrder
-from benchmarks._harness import Figure, table
+from agl_testing.conformance import AlgorithmBench, AlgorithmScenario, RolloutOrder
+from benchmarks._harness import Figure, component, table
 
 TASKS, ROLLOUTS, PROMPT, CALL, OBSERVED = 8, 8, 80, 30, 20
 VOCABULARY = 400
@@ -121,9 +121,9 @@ class Player:
 
 def make_verl(steps: int) -> Any:
     """VERL in one process, on one thread."""
-    from agl_algo_verl.inproc import VERL
-
-    return VERL(
+    return component(
+        "algorithm",
+        "verl",
         threads=1,
         data={"train_batch_size": TASKS},
         actor_rollout_ref={"rollout": {"n": ROLLOUTS}, "actor": {"optim": {"lr": 1e-4}}},
@@ -133,9 +133,9 @@ def make_verl(steps: int) -> Any:
 
 def make_torch(steps: int) -> Any:
     """The same by agl-algo-torch."""
-    from agl_algo_torch.grpo import GRPO
-
-    return GRPO(steps=steps, tasks_per_step=TASKS, group_size=ROLLOUTS, lr=1e-4, threads=1, device="cpu")
+    return component(
+        "algorithm", "grpo", steps=steps, tasks_per_step=TASKS, group_size=ROLLOUTS, lr=1e-4, threads=1, device="cpu"
+    )
 
 
 def make_model(target: Path) -> Path:

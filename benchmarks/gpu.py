@@ -20,8 +20,10 @@ from typing import Any
 
 import agl
 from agl import PluginManager
+from agl.contracts import Policy, ServedModel
 from agl.schemas import ResourceVersion
 from agl.stores import MemoryStore
+from agl_run import policy
 from benchmarks._harness import Figure, table
 
 SIZES = {
@@ -120,24 +122,28 @@ class Watch:
 
     @agl.hookimpl
     def agl_policies(self) -> Any:
-        from agl_vllm.policy import VLLMPolicy
-
-        watch = self
-
-        class Timed(VLLMPolicy):
-            async def load(self, version: ResourceVersion) -> None:
-                started = time.perf_counter()
-                await super().load(version)
-                watch.loads.append(time.perf_counter() - started)
-
-        yield agl.PolicyEntry(name="vllm-timed", factory=Timed, trains=True)
+        yield agl.PolicyEntry(name="vllm-timed", factory=self.timed, trains=True)
 
     @agl.hookimpl
-    def agl_step_finished(self, algorithm: str, report: Any) -> None:
-        del algorithm, report
+    def agl_step_finished(self) -> None:
         self.ends.append(time.perf_counter())
         self.tokens.append(self.sampled)
         self.sampled = 0
+
+    def timed(self, **settings: Any) -> Policy:
+        """vLLM's policy with a clock around every update."""
+        manager = PluginManager.from_environment()
+        policy: Policy = manager.build(manager.policy("vllm"), **settings)
+        load = policy.load
+
+        async def load_and_note(version: ResourceVersion) -> ServedModel:
+            started = time.perf_counter()
+            served = await load(version)
+            self.loads.append(time.perf_counter() - started)
+            return served
+
+        policy.load = load_and_note
+        return policy
 
     def agent(self, *, tokens: int) -> Any:
         """An agent that asks once for an answer of exactly so many tokens."""
@@ -175,7 +181,7 @@ def measure(options: argparse.Namespace, model: Path, route: str, workdir: Path)
             device="cpu" if options.cpu else "cuda",
             dtype="float32" if options.cpu else "bfloat16",
         ),
-        policies={"llm": agl.Policy("vllm-timed", **policy_settings(options, model, route))},
+        policies={"llm": policy("vllm-timed", **policy_settings(options, model, route))},
         store=store,
         plugins=plugins,
         n_runners=options.tasks * options.group,

@@ -14,35 +14,32 @@ from agl_testing.plugins import PluginFolder
 
 TOY = '''
 import asyncio
+import msgspec
 import agl
-from agl.contracts import StepReport
-from agl.schemas import LLM, Weights
+from agl.contracts import ServedModel, StepReport
+from agl.schemas import Weights
 
 
 class Served:
     """Serves an endpoint that runs elsewhere, and remembers which version it was told to load."""
 
     def __init__(self, *, name, base_url, model="scripted"):
-        self._llm = LLM(endpoint=base_url, model=model)
-        self._version = "initial"
+        self._served = ServedModel(base_urls=(base_url,), model=model, version="initial")
 
     async def start(self):
-        return self._llm
+        return self._served
 
     async def stop(self):
         pass
 
     async def load(self, version):
-        self._version = version.version
+        self._served = msgspec.structs.replace(self._served, version=version.version)
+        return self._served
 
     def resource(self):
         return Weights(uri="none")
 
     has_token_ids = True
-
-    @property
-    def model_version(self):
-        return self._version
 
 
 class Counter:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate, Rollout
 from agl_run import Quiet
@@ -100,7 +101,7 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     def run(*, progress: Any = None, **params: Any) -> list[Any]:
         log.clear()
         agl.Trainer(
-            algorithm=agl.Algorithm("chooser", tunes="prompt", **params),
+            algorithm=algorithm("chooser", params, tunes="prompt"),
             initial_resources={"prompt": PromptTemplate(template="first"), "fixed": PromptTemplate(template="f")},
             store="memory://",
             folder=tmp_path,
@@ -151,7 +152,7 @@ def test_run_that_is_resumed_after_a_publication_keeps_its_first_validation(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     agl_plugins.install(PLUGIN, name="choosing")
     trainer = agl.Trainer(
-        algorithm=agl.Algorithm("breaker", tunes="prompt"),
+        algorithm=algorithm("breaker", tunes="prompt"),
         initial_resources={"prompt": PromptTemplate(template="first")},
         store="sqlite:///runs.db",
         folder=tmp_path,

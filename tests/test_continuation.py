@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate
@@ -93,9 +94,9 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         **steps: int,
     ) -> Any:
         algorithms = [
-            agl.Algorithm(
+            algorithm(
                 use,
-                label=word,
+                name=word,
                 tunes=(tunes or {}).get(word, "prompt"),
                 steps=count,
                 word=word,

@@ -13,12 +13,13 @@ import msgspec
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError
 from agl.schemas import LLM, Episode, PromptTemplate, Reward, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
-from agl_run import Quiet, ScheduleConfig, SQLiteStore
+from agl_run import Quiet, ScheduleConfig, SQLiteStore, policy
 from agl_run.experiment.state import load_experiment
 from agl_testing.model_server import ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -75,6 +76,7 @@ def agl_algorithms():
 
 SCRIPT = """
 import agl
+from agl.algorithms import algorithm
 from agl_run import Quiet
 
 async def solve(task, prompt):
@@ -82,7 +84,7 @@ async def solve(task, prompt):
 
 result = agl.Trainer(
     name="script",
-    algorithm=agl.Algorithm("writer", tunes="prompt"),
+    algorithm=algorithm("writer", tunes="prompt"),
     initial_resources={"prompt": agl.PromptTemplate(template="none")},
 ).fit(solve, train_dataset=["a", "b"], val_dataset=["none", "writer 2"])
 print("result", result.before, result.after, result.steps)
@@ -106,7 +108,7 @@ def trainer(log: Log, tmp_path: Path) -> Callable[..., agl.Trainer]:
 
     def make(**changes: Any) -> agl.Trainer:
         settings: dict[str, Any] = {
-            "algorithm": agl.Algorithm("writer", tunes="prompt"),
+            "algorithm": algorithm("writer", tunes="prompt"),
             "initial_resources": {"prompt": PromptTemplate(template="none")},
             "store": "memory://",
             "folder": tmp_path,
@@ -177,7 +179,7 @@ def test_wrong_parameters_leave_an_experiment_that_was_not_started(
 ) -> None:
     url = f"sqlite:///{tmp_path}/runs.db"
     with pytest.raises(ConfigError, match="stepz"):
-        trainer(store=url, algorithm=agl.Algorithm("writer", tunes="prompt", stepz=3)).fit(guess, train_dataset=["a"])
+        trainer(store=url, algorithm=algorithm("writer", tunes="prompt", stepz=3)).fit(guess, train_dataset=["a"])
 
     assert {"writer": 2} == trainer(store=url).fit(guess, train_dataset=["a"]).steps
 
@@ -197,7 +199,7 @@ def test_awaited_fit_leaves_the_programs_loop_responsive(trainer: Callable[..., 
     async def program() -> tuple[Any, list[float]]:
         beats: list[float] = []
         beating = asyncio.create_task(beat(beats))
-        result = await trainer(n_runners=1).fit(slow, train_dataset=["a", "b"])
+        result = await trainer(n_runners=1).fit_async(slow, train_dataset=["a", "b"])
         beating.cancel()
         return result, beats
 
@@ -226,7 +228,7 @@ def test_cancelled_fit_stops_the_run_and_can_be_resumed(
         return 1.0
 
     async def program() -> None:
-        running = trainer(store=url).fit(agent, train_dataset=["a", "b"])
+        running = asyncio.create_task(trainer(store=url).fit_async(agent, train_dataset=["a", "b"]))
         await eventually(lambda: started)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -261,7 +263,7 @@ def test_dev_shows_what_would_be_recorded_and_trains_nothing(
 
 async def awaited_dev(trainer: agl.Trainer) -> Any:
     """``dev`` in an async program."""
-    return await trainer.dev(guess, train_dataset=["none"])
+    return await trainer.dev_async(guess, train_dataset=["none"])
 
 
 def test_dev_may_be_awaited(trainer: Callable[..., agl.Trainer]) -> None:
@@ -270,8 +272,8 @@ def test_dev_may_be_awaited(trainer: Callable[..., agl.Trainer]) -> None:
 
 TWO = {
     "algorithm": [
-        agl.Algorithm("writer", tunes="prompt"),
-        agl.Algorithm("second", tunes="other", steps=3),
+        algorithm("writer", tunes="prompt"),
+        algorithm("second", tunes="other", steps=3),
     ],
     "initial_resources": {"prompt": PromptTemplate(template="p"), "other": PromptTemplate(template="o")},
 }
@@ -296,12 +298,12 @@ def test_schedule_gives_every_algorithm_its_steps(mode: str, trainer: Callable[.
 
 WARM_UP = {
     "algorithm": [
-        agl.Algorithm("second", tunes="other"),
-        agl.Algorithm("writer", tunes="prompt", label="warm-up", steps=3),
-        agl.Algorithm("writer", tunes="prompt"),
+        algorithm("second", tunes="other"),
+        algorithm("writer", tunes="prompt", name="warm-up", steps=3),
+        algorithm("writer", tunes="prompt"),
     ],
     "initial_resources": TWO["initial_resources"],
-    "schedule": ScheduleConfig(mode="alternate", first="warm-up"),
+    "schedule": ScheduleConfig(mode="alternate", first=("warm-up",)),
 }
 WARMED_UP = [*(f"warm-up {step}" for step in (1, 2, 3)), "second 1", "writer 1", "second 2", "writer 2"]
 
@@ -334,9 +336,9 @@ def test_first_and_the_turns_after_it_go_on_where_they_stopped(
 
 def test_validation_runs_every_so_many_steps(trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path) -> None:
     store = MemoryStore()
-    algorithm = agl.Algorithm("writer", tunes="prompt", steps=4)
+    longer = algorithm("writer", tunes="prompt", steps=4)
 
-    trainer(store=store, algorithm=algorithm, validate_every=2, validation_limit=1).fit(
+    trainer(store=store, algorithm=longer, validate_every=2, validation_limit=1).fit(
         guess, train_dataset=["a"], val_dataset=["writer 2", "never"]
     )
 
@@ -405,9 +407,9 @@ def test_lit_agent_with_the_names_of_agent_lightning_trains_the_agents_that_matc
     tasks = [{"question": f"what is {n}?", "answer": n} for n in range(2)]
     made = trainer(
         n_runners=2,
-        algorithm=agl.Algorithm("counter", steps=1, tasks_per_step=2),
+        algorithm=algorithm("counter", steps=1, tasks_per_step=2),
         adapter={"agent_match": "write|rewrite"},
-        policies={"main": agl.Policy("served", base_url=server.base_url)},
+        policies={"main": policy("served", base_url=server.base_url)},
         initial_resources={"check_prompt": PromptTemplate(template="check it")},
         hidden=["answer"],
     )

@@ -26,7 +26,7 @@ print("fit", result.before)
 """
 
 AWAIT = """
-result = await trainer(name="awaited").fit(solve, val_dataset=["good", "good"])
+result = await trainer(name="awaited").fit_async(solve, val_dataset=["good", "good"])
 print("awaited", result.before)
 """
 
@@ -60,5 +60,5 @@ def test_notebook_runs_fit_and_dev_within_its_running_loop(tmp_path: Path) -> No
 
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in done.cells]
     assert ["", "fit 0.5\n", "awaited 1.0\n", "dev [1.0, 0.0]\n"] == printed[:4]
-    assert "refused Trainer got unknown arguments ['runnr']" in printed[4]
+    assert "refused Trainer got the unknown argument 'runnr'; did you mean 'runner'?\n" == printed[4]
     assert (tmp_path / "runs" / "notebook.db").exists()

@@ -17,10 +17,12 @@ import pytest
 from click.testing import CliRunner
 
 import agl
+import agl_run
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import AglError, ConfigError, MissingTokenIdsError, SchemaVersionError
 from agl.schemas import LLM, Attempt, Rollout
-from agl_run import Quiet, SQLiteStore
+from agl_run import Quiet, SQLiteStore, policy
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 
@@ -125,8 +127,7 @@ def test_misbehaving_agent_is_recorded_stopped_and_harms_no_other_rollout(
         tmp_path,
         agent,
         [task for trio in zip(good[::2], tasks, good[1::2], strict=True) for task in trio],
-        runner=runner,
-        runner_settings={"timeout_s": limit_s},
+        runner=agl_run.runner(runner, timeout_s=limit_s),
     )
 
     ended = outcomes(tmp_path)
@@ -210,8 +211,8 @@ async def ask(task: dict[str, str], llm: LLM) -> float:
 def counting(folder: Path, base_url: str, **settings: Any) -> agl.Trainer:
     """A trainer with the toy algorithm, which trains on tokens."""
     return agl.Trainer(
-        algorithm=agl.Algorithm("counter", tunes="main", steps=1),
-        policies={"main": agl.Policy("served", base_url=base_url)},
+        algorithm=algorithm("counter", tunes="main", steps=1),
+        policies={"main": policy("served", base_url=base_url)},
         store=f"sqlite:///{folder}/runs.db",
         folder=folder,
         progress=Quiet(),
@@ -280,6 +281,6 @@ def test_store_of_a_newer_release_is_refused_and_left_alone(tmp_path: Path) -> N
 
 def test_setting_of_the_wrong_kind_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="timeout_s"):
-        run_all(tmp_path, silent, ["a"], runner_settings={"timeout_s": "soon"})
+        run_all(tmp_path, silent, ["a"], runner=agl_run.runner(timeout_s="soon"))
 
     assert not (tmp_path / "runs.db").exists()

@@ -8,8 +8,9 @@ from click.testing import CliRunner
 
 import agl
 from agl import PluginManager
+from agl.algorithms import algorithm, component
 from agl.errors import AglError, ConfigError
-from agl_run import Quiet, parse_config
+from agl_run import Quiet, parse_config, policy
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.plugins import PluginFolder
@@ -18,34 +19,32 @@ PLUGIN = '''
 import json
 from pathlib import Path
 
+import msgspec
 import agl
-from agl.contracts import StepReport
-from agl.schemas import LLM, Weights
+from agl.contracts import ServedModel, StepReport
+from agl.schemas import Weights
 
 
 class Served:
     """A policy in training that answers from elsewhere; remembers what it was told to load."""
 
     def __init__(self, *, name, base_url, model):
-        self._llm, self._version = LLM(endpoint=base_url, model=model), "initial"
+        self._served = ServedModel(base_urls=(base_url,), model=model, version="initial")
 
     async def start(self):
-        return self._llm
+        return self._served
 
     async def stop(self):
         pass
 
     async def load(self, version):
-        self._version = version.version
+        self._served = msgspec.structs.replace(self._served, version=version.version)
+        return self._served
 
     def resource(self):
         return Weights(uri="none")
 
     has_token_ids = True
-
-    @property
-    def model_version(self):
-        return self._version
 
 
 class Learner:
@@ -245,12 +244,12 @@ def test_an_algorithms_own_credit_is_checked(folder, server):
 def test_python_says_the_same_as_the_file(folder, server):
     trainer = agl.Trainer(
         algorithm=[
-            agl.Algorithm("learner", label="a", tunes="writer", credit=agl.Credit("turn", gamma=0.5), log="a"),
-            agl.Algorithm("learner", label="b", tunes="reviewer", log="b"),
+            algorithm("learner", name="a", tunes="writer", credit=component("turn", gamma=0.5), log="a"),
+            algorithm("learner", name="b", tunes="reviewer", log="b"),
         ],
         policies={
-            "writer": agl.Policy("served", base_url=server.base_url, model="m", agents="write|rewrite"),
-            "reviewer": agl.Policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"]),
+            "writer": policy("served", base_url=server.base_url, model="m", agents="write|rewrite"),
+            "reviewer": policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"]),
         },
         progress=Quiet(),
     )
@@ -265,9 +264,9 @@ def test_python_says_the_same_as_the_file(folder, server):
 def test_agent_match_of_the_adapter_selects_by_agent_node_and_role(folder, server, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     trainer = agl.Trainer(
-        algorithm=agl.Algorithm("learner", log=str(folder / "log.jsonl")),
+        algorithm=algorithm("learner", log=str(folder / "log.jsonl")),
         adapter={"agent_match": "^write$|critic"},
-        policies={"main": agl.Policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"])},
+        policies={"main": policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"])},
         store=f"sqlite:///{folder}/runs.db",
         folder=folder,
         trust_agent_rewards=True,
@@ -280,9 +279,9 @@ def test_agent_match_of_the_adapter_selects_by_agent_node_and_role(folder, serve
 
 def test_agent_match_that_selects_nobody_says_who_was_there(folder, server):
     trainer = agl.Trainer(
-        algorithm=agl.Algorithm("learner", log=str(folder / "log.jsonl")),
+        algorithm=algorithm("learner", log=str(folder / "log.jsonl")),
         adapter={"agent_match": "author"},
-        policies={"main": agl.Policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"])},
+        policies={"main": policy("served", base_url=server.base_url, model="m", aliases=["gpt-*"])},
         store=f"sqlite:///{folder}/runs.db",
         folder=folder,
         trust_agent_rewards=True,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.errors import ConfigError
 from agl.schemas import Outcome, PromptTemplate
 from agl.stores import MemoryStore
@@ -107,8 +108,8 @@ def trainer(log: Log, tmp_path: Path) -> Callable[..., agl.Trainer]:
     def make(*, student: dict[str, Any], payer: dict[str, Any] | None = None, **changes: Any) -> agl.Trainer:
         settings: dict[str, Any] = {
             "algorithm": [
-                agl.Algorithm("payer", **{"tunes": "own", **(payer or {})}),
-                agl.Algorithm("student", **{"tunes": "prompt", "source": "payer", **student}),
+                algorithm("payer", **{"tunes": "own", **(payer or {})}),
+                algorithm("student", **{"tunes": "prompt", "source": "payer", **student}),
             ],
             "initial_resources": {"own": PromptTemplate(template="o"), "prompt": PromptTemplate(template="p")},
             "store": "memory://",
@@ -178,8 +179,8 @@ def test_restart_reads_on_where_the_last_finished_step_ended(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"student": {"source": "payr"}}, "source 'payr', which is no other one; did you mean 'payer'"),
-        ({"student": {"source": "student"}}, "is no other one"),
+        ({"student": {"source": "payr"}}, "source 'payr', and no other algorithm has that name; did you mean 'payer'"),
+        ({"student": {"source": "student"}}, "and no other algorithm has that name; the others are"),
         ({"student": {}, "payer": {"source": "student"}}, "collects its own rollouts only; remove its source"),
     ],
 )
@@ -191,9 +192,9 @@ def test_source_that_cannot_give_anything_is_refused(
 
 
 def test_source_that_runs_later_or_pays_for_nothing_is_refused(trainer: Callable[..., agl.Trainer]) -> None:
-    payer = agl.Algorithm("payer", tunes="own")
-    first = agl.Algorithm("student", tunes="prompt", source="payer")
-    second = agl.Algorithm("student", tunes="third", source="student", label="second")
+    payer = algorithm("payer", tunes="own")
+    first = algorithm("student", tunes="prompt", source="payer")
+    second = algorithm("student", tunes="third", source="student", name="second")
     third = {name: PromptTemplate(template="x") for name in ("own", "prompt", "third")}
 
     with pytest.raises(ConfigError, match="learns from 'payer', which runs after it"):
@@ -211,10 +212,10 @@ def test_rollouts_of_another_experiment_are_learned_from_without_tasks_of_its_ow
     trainer: Callable[..., agl.Trainer], log: Log, tmp_path: Path
 ) -> None:
     url = f"sqlite:///{tmp_path}/runs.db"
-    payer = agl.Algorithm("payer", tunes="own")
+    payer = algorithm("payer", tunes="own")
     trainer(student={}, algorithm=payer, store=url).fit(solve, train_dataset=["a", "b", "mute"])
 
-    student = agl.Algorithm("student", tunes="prompt", source="experiment:experiment")
+    student = algorithm("student", tunes="prompt", source="experiment:experiment")
     result = trainer(student={}, name="offline", algorithm=student, store=url).fit(solve)
 
     assert {"student": 1} == result.steps

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate
 from agl_run import Quiet
@@ -81,8 +82,8 @@ def fit(plugin: Any, tmp_path: Path) -> Callable[..., list[Any]]:
         plugin.LOG.clear()
         agl.Trainer(
             algorithm=[
-                agl.Algorithm("appender", tunes="prompt", label="one", word="one"),
-                agl.Algorithm("appender", tunes="prompt", label="two", **{"word": "two", **second}),
+                algorithm("appender", tunes="prompt", name="one", word="one"),
+                algorithm("appender", tunes="prompt", name="two", **{"word": "two", **second}),
             ],
             initial_resources={"prompt": PromptTemplate(template="zero")},
             store="sqlite:///runs.db",

@@ -1,1 +1,1 @@
-"""What the sessions of ``noxfile.py`` are made of; nothing here is part of a package."""
+"""What the sessions of ``noxfile.py`` are made of, and what keeps the repository in order; no part of a package."""

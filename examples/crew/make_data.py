@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from agl_crewai.tracer import CrewAITracer
+from agl import PluginManager
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, ToolCall
 
 TRAIN, VALIDATION = 1000, 96
@@ -66,10 +66,16 @@ def careless(request: ModelRequest) -> Reply:
     return Reply(text="I am not sure.")
 
 
+def worker_env() -> dict[str, str]:
+    """Return what the tracer sets in the processes that run a crew, so that CrewAI sends no telemetry."""
+    manager = PluginManager.from_environment()
+    return dict(manager.build(manager.tracer("crewai")).worker_env())
+
+
 def record(teacher: Callable[[ModelRequest], Reply]) -> dict[str, str]:
     """Run the crew on the sample; returns each agent's whole conversation as JSON, by its role."""
     with ScriptedModelServer(respond=teacher) as server, tempfile.TemporaryDirectory() as folder:
-        os.environ |= CrewAITracer().worker_env()  # no telemetry
+        os.environ |= worker_env()
         os.environ |= {"OPENAI_BASE_URL": server.base_url, "STOCK_DB": f"{folder}/stock.db"}
         stock_up(Path(folder) / "stock.db", {SAMPLE: SAMPLE_COUNT})
         import agent

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import agl
 from agl import PluginManager
 from agl import _hookspecs as hookspecs
 from agl._plugins.hooks import HOOKS, OBSERVERS
@@ -21,10 +20,9 @@ REFERENCE = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8
 SECTIONS = dict(re.findall(r"^### `(agl_\w+)[^\n]*\n(.*?)(?=^##|\Z)", REFERENCE, re.MULTILINE | re.DOTALL))
 
 SAMPLES: dict[str, Any] = {
-    "rollout": agl.Rollout(rollout_id="ro-1", task=None, status="succeeded"),
-    "attempt": agl.Attempt(attempt_id="ro-1.1", rollout_id="ro-1", number=1, worker="w"),
-    "version": agl.ResourceVersion(name="main_llm", version="grpo-1", resource=agl.Weights(uri="w")),
+    "experiment": "sql",
     "algorithm": "grpo",
+    "workdir": Path("runs/sql"),
     "report": StepReport(step=1, metrics={"loss": 0.5}),
 }
 
@@ -62,6 +60,12 @@ def test_reference_says_when_a_hook_is_called_and_what_it_returns(hook):
     text = SECTIONS[hook]
     assert "Called when" in text
     assert (hook in OBSERVERS) != ("Returns" in text)
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let what the observers of agl-run write land in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("hook", HOOKS)

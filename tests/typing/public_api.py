@@ -1,9 +1,13 @@
-"""What a type checker sees through ``import agl``: names that are imported lazily keep their types."""
+"""What a type checker sees through ``import agl`` and ``import agl_run``: lazy names keep their types."""
 
 from typing import assert_type
 
 import agl
-from agl import AlgorithmSpec, PluginManager, RewardEntry, Rollout, StoreEntry, TracerEntry
+import agl_run
+from agl import PluginManager, RewardEntry, Rollout, StoreEntry, TracerEntry
+from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
+from agl.contracts import StepReport
+from agl.schemas import RolloutStatus
 
 
 def entries(manager: PluginManager) -> None:
@@ -12,14 +16,40 @@ def entries(manager: PluginManager) -> None:
     assert_type(manager.reward("exact-match"), RewardEntry)
 
 
-def specifications() -> None:
-    assert_type(agl.VERL({"trainer": {}}), AlgorithmSpec)
-    assert_type(agl.GRPO(tunes="main_llm", lr=1e-5), AlgorithmSpec)
+def configuration() -> None:
+    assert_type(agl.VERL({"trainer": {}}), AlgorithmConfig)
+    assert_type(agl.GRPO(tunes="main_llm", lr=1e-5), AlgorithmConfig)
+    assert_type(algorithm("rft", source="grpo").source, tuple[str, ...])
+    assert_type(component("turn", gamma=0.9), ComponentConfig)
+    assert_type(agl_run.policy("torch", model="m"), agl_run.PolicyConfig)
+    assert_type(agl_run.runner("process", concurrency=4), agl_run.RunnerConfig)
+
+
+def training(config: agl_run.ExperimentConfig) -> None:
+    trainer = agl.Trainer(
+        algorithm=[agl.GRPO(tunes="writer"), "apo"],
+        policies={"writer": agl_run.policy("torch", model="m"), "judge": "openai"},
+        runner=agl_run.runner("process"),
+        credit=component("turn"),
+        rewards=["exact-match", component("judge", model="judge")],
+        schedule=agl_run.ScheduleConfig(mode="alternate"),
+    )
+    assert_type(trainer, agl_run.Trainer)
+    assert_type(agl.Trainer.from_config(config), agl_run.Trainer)
+    assert_type(trainer.fit(agents, train_dataset=[1, 2]), agl_run.FitResult)
+    assert_type(trainer.dev("agent:solve", "tasks.jsonl", tasks=1), agl_run.DevResult)
+    assert_type(trainer.fit(["solve", "{task}"]).before, float | None)
+
+
+async def training_beside_a_program(trainer: agl.Trainer) -> None:
+    assert_type(await trainer.fit_async(agents, val_dataset=[{}]), agl_run.FitResult)
+    assert_type(await trainer.dev_async(agents), agl_run.DevResult)
 
 
 def values(rollout: Rollout) -> None:
     assert_type(agl.Rollout(rollout_id="r", task=1), Rollout)
     assert_type(rollout.is_finished, bool)
+    assert_type(rollout.status, RolloutStatus)
 
 
 def agents() -> None:
@@ -32,5 +62,5 @@ def agents() -> None:
 
 class Plugin:
     @agl.hookimpl
-    def agl_rollout_finished(self, rollout: Rollout) -> None:
-        assert_type(rollout.status, agl.RolloutStatus)
+    def agl_step_finished(self, report: StepReport) -> None:
+        assert_type(report.metrics, dict[str, float])

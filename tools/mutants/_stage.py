@@ -8,7 +8,7 @@ import filecmp
 import json
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -107,6 +107,6 @@ def _settings(heart: Heart) -> str:
     return "\n".join([*_table("tool.pytest.ini_options", pytest), "", *_table("tool.mutmut", mutmut), ""])
 
 
-def _table(name: str, values: dict[str, object]) -> Iterable[str]:
+def _table(name: str, values: Mapping[str, object]) -> Iterable[str]:
     """A table of TOML; JSON's strings, numbers, booleans and lists are TOML's too."""
     return [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]

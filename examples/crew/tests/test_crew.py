@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("crewai", reason="needs crewai")
 pytest.importorskip("agl_crewai", reason="needs agl-crewai")
 
-from agl_crewai.tracer import CrewAITracer
+from agl import PluginManager
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, ToolCall
 
 CREW = Path(__file__).parents[1]
@@ -37,10 +37,15 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("example") / "crew"
     shutil.copytree(CREW, folder, ignore=shutil.ignore_patterns("out", "tests", "__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in CrewAITracer().worker_env().items():
+        for name, value in worker_env().items():
             patch.setenv(name, value)
         run(folder, "make_data.py")
         yield folder
+
+
+def worker_env() -> dict[str, str]:
+    manager = PluginManager.from_environment()
+    return dict(manager.build(manager.tracer("crewai")).worker_env())
 
 
 def run(folder: Path, *words: str) -> str:

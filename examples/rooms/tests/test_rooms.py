@@ -2,15 +2,15 @@
 
 import asyncio
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agl import PluginManager
-from agl_run import Quiet
-from agl_run.cli.experiment import make_trainer
+import agl
+from agl_run import Quiet, parse_config
 
 FOLDER = Path(__file__).parents[1]
 sys.path.insert(0, str(FOLDER))
@@ -76,21 +76,18 @@ def test_tuning_finds_the_rules(optimiser: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["make_data.py", "--out", str(tmp_path / "data")])
     make_data.main()
     with scripted.server() as server:
-        policy = f'{{use="openai", base_url="{server.base_url}", model="{scripted.BOOKING_MODEL}", api_key_env=""}}'
-        optimizer = f'{{base_url="{server.base_url}", model="{scripted.OPTIMIZER_MODEL}"}}'
-        settings = (
-            f"algorithm.tuner.use={optimiser}",
-            "algorithm.tuner.params.budget=300",
-            f"experiment.store=sqlite:///{tmp_path / 'runs.db'}",
-            f"experiment.workdir={tmp_path / 'run'}",
-            f"experiment.train={tmp_path / 'data' / 'train.jsonl'}",
-            f"experiment.val={tmp_path / 'data' / 'val.jsonl'}",
-            f"policy.llm={policy}",
-            f"algorithm.tuner.params.optimizer={optimizer}",
-        )
-        trainer = make_trainer(
-            FOLDER / "experiment.toml", settings, manager=PluginManager.from_environment(), progress=Quiet()
-        )
-        result = trainer.fit()
+        data = tomllib.loads((FOLDER / "experiment.toml").read_text(encoding="utf-8"))
+        data["experiment"] |= {
+            "store": f"sqlite:///{tmp_path / 'runs.db'}",
+            "workdir": str(tmp_path / "run"),
+            "train": str(tmp_path / "data" / "train.jsonl"),
+            "val": str(tmp_path / "data" / "val.jsonl"),
+        }
+        data["policy"]["llm"] |= {"base_url": server.base_url, "model": scripted.BOOKING_MODEL, "api_key_env": ""}
+        optimizer = {"base_url": server.base_url, "model": scripted.OPTIMIZER_MODEL}
+        (tuner,) = data["algorithm"]
+        tuner["use"] = optimiser
+        tuner["params"] |= {"budget": 300, "optimizer": optimizer}
+        result = agl.Trainer.from_config(parse_config(data), folder=FOLDER, progress=Quiet()).fit()
     assert result.before < 0.4
     assert result.after > 0.9

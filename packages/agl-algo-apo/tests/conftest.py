@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
@@ -100,9 +101,9 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         store, progress = store or MemoryStore("memory://"), Listening()
         initial = resources or dict(world.seeds())
         with serving(world, script) as served:
-            algorithm = agl.Algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})
+            chosen = algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})
             trainer = agl.Trainer(
-                algorithm=algorithm,
+                algorithm=chosen,
                 name="orders",
                 store=store,
                 n_runners=runners,

@@ -127,7 +127,7 @@ def test_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch
 KILLED = """
 import json, os, sys
 from pathlib import Path
-import agl, msgspec
+import agl, agl_run, msgspec
 from agl_run import Quiet
 from agl_testing.prompt_world import easy
 from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
@@ -147,7 +147,7 @@ trainer = agl.Trainer(
     name="orders", n_runners=4, store=f"sqlite:///{folder / 'runs.db'}",
     algorithm=agl.GEPA(tunes="clerk_prompt", optimizer={"base_url": url, "model": "editor"}, budget=200, phases=2),
     initial_resources=world.seeds(), rewards=(order_reward(world),), hidden=HIDDEN, progress=Quiet(),
-    folder=folder, workdir=str(folder / "work"), runner_settings={"max_attempts": 3},
+    folder=folder, workdir=str(folder / "work"), runner=agl_run.runner(max_attempts=3),
 )
 is_old = (folder / "runs.db").exists()
 trainer.fit(order_agent(world, fault=note), world.train, world.val, resume=is_old)

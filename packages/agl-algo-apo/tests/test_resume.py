@@ -21,6 +21,7 @@ PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 import agl
+from agl.algorithms import algorithm
 from agl_testing.prompt_world import noisy
 from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
 
@@ -34,7 +35,7 @@ def count(rollout):
         os.kill(os.getpid(), signal.SIGKILL)
 
 trainer = agl.Trainer(
-    algorithm=agl.Algorithm(
+    algorithm=algorithm(
         use,
         tunes=tuple(world.seeds()),
         optimizer={"base_url": base_url, "model": "editor"},

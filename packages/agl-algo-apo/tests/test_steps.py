@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.errors import AglError
 from agl.schemas import PromptTemplate, Rollout
 from agl_run import Quiet
@@ -145,8 +146,8 @@ def test_search_without_a_prompt_or_without_validation_tasks_is_refused(
     tmp_path: Path, tunes: tuple[str, ...], val: list[str], message: str
 ) -> None:
     trainer = agl.Trainer(
-        algorithm=agl.Algorithm("apo", tunes=tunes, optimizer={"base_url": "http://x/v1", "model": "x"}),
-        initial_resources={"prompt": PromptTemplate(template="Go.")},
+        algorithm=algorithm("apo", tunes=tunes, optimizer={"base_url": "http://x/v1", "model": "x"}),
+        initial_resources={name: PromptTemplate(template="Go.") for name in ("prompt", "other")},
         store="memory://",
         folder=tmp_path,
         progress=Quiet(),

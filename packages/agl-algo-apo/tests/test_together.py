@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
-from agl_run import Quiet, ScheduleConfig
+from agl_run import Quiet, ScheduleConfig, policy
 from agl_run.experiment.state import load_algorithm
 from agl_testing.prompt_world import duo, easy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
@@ -32,7 +33,7 @@ class Both:
             trainer = agl.Trainer(
                 name="orders",
                 store=store,
-                algorithm=[agl.APO(tunes=n, label=label, optimizer=served, budget=300) for n, label in self.items()],
+                algorithm=[agl.APO(tunes=n, name=name, optimizer=served, budget=300) for n, name in self.items()],
                 schedule=schedule,
                 initial_resources=dict(self.world.seeds()),
                 rewards=(order_reward(self.world),),
@@ -92,8 +93,8 @@ def test_failures_that_another_algorithm_paid_for_are_looked_at_first(tmp_path: 
             name="orders",
             store=store,
             algorithm=[
-                agl.APO(tunes="other_prompt", label="payer", optimizer=served, budget=150, delete_every=0),
-                agl.APO(tunes="clerk_prompt", label="student", optimizer=served, budget=150, source="payer"),
+                agl.APO(tunes="other_prompt", name="payer", optimizer=served, budget=150, delete_every=0),
+                agl.APO(tunes="clerk_prompt", name="student", optimizer=served, budget=150, source="payer"),
             ],
             initial_resources=seeds,
             rewards=(order_reward(world),),
@@ -133,7 +134,7 @@ def one_after_the_other(folder: Path, *, second_budget: int) -> tuple[Any, list[
             name="orders",
             store=store,
             algorithm=[
-                agl.Algorithm("random", tunes="clerk_prompt", optimizer=served, budget=120),
+                algorithm("random", tunes="clerk_prompt", optimizer=served, budget=120),
                 agl.APO(tunes="clerk_prompt", optimizer=served, budget=second_budget),
             ],
             initial_resources=dict(world.seeds()),
@@ -174,7 +175,7 @@ def test_policy_that_the_experiment_serves_can_be_the_optimizer(tmp_path: Path) 
             store=store,
             algorithm=agl.APO(tunes="clerk_prompt", optimizer="writer", critic="writer", budget=80),
             policies={
-                name: agl.Policy("openai", base_url=server.base_url, model=model, api_key_env="")
+                name: policy("openai", base_url=server.base_url, model=model, api_key_env="")
                 for name, model in (("clerk", TASK_MODEL), ("writer", "editor"))
             },
             initial_resources=dict(world.seeds()),

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import agl
+from agl.algorithms import algorithm
 from agl.errors import ConfigError
 from agl_algo_torch.model import load_model
-from agl_run import Quiet
+from agl_run import Quiet, policy
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,12 +57,12 @@ class Stage:
 
     def fit(self, *, steps: int, updates: int = 2, resume: bool = False) -> Any:
         common = {"threads": 1, "device": "cpu"}
-        warm = agl.Algorithm("sft", tunes="llm", data="dialogues.jsonl", updates=updates, lr=1e-3, **common)
+        warm = algorithm("sft", tunes="llm", data="dialogues.jsonl", updates=updates, lr=1e-3, **common)
         settings = {"tasks_per_step": 2, "group_size": 4, "lr": 3e-3, **common}
         trainer = agl.Trainer(
             name="small",
-            algorithm=[warm, agl.Algorithm("grpo", tunes="llm", steps=steps, **settings)],
-            policies={"llm": agl.Policy("torch", model=str(self.model), threads=1)},
+            algorithm=[warm, algorithm("grpo", tunes="llm", steps=steps, **settings)],
+            policies={"llm": policy("torch", model=str(self.model), threads=1)},
             store=f"sqlite:///{self.folder}/runs.db",
             n_runners=1,  # the same batches, and so the same rounding, in every run
             folder=self.folder,

@@ -10,8 +10,9 @@ import openai
 import pytest
 import torch
 
+from agl.contracts import ServedModel
 from agl.errors import ConfigError, PolicyError
-from agl.schemas import LLM, PromptTemplate, ResourceVersion, Weights
+from agl.schemas import PromptTemplate, ResourceVersion, Weights
 from agl_algo_torch.checkpoint import save_served
 from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora
 from agl_algo_torch.policy import TorchPolicy
@@ -51,8 +52,8 @@ def test_a_policy_starts_from_a_directory_and_says_where_it_serves(make_loaded: 
     policy = TorchPolicy(name="main_llm", model=str(tmp_path / "model"), device="cpu", model_name="pupil")
 
     async def run() -> None:
-        llm = await policy.start()
-        assert LLM(endpoint=policy.base_url, model="pupil") == llm
+        served = await policy.start()
+        assert ServedModel(base_urls=(policy.base_url,), model="pupil", version="0") == served
         assert policy.base_url.endswith("/v1")
         check_served_by(loaded.model, await asyncio.to_thread(greedy, policy))
         await policy.stop()
@@ -84,9 +85,9 @@ def test_loading_serves_full_weights_from_disk(
     new = make_loaded(seed=5)
     weights = save_served(new, tmp_path / "served")
     policy = serve(make_loaded())
-    asyncio.run(policy.load(version_of(weights)))
+    served = asyncio.run(policy.load(version_of(weights)))
     check_served_by(new.model, greedy(policy))
-    assert "sft-1" == policy.model_version
+    assert "sft-1" == policy.model_version == served.version
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's own call

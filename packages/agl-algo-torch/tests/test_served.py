@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import openai
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery, Upstream
 from agl.schemas import Reward, Span
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
-from agl_run import Quiet, SQLiteStore
+from agl_run import Quiet, SQLiteStore, policy
 from agl_testing.waiting import eventually
 
 if TYPE_CHECKING:
@@ -88,8 +89,8 @@ def test_liked_conversations_are_imitated_and_no_agent_runs(
         name="offline",
         store=url,
         folder=tmp_path,
-        algorithm=agl.Algorithm("rft", tunes="llm", source=source, min_reward=0.5, lr=1e-2, device="cpu", threads=1),
-        policies={"llm": agl.Policy("torch", model=str(model_dir), device="cpu", threads=1)},
+        algorithm=algorithm("rft", tunes="llm", source=source, min_reward=0.5, lr=1e-2, device="cpu", threads=1),
+        policies={"llm": policy("torch", model=str(model_dir), device="cpu", threads=1)},
         progress=Quiet(),
     )
     result = trainer.fit(solve)

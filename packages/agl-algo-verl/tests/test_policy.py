@@ -70,7 +70,7 @@ async def replicas(count: int) -> AsyncGenerator[tuple[list[Replica], list[web.A
 async def serving(**params: Any) -> AsyncGenerator[tuple[VerlPolicy, LLM]]:
     policy = VerlPolicy(name="llm", **params)
     try:
-        yield policy, await policy.start()
+        yield policy, (await policy.start()).llm
     finally:
         await policy.stop()
 
@@ -239,9 +239,10 @@ def test_without_replicas_a_policy_here_serves_the_newest_weights(model_dir: Pat
             assert "sft-3" == (await call(llm, "hi", max_tokens=1))["model_version"]
             await policy.attach([found[0].address])
             assert found[0].address == (await call(llm, "hi"))["address"]
-            await policy.load(ResourceVersion(name="llm", version="verl-1", resource=Weights(uri=str(model_dir))))
+            new = ResourceVersion(name="llm", version="verl-1", resource=Weights(uri=str(model_dir)))
+            served = await policy.load(new)
             await policy.detach()
-            assert "verl-1" == (await call(llm, "hi", max_tokens=1))["model_version"] == policy.model_version
+            assert "verl-1" == (await call(llm, "hi", max_tokens=1))["model_version"] == served.version
 
     asyncio.run(body())
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from agl import BrokenPluginError, DuplicateComponentError, PluginError, PluginManager, UnknownComponentError
+from agl import PluginManager
+from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 REWARD = """
 from agl import RewardEntry, hookimpl
@@ -139,15 +140,15 @@ def test_same_entry_point_name_twice_is_refused_naming_both(install_plugin):
 REFUSED = {
     "@hookimpl\nasync def agl_rewards(): ...": "agl_rewards is async",
     "def agl_rewards(): ...": "agl_rewards is not marked",
-    "@hookimpl\ndef agl_rollout_finished(rollot): ...": "rollot",
-    "@hookimpl\ndef agl_rollout_finished(*, rollout): ...": "by keyword only",
+    "@hookimpl\ndef agl_step_finished(reprot): ...": "reprot",
+    "@hookimpl\ndef agl_step_finished(*, report): ...": "by keyword only",
     "@hookimpl(wrapper=True)\ndef agl_rewards(): yield": "is a wrapper",
     "@hookimpl\ndef agl_rewards(): return 3": "returned int; yield RewardEntry",
-    "@hookimpl\ndef agl_rewards(): yield 'contains'": "yielded a str; yield agl.RewardEntry",
+    "@hookimpl\ndef agl_rewards(): yield 'contains'": "yielded a str; yield agl.contracts.RewardEntry",
     "@hookimpl\ndef agl_rewards(): yield RewardEntry(name='Bad Name', factory=print)": "names a component 'Bad Name'",
     "@hookimpl\ndef agl_rewards(): yield RewardEntry(name='bad', factory='a.b')": "not of the form",
     "@hookimpl\ndef agl_rewards(): yield RewardEntry(name='bad', factory=3)": "pass a callable",
-    "@hookimpl\ndef agl_rewards(): yield StoreEntry(name='bad', factory=print)": "yield agl.RewardEntry",
+    "@hookimpl\ndef agl_rewards(): yield StoreEntry(name='bad', factory=print)": "yield agl.contracts.RewardEntry",
     "@hookimpl\ndef agl_rewards():\n    yield from [RewardEntry(name='twice', factory=print)] * 2": "'twice' twice",
     "import sys\nsys.exit(3)": "SystemExit: 3",
     "import a_module_that_nobody_has": "ModuleNotFoundError",

@@ -1,11 +1,13 @@
-"""Every hook, implemented by one plugin: what it registers is found, what happens is told."""
+"""Every hook, implemented by one plugin: what it registers is found, and it sees what happens."""
+
+from pathlib import Path
 
 import pytest
 
 import agl
 from agl import PluginManager, hookimpl
 from agl._plugins.hooks import HOOKS, OBSERVERS, PROVIDERS
-from agl.contracts import StepReport
+from agl.contracts import GatewayEntry, RunnerEntry, StepReport
 
 
 class Everything:
@@ -36,7 +38,7 @@ class Everything:
 
     @hookimpl
     def agl_runners(self):
-        yield agl.RunnerEntry(name="mine", factory="m:runner")
+        yield RunnerEntry(name="mine", factory="m:runner")
 
     @hookimpl
     def agl_policies(self):
@@ -44,31 +46,15 @@ class Everything:
 
     @hookimpl
     def agl_gateways(self):
-        yield agl.GatewayEntry(name="mine", factory="m:gateway")
-
-    @hookimpl
-    def agl_loggers(self):
-        yield agl.LoggerEntry(name="mine", factory="m:logger")
+        yield GatewayEntry(name="mine", factory="m:gateway")
 
     @hookimpl
     def agl_commands(self):
         yield agl.CommandEntry(name="mine", factory="m:command")
 
     @hookimpl
-    def agl_rollout_started(self, rollout, attempt):
-        self.seen.append((rollout, attempt))
-
-    @hookimpl
-    def agl_rollout_finished(self, rollout):
-        self.seen.append((rollout,))
-
-    @hookimpl
-    def agl_resources_published(self, version):
-        self.seen.append((version,))
-
-    @hookimpl
-    def agl_step_finished(self, algorithm, report):
-        self.seen.append((algorithm, report))
+    def agl_step_finished(self, experiment, algorithm, report, workdir):
+        self.seen.append((experiment, algorithm, report, workdir))
 
 
 @pytest.fixture
@@ -99,20 +85,18 @@ def test_what_a_provider_hook_yields_is_found_by_kind_and_name(manager, plugin, 
 
 
 VALUES = {
-    "agl_rollout_started": {
-        "rollout": agl.Rollout(rollout_id="r", task=1),
-        "attempt": agl.Attempt(attempt_id="r.1", rollout_id="r", number=1, worker="w"),
+    "agl_step_finished": {
+        "experiment": "sql",
+        "algorithm": "grpo",
+        "report": StepReport(step=3),
+        "workdir": Path("runs/sql"),
     },
-    "agl_rollout_finished": {"rollout": agl.Rollout(rollout_id="r", task=1, status="failed")},
-    "agl_resources_published": {
-        "version": agl.ResourceVersion(name="n", version="1", resource=agl.JsonResource(value=2))
-    },
-    "agl_step_finished": {"algorithm": "grpo", "report": StepReport(step=3)},
 }
 
 
 @pytest.mark.parametrize("hook", OBSERVERS)
-def test_observer_hook_is_told(manager, plugin, hook):
+def test_observer_hook_is_told(manager, plugin, hook, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     manager.notify(hook, **VALUES[hook])
     assert [tuple(VALUES[hook].values())] == plugin.seen
     assert 0 == manager.status()[1].failures

@@ -3,23 +3,16 @@
 import logging
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pluggy
 import pytest
 
 import agl
-from agl import (
-    BrokenPluginError,
-    ConfigError,
-    DuplicateComponentError,
-    PluginError,
-    PluginManager,
-    RewardEntry,
-    Rollout,
-    UnknownComponentError,
-    hookimpl,
-)
+from agl import ConfigError, PluginManager, RewardEntry, hookimpl
+from agl.contracts import StepReport
+from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 PLUGIN = """
 from agl import RewardEntry, hookimpl
@@ -73,7 +66,7 @@ def test_components_of_agl_run_are_there_without_loading_plugins():
 
 def test_every_component_of_the_core_resolves():
     manager = PluginManager()
-    for kind in ("store", "tracer", "reward", "credit", "runner", "policy", "logger", "command"):
+    for kind in ("store", "tracer", "reward", "credit", "runner", "policy", "command"):
         for entry in manager.entries(kind):
             assert callable(manager.resolve(entry))
 
@@ -140,15 +133,24 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("tracer", "openai-agents", "agl-openai-agents"),
         ("tracer", "crewai", "agl-crewai"),
         ("store", "postgresql", "agl-store-postgres"),
-        ("store", "redis", "agl-store-redis"),
-        ("runner", "ray", "agl-ray"),
+        ("algorithm", "rft", "agl-algo-torch"),
+        ("policy", "vllm", "agl-vllm"),
+        ("reward", "judge", "agl-rewards"),
+        ("credit", "turn", "agl-credit"),
         ("gateway", "gateway", "agl-gateway"),
-        ("command", "console", "agl-console"),
+        ("command", "serve", "agl-gateway"),
     ],
 )
 def test_missing_component_names_the_package_to_install(kind, name, package):
     with pytest.raises(UnknownComponentError, match=f"no {kind} named '{name}'.*pip install {package}$"):
         PluginManager().entry(kind, name)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("store", "redis"), ("runner", "ray"), ("command", "console")])
+def test_missing_component_of_no_known_package_is_sent_nowhere(kind, name):
+    with pytest.raises(UnknownComponentError, match=f"no {kind} named '{name}'") as raised:
+        PluginManager().entry(kind, name)
+    assert "pip install" not in str(raised.value)
 
 
 def test_mistyped_name_gets_the_close_match_and_the_available_ones():
@@ -243,24 +245,26 @@ class Observer:
         self.seen, self.name, self.error = seen, name, error
 
     @hookimpl
-    def agl_rollout_finished(self, rollout: Rollout) -> None:
-        self.seen.append(f"{self.name} {rollout.rollout_id}")
+    def agl_step_finished(self, algorithm: str) -> None:
+        self.seen.append(f"{self.name} {algorithm}")
         if self.error is not None:
             raise self.error
 
-    @hookimpl
-    def agl_step_finished(self, algorithm: str) -> None:
-        self.seen.append(f"{self.name} {algorithm}")
+
+def finished(algorithm: str) -> dict[str, Any]:
+    """What observers of a finished step get."""
+    return {"experiment": "sql", "algorithm": algorithm, "report": StepReport(step=1), "workdir": Path("run")}
 
 
-def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog):
+def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     seen: list[str] = []
     manager = PluginManager()
     manager.register(Observer(seen, "one", ValueError("watcher fell asleep")), name="one")
     manager.register(Observer(seen, "two"), name="two")
     with caplog.at_level(logging.ERROR, "agl._plugins"):
         for number in "ab":
-            manager.notify("agl_rollout_finished", rollout=Rollout(rollout_id=number, task=None))
+            manager.notify("agl_step_finished", **finished(number))
     assert seen == ["one a", "two a", "one b", "two b"]
     assert len(caplog.records) == 1
     assert "plugin 'one'" in caplog.text
@@ -268,30 +272,32 @@ def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog):
     assert {status.name: status.failures for status in manager.status()} == {"core": 0, "run": 0, "one": 2, "two": 0}
 
 
-def test_observer_takes_the_arguments_it_wants():
+def test_observer_takes_the_arguments_it_wants(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     seen: list[str] = []
     manager = PluginManager()
     manager.register(Observer(seen, "one"))
-    manager.notify("agl_step_finished", algorithm="grpo", report=None)
+    manager.notify("agl_step_finished", **finished("grpo"))
     assert seen == ["one grpo"]
 
 
-def test_observers_are_told_in_order_of_registration_unless_they_ask_to_be_first_or_last():
+def test_observers_are_told_in_order_of_registration_unless_they_ask_to_be_first_or_last(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
     def observer(name: str, **marks: bool) -> object:
         @hookimpl(**marks)
-        def agl_rollout_finished(rollout):
+        def agl_step_finished(report):
             seen.append(name)
 
         plugin = type(name, (), {})()
-        plugin.agl_rollout_finished = agl_rollout_finished
+        plugin.agl_step_finished = agl_step_finished
         return plugin
 
     manager = PluginManager()
     for name, marks in (("last", {"trylast": True}), ("a", {}), ("b", {}), ("first", {"tryfirst": True})):
         manager.register(observer(name, **marks), name=name)
-    manager.notify("agl_rollout_finished", rollout=None)
+    manager.notify("agl_step_finished", **finished("grpo"))
     assert ["first", "a", "b", "last"] == seen
 
 

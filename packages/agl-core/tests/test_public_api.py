@@ -1,18 +1,52 @@
-"""What ``agl`` offers by name, and that specifications are resolved by the plugin manager."""
+"""The public names of ``agl``, and the records that name an algorithm or another component."""
 
 import ast
+import inspect
+import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import agl
-from agl import AlgorithmSpec, ConfigError, PluginManager, Spec, UnknownComponentError
+from agl import ConfigError, PluginManager, errors
+from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
+from agl.errors import UnknownComponentError
+
+MODULES = [
+    "agl",
+    "agl.algorithms",
+    "agl.contracts",
+    "agl.dialects",
+    "agl.episodes",
+    "agl.errors",
+    "agl.schemas",
+    "agl.stores",
+    "agl.tracing",
+]
 
 
-def test_all_is_sorted_and_without_doubles():
-    assert sorted(set(agl.__all__)) == agl.__all__
+@pytest.mark.parametrize("module", MODULES)
+def test_all_names_everything_once(module):
+    names = import_module(module).__all__
+    assert sorted(set(names)) == sorted(names)
+    assert [] == [name for name in names if not hasattr(import_module(module), name)]
+
+
+def test_no_more_names_than_an_author_types():
+    assert len(agl.__all__) <= 40
+
+
+def test_no_function_shares_its_name_with_a_contract():
+    def values(module):
+        return {name: getattr(import_module(module), name) for name in import_module(module).__all__}
+
+    protocols = {name for name, value in values("agl.contracts").items() if getattr(value, "_is_protocol", False)}
+    functions = {name for module in MODULES for name, value in values(module).items() if inspect.isfunction(value)}
+    assert {"Algorithm", "Policy", "Runner", "Credit"} <= protocols
+    assert set() == protocols & functions
 
 
 @pytest.mark.parametrize("name", agl.__all__)
@@ -25,7 +59,7 @@ def test_type_checkers_see_exactly_the_public_names():
     tree = ast.parse(Path(agl.__file__).read_text(encoding="utf-8"))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imported = [alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert sorted(imported) == agl.__all__
+    assert sorted(imported) == sorted(agl.__all__)
     homes = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     for name, module in homes.items():
         value = getattr(agl, name)
@@ -37,39 +71,65 @@ def test_unknown_name_is_an_attribute_error():
         _ = agl.Traner  # type: ignore[attr-defined]
 
 
-def test_every_public_error_hangs_below_the_root():
-    names = [name for name in agl.__all__ if name.endswith("Error")]
-    assert len(names) >= 18
-    assert all(issubclass(getattr(agl, name), agl.AglError) for name in names)
+def test_trainer_says_what_to_install_where_agl_run_is_missing():
+    code = "import sys; sys.modules['agl_run'] = None; import agl; agl.LLM; agl.Trainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    expected = (
+        "ImportError: agl.Trainer is in the distribution agl-run, which is not installed; run: pip install agl-run"
+    )
+    assert expected == done.stderr.splitlines()[-1]
+
+
+def test_every_error_hangs_below_the_root():
+    assert len(errors.__all__) >= 18
+    assert all(issubclass(getattr(errors, name), agl.AglError) for name in errors.__all__)
 
 
 @pytest.mark.parametrize("name", ["VERL", "APO", "GEPA", "GRPO", "SFT", "PPO", "DPO"])
-def test_algorithm_specification_takes_a_mapping_or_keywords(name):
+def test_algorithm_takes_a_mapping_or_keywords(name):
     make = getattr(agl, name)
-    expected = AlgorithmSpec(name=name.lower(), params={"lr": 0.1}, tunes=("main_llm",), agents="write")
+    expected = AlgorithmConfig(use=name.lower(), params={"lr": 0.1}, tunes=("main_llm",), agents="write")
     assert expected == make({"lr": 0.1}, tunes="main_llm", agents="write")
     assert expected == make(lr=0.1, tunes=["main_llm"], agents="write")
-    assert AlgorithmSpec(name=name.lower()) == make()
+    assert AlgorithmConfig(use=name.lower()) == make()
 
 
-def test_specification_refuses_a_parameter_given_twice():
+def test_algorithm_refuses_a_parameter_given_twice():
     with pytest.raises(ConfigError, match="'lr'"):
         agl.GRPO({"lr": 0.1}, lr=0.2)
 
 
-def test_specifications_of_other_kinds():
-    assert Spec(kind="policy", name="torch", params={"model": "m"}) == agl.Policy("torch", model="m")
-    assert Spec(kind="runner", name="process", params={"name": "x"}) == agl.Runner("process", name="x")
-    assert Spec(kind="credit", name="turn", params={"gamma": 0.9}) == agl.Credit("turn", gamma=0.9)
+def test_algorithm_of_any_name_has_its_place_in_the_experiment():
+    found = algorithm("rft", tunes="a", name="second", source=["first"], credit="turn", min_reward=1.0)
+    assert (
+        AlgorithmConfig(
+            use="rft",
+            tunes=("a",),
+            name="second",
+            source=("first",),
+            credit=ComponentConfig(use="turn"),
+            params={"min_reward": 1.0},
+        )
+        == found
+    )
 
 
-def test_specification_is_frozen():
+def test_algorithm_is_called_by_its_registered_name_unless_it_has_another():
+    assert "grpo" == AlgorithmConfig(use="grpo").name
+    assert "grpo" == msgspec.convert({"use": "grpo"}, AlgorithmConfig).name
+    assert "late" == AlgorithmConfig(use="grpo", name="late").name
+
+
+def test_component_takes_any_parameter():
+    assert ComponentConfig(use="turn", params={"gamma": 0.9, "name": "x"}) == component("turn", gamma=0.9, name="x")
+
+
+def test_configuration_is_frozen_and_survives_json():
     with pytest.raises(AttributeError):
         agl.VERL().name = "other"  # type: ignore[misc]
-    assert AlgorithmSpec(name="verl") == msgspec.json.decode(msgspec.json.encode(agl.VERL()), type=AlgorithmSpec)
+    assert agl.VERL(tunes="a") == msgspec.json.decode(msgspec.json.encode(agl.VERL(tunes="a")), type=AlgorithmConfig)
 
 
-def test_missing_package_of_a_specification_says_what_to_install():
-    spec = agl.VERL({"trainer": {"n_gpus_per_node": 8}})
+def test_missing_package_of_an_algorithm_says_what_to_install():
     with pytest.raises(UnknownComponentError, match="pip install agl-algo-verl"):
-        PluginManager().entry(spec.kind, spec.name)
+        PluginManager().algorithm(agl.VERL().use)

@@ -11,11 +11,12 @@ import pytest
 
 import agl
 from agl import PluginManager
+from agl.algorithms import algorithm, component
 from agl.contracts import RolloutQuery, StepReport
 from agl.episodes import Enclosing
 from agl.errors import CaptureError, ConfigError, RunError
 from agl.stores import MemoryStore
-from agl_run import Quiet
+from agl_run import Quiet, policy
 from agl_run.replay import replay_of
 from agl_run.replay.player import VERSION
 from agl_testing.team_world import ROLES
@@ -53,8 +54,8 @@ class Team:
         plugins.register(Stopping, name="stopping")
         settings = {"use": "team-gradient", "lr": 0.0, "steps": 1, "group_size": 2, **params}
         return agl.Trainer(
-            algorithm=agl.Algorithm(settings.pop("use"), tunes="team", **settings),
-            policies={"team": agl.Policy("team-table", seed=1)},
+            algorithm=algorithm(settings.pop("use"), tunes="team", **settings),
+            policies={"team": policy("team-table", seed=1)},
             credit=credit,
             gateway=gateway,
             plugins=plugins,
@@ -122,7 +123,7 @@ def test_an_agent_that_is_asked_something_else_answers_anew(team: Team) -> None:
 
 
 def test_siblings_stand_in_for_each_other(team: Team) -> None:
-    team.fit(agl.Credit("leave-one-out", replace="sibling"))
+    team.fit(component("leave-one-out", replace="sibling"))
     for replay in team.rollouts(mode="test"):
         assert f"{VERSION}sibling" == team.versions(replay)[replay_of(replay).replaced[0]]
 

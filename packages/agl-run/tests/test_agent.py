@@ -53,7 +53,7 @@ def test_lit_agent_class_is_made_and_called_with_task_resources_rollout() -> Non
 
 
 def test_decorated_function_stays_callable() -> None:
-    @agl.rollout
+    @agl.agent
     def agent(task: Any, llm: LLM) -> str:
         return llm.model
 

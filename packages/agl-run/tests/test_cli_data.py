@@ -8,21 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from agl import (
-    Claim,
-    ErrorInfo,
-    ModelCall,
-    Outcome,
-    PluginManager,
-    Reward,
-    Rollout,
-    Span,
-    pack_floats,
-    pack_ids,
-    semconv,
-)
+from agl import PluginManager, Reward, Rollout, Span, semconv
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
+from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome, pack_floats, pack_ids
 from agl.schemas import _codec as codec
 from agl_run.cli.dialogues import chat_tools
 from agl_run.cli.main import cli

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 import agl
-from agl import ModelCall, semconv
+from agl import semconv
+from agl.schemas import ModelCall, ResourceVersion
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.cli.replay_report import difference, nearest
@@ -189,7 +190,7 @@ def test_replay_uses_the_prompt_that_an_algorithm_had_written(record, tmp_path):
     text = (tmp_path / "e.toml").read_text(encoding="utf-8").replace("replay_agent:solve", "prompted:solve") + more
     (tmp_path / "e.toml").write_text(text, encoding="utf-8")
     invoke("dev", "e.toml")
-    second = agl.ResourceVersion(
+    second = ResourceVersion(
         name="prompt", version="apo-1", resource=agl.PromptTemplate(template="second"), algorithm="apo", step=1
     )
     rollout = agl.Rollout(rollout_id="ro-tuned", task={"expected": "second"}, resources={"prompt": "apo-1"})
@@ -198,7 +199,7 @@ def test_replay_uses_the_prompt_that_an_algorithm_had_written(record, tmp_path):
     assert ["five", "first", "second"] == outputs()
 
 
-async def write(url: str, version: agl.ResourceVersion, rollout: agl.Rollout) -> None:
+async def write(url: str, version: ResourceVersion, rollout: agl.Rollout) -> None:
     store = SQLiteStore(url)
     await store.publish([version])
     await store.enqueue([rollout])
@@ -208,7 +209,7 @@ async def write(url: str, version: agl.ResourceVersion, rollout: agl.Rollout) ->
 def test_latest_is_the_rollout_that_changed_last(record, tmp_path):
     record("chat", Reply(text="five"))
     rollout = agl.Rollout(rollout_id="a-first-by-name", task={})
-    version = agl.ResourceVersion(name="prompt", version="1", resource=agl.PromptTemplate(template="x"))
+    version = ResourceVersion(name="prompt", version="1", resource=agl.PromptTemplate(template="x"))
     asyncio.run(write(f"sqlite:///{tmp_path}/runs/agl.db", version, rollout))
     assert "a-first-by-name" in invoke("show", "latest").output
 

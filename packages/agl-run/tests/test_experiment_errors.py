@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from agl._entries import AlgorithmEntry, PolicyEntry
-from agl._hookspecs import hookimpl
-from agl._plugins import PluginManager
+from agl import AlgorithmEntry, PluginManager, PolicyEntry, hookimpl
 from agl.errors import AglError, ConfigError, DatasetError, UnknownComponentError
 from agl_run import load_config, parse_config
 from agl_run.cli.experiment import make_trainer
-from agl_run.experiment.plan import Plan, make_plan
+from agl_run.experiment.checks import make_plan
+from agl_run.experiment.plan import Plan
 
 
 class ToyPlugin:
@@ -70,7 +69,12 @@ def test_good_plan_is_accepted() -> None:
         ({"algorithm": [{"use": "weights-toy", "tune": "main"}]}, "unknown key 'algorithm.tune'; did you mean 'tunes'"),
         (section(seed="three"), "at 'experiment.seed'"),
         ({"policy": {"main": {"model": "x"}}}, "lacks `use`"),
-        ({"resource": {"prompt": {"templat": "x"}}}, r"\[resource.prompt\] has the keys"),
+        ({"resource": {"prompt": {"templat": "x"}}}, "unknown key 'resource.prompt.templat'; did you mean 'template'"),
+        ({"resource": {"prompt": {"template": "x", "value": 1}}}, r'\[resource.prompt\]: write template = "..."'),
+        ({"resource": {"prompt": {"value": 1, "engine": "jinja"}}}, r'\[resource.prompt\]: write template = "..."'),
+        ({"resource": {"prompt": {}}}, r'\[resource.prompt\]: write template = "..."'),
+        ({"resource": {"prompt": {"template": "x", "label": 3}}}, r"Expected `str`, got `int`"),
+        ({"logger": [{"use": "jsonl"}]}, r"no section \[\[logger\]\]: metrics are always written to metrics.jsonl"),
         ({"resource": {"main": {"template": "x"}}}, "both policies and resources"),
         (section(name="my experiment"), "may hold letters, digits"),
         (section(validate_every=2), "no validation tasks"),
@@ -80,7 +84,11 @@ def test_good_plan_is_accepted() -> None:
         ({"runner": {"timeout_s": 0.0}}, "above 0 seconds"),
         ({"gateway": {"use": "none", "params": {"port": 1}}}, "gateway.params and gateway.advertise are ignored"),
         ({"algorithm": [{"use": "weights-toy", "tunes": "mian"}]}, "tunes 'mian'.*did you mean 'main'"),
-        ({"algorithm": [{"use": "weights-toy"}]}, r"tunes nothing; set tunes to one of \['main', 'prompt'\]"),
+        (
+            {"algorithm": [{"use": "weights-toy"}], "policy": {"main": {"use": "trainable"}, "b": {"use": "openai"}}},
+            r"tunes nothing; set tunes to one of \['b', 'main', 'prompt'\]",
+        ),
+        ({"algorithm": [{"use": "weights-toy", "tunes": "main", "name": "validate"}]}, "which is what validation is"),
         (
             {"algorithm": [{"use": "weights-toy", "tunes": "prompt"}]},
             "tunes weights, and 'prompt' is a prompt_template",
@@ -138,8 +146,13 @@ def test_unknown_plugin_gives_the_close_match_or_the_install_line() -> None:
         plan({"algorithm": [{"use": "weight-toy", "tunes": "main"}]})
     with pytest.raises(UnknownComponentError, match="pip install agl-algo-torch"):
         plan({"algorithm": [{"use": "grpo", "tunes": "main"}]})
-    with pytest.raises(AglError, match="pip install agl-store-redis"):
-        plan(section(store="redis://localhost"))
+    with pytest.raises(AglError, match="pip install agl-store-postgres"):
+        plan(section(store="postgresql://localhost"))
+
+
+@pytest.mark.parametrize(("use", "expected"), [("weights-toy", ("main",)), ("prompt-toy", ("prompt",))])
+def test_algorithm_that_names_nothing_tunes_the_only_resource_that_it_can(use: str, expected: tuple[str, ...]) -> None:
+    assert expected == plan({"algorithm": [{"use": use}]}).config.algorithm[0].tunes
 
 
 def test_agent_that_needs_a_missing_resource_is_refused() -> None:
@@ -235,7 +248,7 @@ name = "second"
 def test_override_prefers_the_name_of_an_entry(name: str, changed: str, tmp_path: Path) -> None:
     (tmp_path / "e.toml").write_text(ALGORITHMS)
     trainer = make_trainer(tmp_path / "e.toml", (f"algorithm.{name}.params.lr=1",), manager=PluginManager())
-    assert [changed] == [algorithm.label for algorithm in trainer.config.algorithm if algorithm.params == {"lr": 1}]
+    assert [changed] == [algorithm.name for algorithm in trainer.config.algorithm if algorithm.params == {"lr": 1}]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from agl.errors import ConfigError
-from agl_run.experiment import lock as module
 from agl_run.experiment.lock import ExperimentLock
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
@@ -18,7 +17,8 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from agl_run.experiment.lock import ExperimentLock
-ExperimentLock(Path(sys.argv[1])).acquire()
+lock = ExperimentLock(Path(sys.argv[1]))
+lock.acquire()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -26,7 +26,8 @@ STARTER = """
 import subprocess, sys
 from pathlib import Path
 from agl_run.experiment.lock import ExperimentLock
-ExperimentLock(Path(sys.argv[1])).acquire()
+lock = ExperimentLock(Path(sys.argv[1]))
+lock.acquire()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
 print(child.pid, flush=True)
 """
@@ -101,10 +102,12 @@ def test_second_trainer_in_one_process_waits_for_the_release_of_the_first(tmp_pa
     second.release()
 
 
-def test_file_system_without_locks_is_refused_with_the_remedy(tmp_path, monkeypatch):
-    def no_locks(descriptor: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS], ids=["no locks left", "no locks at all"])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_file_system_without_locks_is_refused_with_the_remedy(tmp_path, monkeypatch, number):
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module, "_lock", no_locks)
-    with pytest.raises(ConfigError, match=r"trainer\.pid cannot be locked .* workdir to a folder on a local disk"):
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match=r"trainer\.lock cannot be locked .* workdir to a folder on a local disk"):
         ExperimentLock(tmp_path).acquire()

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 import agl
+from agl import PluginManager
 from agl._entries import RewardEntry
-from agl._plugins import PluginManager
 from agl.contracts import Presence, RewardSetup, Upstream
 from agl.errors import ConfigError, NotFoundError, UnknownComponentError
 from agl.schemas import LLM, JsonResource, PromptTemplate, ResourceVersion, Rollout

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import agl
-from agl._plugins import PluginManager
+from agl import PluginManager
 from agl.contracts import RewardSetup, Upstream
 from agl.episodes._rewards import ExactMatch
 from agl.schemas import Rollout

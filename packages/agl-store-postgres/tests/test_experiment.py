@@ -26,27 +26,26 @@ SECRET = "secret-of-the-database"
 ALGORITHM = '''
 import asyncio
 import agl
-from agl.contracts import StepReport
-from agl.schemas import LLM, Weights
+from agl.contracts import ServedModel, StepReport
+from agl.schemas import Weights
 
 
 class Served:
     """A model that runs elsewhere."""
 
     has_token_ids = True
-    model_version = "1"
 
     def __init__(self, *, name, base_url):
-        self._llm = LLM(endpoint=base_url, model="scripted")
+        self._served = ServedModel(base_urls=(base_url,), model="scripted", version="1")
 
     async def start(self):
-        return self._llm
+        return self._served
 
     async def stop(self):
         pass
 
     async def load(self, version):
-        pass
+        return self._served
 
     def resource(self):
         return Weights(uri="none")

@@ -29,8 +29,7 @@ async def serving(base, **settings):
     """Base URLs of running servers."""
     owner = started(base, **settings)
     try:
-        llm = await owner.start()
-        yield [llm.endpoint, *owner.replicas]
+        yield list((await owner.start()).base_urls)
     finally:
         await owner.stop()
 
@@ -39,8 +38,8 @@ def test_attaching_finds_the_model_and_reloads_by_default(base, make_weights):
     async def run():
         async with serving(base, replicas=2) as urls:
             policy = attached(base, urls)
-            llm = await policy.start()
-            assert (urls[0], "main_llm", urls[1:]) == (llm.endpoint, llm.model, list(policy.replicas))
+            served = await policy.start()
+            assert (tuple(urls), "main_llm") == (served.base_urls, served.model)
             await policy.load(published(make_weights("new", shift=0.5)))
             await policy.stop()
             for url in urls:
@@ -93,9 +92,9 @@ def test_calls_through_the_gateway_carry_ids_logprobs_and_the_adapters_version(b
         store, gateway = MemoryStore(), EmbeddedGateway()
         async with serving(base, replicas=2, lora_rank=4) as urls:
             policy = attached(base, urls)
-            llm = await policy.start()
-            servers = {"base_url": llm.endpoint, "replicas": tuple(policy.replicas)}
-            upstream = Upstream(name="main_llm", model=llm.model, is_trained=True, **servers)
+            served = await policy.start()
+            servers = {"base_url": served.base_urls[0], "replicas": served.base_urls[1:]}
+            upstream = Upstream(name="main_llm", model=served.model, is_trained=True, **servers)
             url = await gateway.start(store=store, upstreams=[upstream], secret=SECRET)
             try:
                 await store.enqueue([Rollout(rollout_id="ro-1", task={})])
@@ -104,8 +103,8 @@ def test_calls_through_the_gateway_carry_ids_logprobs_and_the_adapters_version(b
                 async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0) as client:
                     await ask(client)
                     await gateway.pause("main_llm")
-                    await policy.load(published(make_weights("a", shift=0.5, base=base)))
-                    await gateway.resume("main_llm", model_version=policy.model_version, model=policy.served_model)
+                    served = await policy.load(published(make_weights("a", shift=0.5, base=base)))
+                    await gateway.resume("main_llm", model_version=served.version, model=served.model)
                     await ask(client, stream=True)
                 await gateway.settle(claim.attempt.attempt_id)
                 spans = await store.spans("ro-1")

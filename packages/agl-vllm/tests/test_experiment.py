@@ -8,10 +8,12 @@ import pytest
 
 import agl
 from agl import PluginManager
+from agl.algorithms import algorithm
 from agl.contracts import AlgorithmContext, RolloutQuery, StepReport
 from agl.errors import ConfigError, PolicyError
+from agl.schemas import Weights
 from agl.stores import MemoryStore
-from agl_run import Quiet
+from agl_run import Quiet, policy
 
 
 async def write(task: Any, llm: agl.LLM) -> float:
@@ -27,7 +29,7 @@ async def write(task: Any, llm: agl.LLM) -> float:
 class Publisher:
     """Collects once per step and publishes the next of the given weights."""
 
-    def __init__(self, weights: list[agl.Weights]) -> None:
+    def __init__(self, weights: list[Weights]) -> None:
         self.weights, self.done = weights, 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -51,10 +53,10 @@ class Publisher:
 
 
 class Stage:
-    def __init__(self, folder: Any, base: agl.Weights) -> None:
+    def __init__(self, folder: Any, base: Weights) -> None:
         self.folder, self.base, self.store = folder, base, MemoryStore()
 
-    def trainer(self, weights: list[agl.Weights], *, gateway: str = "auto", **settings: Any) -> agl.Trainer:
+    def trainer(self, weights: list[Weights], *, gateway: str = "auto", **settings: Any) -> agl.Trainer:
         plugins = PluginManager.from_environment()
 
         class Plugin:
@@ -63,11 +65,11 @@ class Stage:
                 yield agl.AlgorithmEntry(name="publisher", factory=lambda: Publisher(weights))
 
         plugins.register(Plugin(), name="publisher")
-        policy = agl.Policy("vllm", model=self.base.uri, dtype="float32", **settings)
+        served = policy("vllm", model=self.base.uri, dtype="float32", **settings)
         return agl.Trainer(
             name="small",
-            algorithm=agl.Algorithm("publisher", tunes="main_llm"),
-            policies={"main_llm": policy},
+            algorithm=algorithm("publisher", tunes="main_llm"),
+            policies={"main_llm": served},
             gateway=gateway,
             plugins=plugins,
             store=self.store,

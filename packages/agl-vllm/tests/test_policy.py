@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from agl import PluginManager
-from agl.contracts import ReplicatedPolicy
+from agl.contracts import ServedModel
 from agl.errors import ConfigError, PolicyError
-from agl.schemas import LLM, PromptTemplate, Weights
+from agl.schemas import PromptTemplate, Weights
 from agl_testing.conformance import PluginConformance
 from agl_vllm.policy import VLLMPolicy
 
@@ -21,8 +21,7 @@ from .conftest import noted, published, started
 def run(policy, act):
     async def whole():
         try:
-            llm = await policy.start()
-            return await act(llm)
+            return await act(await policy.start())
         finally:
             await policy.stop()
 
@@ -32,16 +31,13 @@ def run(policy, act):
 def test_a_started_server_gets_its_command_and_environment(base, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     policy = started(base, args=["--enforce-eager"], env={"EXTRA": "1"}, lora_rank=3, devices=["3"])
-    assert isinstance(policy, ReplicatedPolicy)
     assert Weights(uri=base.uri) == policy.resource()
 
-    async def act(llm):
-        return llm, noted(llm.endpoint)
+    async def act(served):
+        return served, noted(served.base_urls[0])
 
-    llm, found = run(policy, act)
-    assert LLM(endpoint=llm.endpoint, model="main_llm") == llm
-    assert "main_llm" == policy.served_model
-    assert () == tuple(policy.replicas)
+    served, found = run(policy, act)
+    assert ServedModel(base_urls=served.base_urls[:1], model="main_llm") == served
     said = " ".join(found["argv"])
     for part in (f"--model {base.uri}", "--served-model-name main_llm", "--dtype float32", "--host 127.0.0.1"):
         assert part in said
@@ -59,17 +55,17 @@ def test_full_weights_restart_a_started_server_at_the_same_address(base, make_we
     new = make_weights("new", shift=0.5)
     policy = started(base)
 
-    async def act(llm):
-        before = noted(llm.endpoint)["pid"]
+    async def act(served):
+        before = noted(served.base_urls[0])["pid"]
         await policy.load(published(new))
-        after = noted(llm.endpoint)
+        after = noted(served.base_urls[0])
         assert before != after["pid"]
         assert ["--model", new.uri] == after["argv"][:2]
-        await policy.load(published(new, "the-same-again"))
-        assert after["pid"] == noted(llm.endpoint)["pid"]
+        again = await policy.load(published(new, "the-same-again"))
+        assert "the-same-again" == again.version
+        assert after["pid"] == noted(served.base_urls[0])["pid"]
 
     run(policy, act)
-    assert "the-same-again" == policy.model_version
 
 
 def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weights):
@@ -77,11 +73,11 @@ def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weig
     second = make_weights("a2", shift=0.75, base=base)
     policy = started(base, lora_rank=4)
 
-    async def act(llm):
+    async def act(served):
         for version, weights in (("v1", first), ("v2", second)):
-            await policy.load(published(weights, version))
-            assert (version, "main_llm-adapter") == (policy.model_version, policy.served_model)
-        return noted(llm.endpoint)
+            now = await policy.load(published(weights, version))
+            assert (version, "main_llm-adapter") == (now.version, now.model)
+        return noted(served.base_urls[0])
 
     found = run(policy, act)
     update = ["/pause?mode=wait", "/v1/load_lora_adapter", "/reset_prefix_cache", "/resume", "/v1/completions"]
@@ -94,20 +90,19 @@ def test_an_adapter_is_loaded_in_place_between_answers_and_named(base, make_weig
 def test_a_reload_changes_the_running_server(base, make_weights):
     policy = started(base, sync="reload")
 
-    async def act(llm):
-        pid = noted(llm.endpoint)["pid"]
-        await policy.load(published(make_weights("new", shift=0.5)))
-        assert pid == noted(llm.endpoint)["pid"]
+    async def act(served):
+        pid = noted(served.base_urls[0])["pid"]
+        assert "grpo-1" == (await policy.load(published(make_weights("new", shift=0.5)))).version
+        assert pid == noted(served.base_urls[0])["pid"]
 
     run(policy, act)
-    assert "grpo-1" == policy.model_version
 
 
 def test_a_reload_that_answers_200_and_serves_other_weights_stops_the_run(base, make_weights, fake):
     fake("reload-ignored")
     policy = started(base, sync="reload")
 
-    async def act(_llm):
+    async def act(_served):
         with pytest.raises(PolicyError) as refused:
             await policy.load(published(make_weights("new", shift=0.5)))
         return str(refused.value)
@@ -116,7 +111,6 @@ def test_a_reload_that_answers_200_and_serves_other_weights_stops_the_run(base, 
     assert "said that it had taken the weights 'grpo-1', and does not serve them" in message
     assert "has log-probability -1.4000 there and -1.9000 by the weights" in message
     assert "mean difference 0.5000, tolerance 0.001" in message
-    assert "unverified-grpo-1" == policy.model_version
 
 
 def test_the_tolerance_and_the_probe_itself_are_the_users_choice(base, make_weights, fake):
@@ -124,12 +118,11 @@ def test_the_tolerance_and_the_probe_itself_are_the_users_choice(base, make_weig
     new, bare = make_weights("new", shift=0.5), make_weights("bare", shift=0.5, has_probe=False)
 
     async def act(policy, weights):
-        await policy.load(published(weights))
+        return (await policy.load(published(weights))).version
 
     for settings, weights in (({"probe_tolerance": 0.6}, new), ({"probe": False}, bare)):
         policy = started(base, sync="reload", **settings)
-        run(policy, lambda _, policy=policy, weights=weights: act(policy, weights))
-        assert "grpo-1" == policy.model_version
+        assert "grpo-1" == run(policy, lambda _, policy=policy, weights=weights: act(policy, weights))
     policy = started(base)
     with pytest.raises(PolicyError, match=r"have no probe.json, without which nobody can check"):
         run(policy, lambda _: act(policy, bare))
@@ -139,8 +132,8 @@ def test_every_replica_is_updated_and_a_dead_one_is_started_again(base, make_wei
     policy = started(base, replicas=2, lora_rank=4)
     adapter = make_weights("a", shift=0.5, base=base)
 
-    async def act(llm):
-        urls = [llm.endpoint, *policy.replicas]
+    async def act(served):
+        urls = served.base_urls
         assert 2 == len(set(urls))
         os.kill(noted(urls[1])["pid"], signal.SIGKILL)
         with caplog.at_level(logging.WARNING):
@@ -166,7 +159,7 @@ def test_what_is_no_weights_of_this_model_is_refused(base, make_weights):
     policy = started(base, lora_rank=4)
     stranger = make_weights("other", shift=0.0)
 
-    async def act(_llm):
+    async def act(_served):
         with pytest.raises(PolicyError, match="is a PromptTemplate"):
             await policy.load(published(PromptTemplate(template="x")))
         with pytest.raises(PolicyError, match=r"belongs to '.*other' and the servers have '.*base'"):
@@ -187,7 +180,7 @@ def test_what_servers_print_is_removed_after_a_run_that_ended_well_and_kept_afte
     def logs():
         return list(tmp_path.glob("agl-vllm-*/main_llm-0.log"))
 
-    async def act(_llm):
+    async def act(_served):
         assert 1 == len(logs())
 
     run(started(base), act)

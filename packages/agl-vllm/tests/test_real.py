@@ -145,9 +145,8 @@ class Stage:
     async def load(self, version):
         """As an experiment does it."""
         await self.gateway.pause("main_llm")
-        await self.policy.load(version)
-        policy = self.policy
-        await self.gateway.resume("main_llm", model_version=policy.model_version, model=policy.served_model)
+        served = await self.policy.load(version)
+        await self.gateway.resume("main_llm", model_version=served.version, model=served.model)
 
 
 @asynccontextmanager
@@ -155,9 +154,9 @@ async def stage(model, *, dtype="float32", args=(), **settings):
     policy = VLLMPolicy(name="main_llm", model=str(model), dtype=dtype, args=[*ARGS, *args], env=ENV, **settings)
     gateway, store = EmbeddedGateway(), MemoryStore()
     try:
-        llm = await policy.start()
-        servers = {"base_url": llm.endpoint, "replicas": tuple(policy.replicas)}
-        upstream = Upstream(name="main_llm", model=llm.model, is_trained=True, **servers)
+        served = await policy.start()
+        servers = {"base_url": served.base_urls[0], "replicas": served.base_urls[1:]}
+        upstream = Upstream(name="main_llm", model=served.model, is_trained=True, **servers)
         yield Stage(gateway, store, policy, await gateway.start(store=store, upstreams=[upstream], secret=SECRET))
     finally:
         await gateway.stop()

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from agl.contracts import ServedModel
 from agl.errors import ConfigError, PolicyError
-from agl.schemas import LLM, ResourceVersion, Weights
+from agl.schemas import ResourceVersion, Weights
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
 from agl_algo_torch.model import LoadedModel, load_model
@@ -123,8 +124,8 @@ class TorchPolicy:
         """Return the weights that the policy was constructed with, as a resource that names their place."""
         return Weights(uri=self._loaded.name)
 
-    async def start(self) -> LLM:
-        """Start serving and return the endpoint; raises PolicyError when it serves already or the port is taken."""
+    async def start(self) -> ServedModel:
+        """Start serving; raises PolicyError when it serves already or the port is taken."""
         if self._thread is not None:
             raise PolicyError(f"The policy {self.name!r} is already serving at {self._base_url}; stop it first.")
         self._engine.start()
@@ -132,7 +133,7 @@ class TorchPolicy:
         port = await asyncio.to_thread(thread.start)
         self._thread = thread
         self._base_url = f"http://{self._settings.host}:{port}/v1"
-        return LLM(endpoint=self._base_url, model=self.model_name)
+        return self._served()
 
     def _server(self) -> PolicyServer:
         config = cast("Any", self._loaded.model).config
@@ -158,7 +159,7 @@ class TorchPolicy:
             await asyncio.to_thread(self._thread.stop)
             self._thread, self._base_url = None, ""
 
-    async def load(self, version: ResourceVersion) -> None:
+    async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve weights from disk; raises ConfigError for other resources and for weights of another model."""
         weights = version.resource
         if not isinstance(weights, Weights):
@@ -168,6 +169,10 @@ class TorchPolicy:
             )
         state = await asyncio.to_thread(read_weights, weights, like=self._loaded.model)
         await self.publish(state, version.version)
+        return self._served()
+
+    def _served(self) -> ServedModel:
+        return ServedModel(base_urls=(self._base_url,), model=self.model_name, version=self.model_version)
 
     async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
         """Serve `state` as `version`; returns once it is live. Do not change `state` until then.

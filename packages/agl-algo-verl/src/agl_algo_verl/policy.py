@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl import PluginManager
+from agl.contracts import ServedModel
 from agl.errors import AglError, ConfigError, PolicyError
-from agl.schemas import LLM, ResourceVersion, Weights
+from agl.schemas import ResourceVersion, Weights
 from agl_algo_verl.relay import Backend, ReplicaRelay
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class VerlPolicy:
         self._lock = asyncio.Lock()
         self._replicas: Backend | None = None
         self._home: Policy | None = None
-        self._home_llm: LLM | None = None
+        self._home_serves: ServedModel | None = None
+        self._address = ""
         self._failure: AglError | None = None
         self._live: ResourceVersion | None = None
 
@@ -68,16 +70,11 @@ class VerlPolicy:
         """Always true: VERL's replicas and `torch` give token ids."""
         return True
 
-    @property
-    def model_version(self) -> str:
-        """Version of the weights that serve now."""
-        return self._live.version if self._live else ""
-
     def resource(self) -> Weights:
         """Return the weights to start from, by their place."""
         return Weights(uri=self._model)
 
-    async def start(self) -> LLM:
+    async def start(self) -> ServedModel:
         """Listen; raises PolicyError when the port is taken."""
         if self._thread.is_alive():
             raise PolicyError(f"the policy {self.name!r} serves already; stop it first")
@@ -89,7 +86,8 @@ class VerlPolicy:
                 f"the policy {self.name!r} cannot listen on {self._host}:{self._port} ({error}); "
                 "give another port, or 0"
             ) from error
-        return LLM(endpoint=f"http://{self._host}:{port}/v1", model=self.name)
+        self._address = f"http://{self._host}:{port}/v1"
+        return self._served()
 
     async def stop(self) -> None:
         """Stop serving; idempotent."""
@@ -101,7 +99,7 @@ class VerlPolicy:
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
 
-    async def load(self, version: ResourceVersion) -> None:
+    async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve these weights; replicas of VERL have them already, for VERL handed them over itself."""
         if not isinstance(version.resource, Weights):
             raise ConfigError(
@@ -109,6 +107,7 @@ class VerlPolicy:
                 f"{type(version.resource).__name__}; let an algorithm that trains weights tune it"
             )
         await self._there(self._load(version))
+        return self._served()
 
     async def attach(self, addresses: Sequence[str], *, version: str = "") -> None:
         """Send calls to VERL's replicas from now on; calls that were held go there.
@@ -145,6 +144,10 @@ class VerlPolicy:
         relay = self._relay
         return {"replica_calls": sum(relay.calls.values()), "replica_failures": sum(relay.failures.values())}
 
+    def _served(self) -> ServedModel:
+        version = self._live.version if self._live else ""
+        return ServedModel(base_urls=(self._address,), model=self.name, version=version)
+
     async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
@@ -152,7 +155,7 @@ class VerlPolicy:
         async with self._lock:
             self._live = version
             if self._home is not None:
-                await self._home.load(version)
+                self._home_serves = await self._home.load(version)
 
     async def _attach(self, replicas: Backend | None) -> None:
         async with self._lock:
@@ -166,7 +169,7 @@ class VerlPolicy:
 
     async def _leave_home(self) -> None:
         async with self._lock:
-            home, self._home, self._home_llm = self._home, None, None
+            home, self._home, self._home_serves = self._home, None, None
         if home is not None:
             await home.stop()
 
@@ -177,22 +180,22 @@ class VerlPolicy:
                 return self._replicas
             if self._failure is not None:
                 raise self._failure
-            if self._home_llm is None:
+            if self._home_serves is None:
                 try:
-                    self._home_llm = await self._start_home()
+                    self._home_serves = await self._start_home()
                 except AglError as error:
                     self._failure = error  # later calls fail at once; starting would fail again
                     raise
-            return Backend(urls=(self._home_llm.endpoint,), model=self._home_llm.model)
+            return Backend(urls=self._home_serves.base_urls, model=self._home_serves.model)
 
-    async def _start_home(self) -> LLM:
+    async def _start_home(self) -> ServedModel:
         manager = PluginManager.from_environment()
         home: Policy = manager.build(manager.policy(self._home_name), name=self.name, model=self._model, **self._params)
-        llm = await home.start()
+        served = await home.start()
         if self._live is not None:
-            await home.load(self._live)
+            served = await home.load(self._live)
         self._home = home
-        return llm
+        return served
 
 
 def is_absent(model: str) -> bool:

@@ -44,8 +44,8 @@ class HFServer:
 
     async def launch(self) -> str:
         """Serve; returns `host:port`."""
-        llm = await self._policy.start()
-        return llm.endpoint.removeprefix("http://").removesuffix("/v1")
+        served = await self._policy.start()
+        return served.base_urls[0].removeprefix("http://").removesuffix("/v1")
 
     async def load(self, state: dict[str, Tensor], step: int, *, adapter: dict[str, Any] | None = None) -> None:
         """Serve the tensors of `state` from now on; returns once they are live.

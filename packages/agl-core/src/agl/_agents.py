@@ -1,6 +1,6 @@
-"""How a person writes an agent for this project, if they want to: a class or a decorated function.
+"""Two ways to write an agent for this project: a class or a decorated function.
 
-An agent that knows nothing of this project is as good: a plain function of the task.
+Neither is needed: a plain function of the task is an agent too.
 """
 
 from collections.abc import Callable
@@ -76,13 +76,3 @@ def agent(function: F) -> F:
     """
     setattr(function, MARK, True)
     return function
-
-
-rollout = agent
-"""The name of the decorator in Agent Lightning."""
-
-llm_rollout = agent
-"""The name in Agent Lightning of the decorator for ``f(task, llm)``."""
-
-prompt_rollout = agent
-"""The name in Agent Lightning of the decorator for ``f(task, prompt_template)``."""

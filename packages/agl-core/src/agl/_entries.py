@@ -1,6 +1,6 @@
-"""What plugins register: a name, a lazy factory, one line of help. Nothing here imports what it names.
+"""The records of plugins: the components that they register, and how each plugin fares.
 
-A factory is ``"package.module:attribute"``, imported when the component is asked for, or a callable.
+A component is a name, a lazy factory and one line of help. Nothing here imports what it names.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,20 @@ from typing import Any, Literal, TypeAlias
 from agl.schemas import Record
 
 Factory: TypeAlias = str | Callable[..., Any]
-Kind = Literal["tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "logger", "command"]
+
+Kind = Literal["tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "command"]
+"""The kinds of components that plugins register."""
+
+PluginState = Literal["loaded", "broken", "disabled"]
 
 
 class Entry(Record, frozen=True, kw_only=True):
-    """One component.
+    """One component of a plugin.
 
     Attributes:
         name: Lower case, digits and hyphens, starting with a letter; unique within its kind.
-        factory: Makes the component from its parameters, given as keyword arguments.
+        factory: ``"package.module:attribute"``, imported when the component is asked for, or a callable. It gets the
+            component's parameters as keyword arguments.
         summary: One line for ``agl plugins list``.
     """
 
@@ -27,30 +32,34 @@ class Entry(Record, frozen=True, kw_only=True):
 
 
 class TracerEntry(Entry, frozen=True, kw_only=True):
-    """Factory of a :class:`agl.contracts.Tracer`; ``frameworks`` are the modules that it observes."""
+    """Registers a tracer; the factory builds an :class:`agl.contracts.Tracer`.
+
+    Attributes:
+        frameworks: The modules that it observes.
+    """
 
     frameworks: tuple[str, ...] = ()
 
 
 class RewardEntry(Entry, frozen=True, kw_only=True):
-    """Factory of a :class:`agl.contracts.RewardEmitter`.
+    """Registers a reward emitter; the factory builds an :class:`agl.contracts.RewardEmitter`.
 
     Attributes:
-        takes_setup: Whether the factory also takes ``setup``, a :class:`agl.contracts.RewardSetup`.
+        takes_setup: Whether the factory also takes ``setup``, an :class:`agl.contracts.RewardSetup`.
     """
 
     takes_setup: bool = False
 
 
 class StoreEntry(Entry, frozen=True, kw_only=True):
-    """``factory(url: str)`` gives a :class:`agl.contracts.Store`; the name is the URL's scheme."""
+    """Registers a store by its URL's scheme; ``factory(url=...)`` builds an :class:`agl.contracts.Store`."""
 
 
 class AlgorithmEntry(Entry, frozen=True, kw_only=True):
-    """Factory of an :class:`agl.contracts.Algorithm`.
+    """Registers an algorithm; the factory builds an :class:`agl.contracts.Algorithm` from its parameters alone.
 
     Attributes:
-        tunes: Kinds of resources it can tune: ``weights`` (a policy's) or ``prompt_template``, ``json``.
+        tunes: Kinds of resources that it can tune: ``weights`` (a policy's), ``prompt_template`` or ``json``.
         needs_token_ids: Whether it trains on tokens; then a backend without ids is refused.
         shares: Whether it can learn from rollouts that another algorithm paid for (``source``).
     """
@@ -61,39 +70,65 @@ class AlgorithmEntry(Entry, frozen=True, kw_only=True):
 
 
 class CreditEntry(Entry, frozen=True, kw_only=True):
-    """Factory of an :class:`agl.contracts.Credit`."""
+    """Registers a credit assignment; the factory builds an :class:`agl.contracts.Credit`."""
 
 
 class RunnerEntry(Entry, frozen=True, kw_only=True):
-    """``factory(setup: agl_run.RunSetup, **params)`` gives a :class:`agl.contracts.Runner`.
+    """Registers a runner; ``factory(setup=..., **params)`` builds an :class:`agl.contracts.Runner`.
+
+    ``setup`` is a ``RunSetup`` of ``agl-run``.
 
     Attributes:
-        can_replay: Whether it answers the model calls of a replay (:func:`agl_run.replay.script.load_script`); without,
-            a credit that replays rollouts is refused.
+        can_replay: Whether it answers the model calls of a replayed rollout from the recording; a credit that replays
+            rollouts is refused where it does not.
     """
 
     can_replay: bool = False
 
 
 class PolicyEntry(Entry, frozen=True, kw_only=True):
-    """``factory(name=..., **params)`` gives a :class:`agl.contracts.Policy`; ``trains`` if it takes weights."""
+    """Registers a model server; ``factory(name=..., **params)`` builds an :class:`agl.contracts.Policy`.
+
+    Attributes:
+        trains: Whether it takes new weights.
+    """
 
     trains: bool = False
 
 
 class GatewayEntry(Entry, frozen=True, kw_only=True):
-    """Factory of an :class:`agl.contracts.Gateway`."""
-
-
-class LoggerEntry(Entry, frozen=True, kw_only=True):
-    """``factory(experiment=..., workdir=..., **params)`` gives an :class:`agl.contracts.Logger`."""
+    """Registers a capture proxy; the factory builds an :class:`agl.contracts.Gateway`."""
 
 
 class CommandEntry(Entry, frozen=True, kw_only=True):
-    """Factory that is, or returns, a ``click.Command`` to hang below ``agl``; imported when it is called.
+    """Registers a command; the factory is, or returns, a ``click.Command``, and is imported when it is called.
 
     Attributes:
         parent: The command of ``agl`` below which this one hangs, such as ``resources``; ``""`` for ``agl`` itself.
     """
 
     parent: str = ""
+
+
+class PluginStatus(Record, frozen=True, kw_only=True):
+    """One plugin as :meth:`agl.PluginManager.status` finds it.
+
+    Attributes:
+        name: The entry point's name.
+        distribution: The installed distribution; ``""`` for a plugin that was registered as an object.
+        version: The distribution's version.
+        module: What the entry point names.
+        state: ``loaded``, ``broken`` (quarantined; see ``error``) or ``disabled``.
+        components: ``"<kind> <name>"`` of everything that it registered, or would have.
+        error: Why it is broken, as one paragraph with the remedy.
+        failures: How many of its observer calls raised so far.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    state: PluginState
+    components: tuple[str, ...] = ()
+    error: str = ""
+    failures: int = 0

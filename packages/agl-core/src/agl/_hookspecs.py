@@ -6,6 +6,7 @@ names. That module imports ``agl`` and the standard library only.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import pluggy
 
@@ -14,7 +15,6 @@ from agl._entries import (
     CommandEntry,
     CreditEntry,
     GatewayEntry,
-    LoggerEntry,
     PolicyEntry,
     RewardEntry,
     RunnerEntry,
@@ -22,13 +22,13 @@ from agl._entries import (
     TracerEntry,
 )
 from agl.contracts import StepReport
-from agl.schemas import Attempt, ResourceVersion, Rollout
 
 PROJECT = "agl"
 """Name of the pluggy project, of the marker, and of the entry-point group."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin as the implementation of the hook that has its name."""
 
 
 class AglSpec:
@@ -95,9 +95,12 @@ class AglSpec:
 
         .. code-block:: python
 
+            from agl.contracts import RunnerEntry
+
+
             @agl.hookimpl
             def agl_runners():
-                yield agl.RunnerEntry(name="ray", factory="agl_ray.runner:RayRunner")
+                yield RunnerEntry(name="ray", factory="agl_ray.runner:RayRunner")
         """
 
     @hookspec
@@ -117,20 +120,12 @@ class AglSpec:
 
         .. code-block:: python
 
+            from agl.contracts import GatewayEntry
+
+
             @agl.hookimpl
             def agl_gateways():
-                yield agl.GatewayEntry(name="gateway", factory="agl_gateway.embedded:EmbeddedGateway")
-        """
-
-    @hookspec
-    def agl_loggers(self) -> Iterable[LoggerEntry]:  # pyright: ignore[reportReturnType]  # specification only
-        """Metric sinks, named in ``[[logger]] use = "..."``.
-
-        .. code-block:: python
-
-            @agl.hookimpl
-            def agl_loggers():
-                yield agl.LoggerEntry(name="tensorboard", factory="agl_tensorboard:TensorBoard")
+                yield GatewayEntry(name="gateway", factory="agl_gateway.embedded:EmbeddedGateway")
         """
 
     @hookspec
@@ -145,45 +140,17 @@ class AglSpec:
         """
 
     @hookspec
-    def agl_rollout_started(self, rollout: Rollout, attempt: Attempt) -> None:
-        """An attempt was claimed and is about to run, in the process that runs the experiment.
+    def agl_step_finished(self, experiment: str, algorithm: str, report: StepReport, workdir: Path) -> None:
+        """An algorithm finished a step and its state is saved, or the experiment was validated.
+
+        Called in the process that runs the experiment, once for every step in the order in which they finish; metric
+        sinks are observers of this. A validation comes as the algorithm ``validate``: its ``report.step`` counts the
+        steps of all algorithms before it, and its metrics are ``reward`` and ``failed``. ``workdir`` is the
+        experiment's work directory.
 
         .. code-block:: python
 
             @agl.hookimpl
-            def agl_rollout_started(rollout, attempt):
-                print(rollout.rollout_id, "attempt", attempt.number)
-        """
-
-    @hookspec
-    def agl_rollout_finished(self, rollout: Rollout) -> None:
-        """A rollout reached its final status.
-
-        .. code-block:: python
-
-            @agl.hookimpl
-            def agl_rollout_finished(rollout):
-                print(rollout.rollout_id, rollout.status)
-        """
-
-    @hookspec
-    def agl_resources_published(self, version: ResourceVersion) -> None:
-        """A new version of a resource is live.
-
-        .. code-block:: python
-
-            @agl.hookimpl
-            def agl_resources_published(version):
-                print(version.name, version.version)
-        """
-
-    @hookspec
-    def agl_step_finished(self, algorithm: str, report: StepReport) -> None:
-        """An algorithm finished a step and its state is saved.
-
-        .. code-block:: python
-
-            @agl.hookimpl
-            def agl_step_finished(algorithm, report):
-                print(algorithm, report.step, report.metrics)
+            def agl_step_finished(experiment, algorithm, report):
+                print(experiment, algorithm, report.step, report.metrics)
         """

@@ -1,135 +1,150 @@
-"""Specifications: a component's name and parameters, to be resolved later by the trainer's plugin manager.
+"""The configuration of algorithms and other components by name, as an experiment file and Python both build it.
 
-``agl.Trainer(algorithm=agl.VERL(config))`` reads as if VERL were here, imports nothing heavy, and a package that is
-not installed is named together with its ``pip install`` line when the trainer is made.
+``agl.Trainer(algorithm=agl.VERL(config))`` reads as if VERL were here and imports nothing heavy: the trainer's plugin
+manager finds the component by its name, and a package that is not installed is named with its ``pip install`` line.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agl._entries import Kind
+import msgspec
+
 from agl.errors import ConfigError
-from agl.schemas import Record
+from agl.schemas import Json, Record
+
+__all__ = [
+    "APO",
+    "DPO",
+    "GEPA",
+    "GRPO",
+    "PPO",
+    "SFT",
+    "VERL",
+    "AlgorithmConfig",
+    "ComponentConfig",
+    "algorithm",
+    "component",
+]
 
 
-class Spec(Record, frozen=True, kw_only=True):
-    """A component by name.
+class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A component by name: ``[credit]``, ``[[reward]]``.
 
     Attributes:
-        kind: Which kind of component.
-        name: As registered by a plugin, such as ``grpo``.
+        use: The name that a plugin registered, such as ``turn``; for a reward also ``module:attribute``.
         params: Keyword arguments of its factory.
     """
 
-    kind: Kind
-    name: str
-    params: dict[str, Any] = {}
+    use: str
+    params: dict[str, Json] = {}
 
 
-class AlgorithmSpec(Spec, frozen=True, kw_only=True):
-    """An algorithm by name.
+class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An algorithm by name, and its place in the experiment: ``[[algorithm]]``.
 
     Attributes:
+        use: The name that a plugin registered, such as ``grpo``.
         tunes: Names of the resources that it tunes; empty for the only one that it can tune.
-        agents: Pattern of the agents whose calls it trains; ``""`` for all.
-        source: Labels of the algorithms whose rollouts it learns from; empty for its own.
-        label: Its name within the experiment; ``""`` for the registered one.
+        name: Its name within the experiment; ``use`` unless given.
+        agents: Regular expression over the names of agents, nodes and roles whose calls it trains; ``""`` for all.
+        source: Names of the algorithms whose rollouts it learns from instead of collecting its own, or
+            ``experiment:NAME`` for the finished ones of another experiment in the store.
         credit: Its own credit assignment; ``None`` for the experiment's.
+        params: Keyword arguments of its factory.
     """
 
-    kind: Kind = "algorithm"
+    use: str
     tunes: tuple[str, ...] = ()
+    name: str = ""
     agents: str = ""
     source: tuple[str, ...] = ()
-    label: str = ""
-    credit: Spec | None = None
+    credit: ComponentConfig | None = None
+    params: dict[str, Json] = {}
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            msgspec.structs.force_setattr(self, "name", self.use)
 
 
-def Algorithm(  # noqa: N802  # reads as the thing that it stands for, like those below
-    name: str,
-    config: Mapping[str, Any] | None = None,
+def component(use: str, /, **params: Json) -> ComponentConfig:
+    """A component by its registered name: ``component("turn", gamma=0.9)``."""
+    return ComponentConfig(use=use, params=params)
+
+
+def algorithm(
+    use: str,
+    config: Mapping[str, Json] | None = None,
     /,
     *,
     tunes: str | Iterable[str] = (),
+    name: str = "",
     agents: str = "",
     source: str | Iterable[str] = (),
-    label: str = "",
-    credit: str | Spec | None = None,
-    **params: Any,
-) -> AlgorithmSpec:
-    """The algorithm of any plugin by its registered name.
+    credit: str | ComponentConfig | None = None,
+    **params: Json,
+) -> AlgorithmConfig:
+    """An algorithm of any plugin by its registered name: ``algorithm("rft", tunes="writer", min_reward=1.0)``.
 
     Args:
-        name: Such as ``"grpo"``; ``agl plugins list`` prints them.
-        config: Its parameters as one mapping; or pass them as keyword arguments, but not one in both ways.
-        tunes: The resource or resources that it tunes.
+        use: Such as ``"grpo"``; ``agl plugins list`` prints them.
+        config: Its parameters as one mapping, besides those given as keyword arguments.
+        tunes: The resource or resources that it tunes; by default the only one that it can tune.
+        name: Its name within the experiment, where two are of one kind.
         agents: Regular expression for the agents whose calls it trains.
-        source: Label or labels of the algorithms whose rollouts it learns from, instead of collecting its own.
-        label: Its name within the experiment, where two are of one kind.
-        credit: Its own credit assignment, such as ``agl.Credit("turn", gamma=0.9)``; by default the trainer's.
+        source: The algorithm or algorithms whose rollouts it learns from, instead of collecting its own.
+        credit: Its own credit assignment, such as ``component("turn", gamma=0.9)``; by default the trainer's.
         params: Its parameters.
+
+    Raises:
+        ConfigError: A parameter is given twice.
     """
-    both = sorted(set(config or ()) & params.keys())
-    if both:
-        raise ConfigError(f"the algorithm {name!r} gets {both} both in its mapping and as keyword; give each once")
-    names = (tunes,) if isinstance(tunes, str) else tuple(tunes)
-    sources = (source,) if isinstance(source, str) else tuple(source)
-    return AlgorithmSpec(
+    twice = sorted(set(config or ()) & params.keys())
+    if twice:
+        raise ConfigError(f"the algorithm {use!r} gets {twice} both in its mapping and as keyword; give each once")
+    return AlgorithmConfig(
+        use=use,
+        tunes=(tunes,) if isinstance(tunes, str) else tuple(tunes),
         name=name,
-        params={**(config or {}), **params},
-        tunes=names,
         agents=agents,
-        source=sources,
-        label=label,
-        credit=Credit(credit) if isinstance(credit, str) else credit,
+        source=(source,) if isinstance(source, str) else tuple(source),
+        credit=component(credit) if isinstance(credit, str) else credit,
+        params={**(config or {}), **params},
     )
 
 
-def Policy(name: str, /, **params: Any) -> Spec:  # noqa: N802
-    """A model server: ``agl.Policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``."""
-    return Spec(kind="policy", name=name, params=params)
+def SFT(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802  # a name in capitals, like those below
+    """Supervised fine-tuning, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    return algorithm("sft", config, **settings)
 
 
-def Runner(name: str, /, **params: Any) -> Spec:  # noqa: N802
-    """A runner: ``agl.Runner("process", concurrency=4)``."""
-    return Spec(kind="runner", name=name, params=params)
+def GRPO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
+    """Group-relative policy optimisation, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    return algorithm("grpo", config, **settings)
 
 
-def Credit(name: str, /, **params: Any) -> Spec:  # noqa: N802
-    """A credit assignment: ``agl.Credit("turn", gamma=0.9)``."""
-    return Spec(kind="credit", name=name, params=params)
+def PPO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
+    """Proximal policy optimisation, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    return algorithm("ppo", config, **settings)
 
 
-def SFT(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """Supervised fine-tuning; from ``agl-algo-torch``."""
-    return Algorithm("sft", config, **params)
+def DPO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
+    """Direct preference optimisation, from ``agl-algo-torch``; takes what :func:`algorithm` takes."""
+    return algorithm("dpo", config, **settings)
 
 
-def GRPO(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """Group-relative policy optimisation; from ``agl-algo-torch``."""
-    return Algorithm("grpo", config, **params)
+def VERL(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
+    """VERL at scale, from ``agl-algo-verl``: ``agl.VERL({"algorithm": {"adv_estimator": "grpo"}, ...})``.
+
+    ``config`` has VERL's own keys; ``settings`` are what :func:`algorithm` takes.
+    """
+    return algorithm("verl", config, **settings)
 
 
-def PPO(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """Proximal policy optimisation; from ``agl-algo-torch``."""
-    return Algorithm("ppo", config, **params)
+def APO(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
+    """Automatic prompt optimisation, from ``agl-algo-apo``; takes what :func:`algorithm` takes."""
+    return algorithm("apo", config, **settings)
 
 
-def DPO(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """Direct preference optimisation; from ``agl-algo-torch``."""
-    return Algorithm("dpo", config, **params)
-
-
-def VERL(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """VERL at scale: ``agl.VERL({"algorithm": {"adv_estimator": "grpo"}, ...})``; from ``agl-algo-verl``."""
-    return Algorithm("verl", config, **params)
-
-
-def APO(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """Automatic prompt optimisation; from ``agl-algo-apo``."""
-    return Algorithm("apo", config, **params)
-
-
-def GEPA(config: Mapping[str, Any] | None = None, /, **params: Any) -> AlgorithmSpec:  # noqa: N802
-    """Reflective prompt evolution; from ``agl-algo-apo``."""
-    return Algorithm("gepa", config, **params)
+def GEPA(config: Mapping[str, Json] | None = None, /, **settings: Any) -> AlgorithmConfig:  # noqa: N802
+    """Reflective prompt evolution, from ``agl-algo-apo``; takes what :func:`algorithm` takes."""
+    return algorithm("gepa", config, **settings)

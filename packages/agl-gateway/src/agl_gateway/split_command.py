@@ -7,7 +7,7 @@ from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_gateway.split_report import ArmReport, SplitReport, samples, split_report
 from agl_gateway.splits import check_labels, differing, pins_of
-from agl_run import Criterion, check_better, says
+from agl_run import Criterion, check_better
 from agl_run.commands import json_option, move, pass_manager, print_json, print_table, store_option, with_store
 
 _DEFAULT = ("production", "candidate")
@@ -124,5 +124,5 @@ def _lines(report: SplitReport) -> list[str]:
     baseline = report.arms[0].label
     missing = "an interval needs two rewards of each arm at least"
     return [
-        f"{label} against {baseline}: {says(result) if result else missing}" for label, result in report.against.items()
+        f"{label} against {baseline}: {result.words if result else missing}" for label, result in report.against.items()
     ]

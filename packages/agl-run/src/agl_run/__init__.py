@@ -1,32 +1,55 @@
 """agl_run: run an agent on tasks, record it, and let algorithms learn from it.
 
-The public names of the distribution ``agl-run``, besides :mod:`agl_run.commands` and :mod:`agl_run.replay`. Each is
-imported when it is first used.
+The public names of the distribution ``agl-run``, besides :mod:`agl_run.commands` and :mod:`agl_run.replay`: the
+trainer with the configuration that it is built from, and what the author of a runner needs. Each is imported when it
+is first used.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agl_run.comparison import Comparison, Criterion, check_better, compare, interval, says
-    from agl_run.experiment.config import ExperimentConfig, ScheduleConfig, load_config, parse_config
-    from agl_run.experiment.progress import Quiet
-    from agl_run.experiment.trainer import DevResult, FitResult, Trainer
-    from agl_run.runners.agent import AgentSpec
+    from agl_run.comparison import Comparison, Criterion, check_better, compare, interval
+    from agl_run.experiment.config import (
+        ExperimentConfig,
+        ExperimentSection,
+        GatewayConfig,
+        PolicyConfig,
+        ResourceConfig,
+        RunnerConfig,
+        ScheduleConfig,
+        policy,
+        runner,
+    )
+    from agl_run.experiment.file import load_config, parse_config
+    from agl_run.experiment.fitting import DevResult, FitResult
+    from agl_run.experiment.progress import Progress, Quiet
+    from agl_run.experiment.trainer import Trainer
+    from agl_run.runners.agent import Agent, AgentSpec, LoadedAgent
+    from agl_run.runners.attempt import AttemptScope, run_attempt
     from agl_run.runners.local import AsyncRunner
     from agl_run.runners.setup import RunSetup
     from agl_run.runners.worker import Worker, WorkerSetup
     from agl_run.sqlite import SQLiteStore
 
 __all__ = [
+    "Agent",
     "AgentSpec",
     "AsyncRunner",
+    "AttemptScope",
     "Comparison",
     "Criterion",
     "DevResult",
     "ExperimentConfig",
+    "ExperimentSection",
     "FitResult",
+    "GatewayConfig",
+    "LoadedAgent",
+    "PolicyConfig",
+    "Progress",
     "Quiet",
+    "ResourceConfig",
     "RunSetup",
+    "RunnerConfig",
     "SQLiteStore",
     "ScheduleConfig",
     "Trainer",
@@ -37,15 +60,31 @@ __all__ = [
     "interval",
     "load_config",
     "parse_config",
-    "says",
+    "policy",
+    "run_attempt",
+    "runner",
 ]
 
+_CONFIG = (
+    "ExperimentConfig",
+    "ExperimentSection",
+    "GatewayConfig",
+    "PolicyConfig",
+    "ResourceConfig",
+    "RunnerConfig",
+    "ScheduleConfig",
+    "policy",
+    "runner",
+)
 _HOMES = {
-    "agl_run.comparison": ("Comparison", "Criterion", "check_better", "compare", "interval", "says"),
-    "agl_run.experiment.config": ("ExperimentConfig", "ScheduleConfig", "load_config", "parse_config"),
-    "agl_run.experiment.progress": ("Quiet",),
-    "agl_run.experiment.trainer": ("DevResult", "FitResult", "Trainer"),
-    "agl_run.runners.agent": ("AgentSpec",),
+    "agl_run.comparison": ("Comparison", "Criterion", "check_better", "compare", "interval"),
+    "agl_run.experiment.config": _CONFIG,
+    "agl_run.experiment.file": ("load_config", "parse_config"),
+    "agl_run.experiment.fitting": ("DevResult", "FitResult"),
+    "agl_run.experiment.progress": ("Progress", "Quiet"),
+    "agl_run.experiment.trainer": ("Trainer",),
+    "agl_run.runners.agent": ("Agent", "AgentSpec", "LoadedAgent"),
+    "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.setup": ("RunSetup",),
     "agl_run.runners.worker": ("Worker", "WorkerSetup"),

@@ -1,4 +1,4 @@
-"""What a plugin's command shares with the others: the plugin manager, stores, rollouts, labels and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, labels and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store

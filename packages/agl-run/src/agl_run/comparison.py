@@ -14,7 +14,7 @@ from agl.schemas import Record
 
 
 class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """New against old.
+    """The rewards of a new version against those of an old one.
 
     Attributes:
         difference: Mean of the new rewards minus that of the old ones.
@@ -37,6 +37,14 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     new_count: int
     ratio_low: float | None = None
     ratio_high: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The comparison in one line."""
+        return (
+            f"difference {self.difference:+.4f}, {self.confidence:.0%} interval [{self.low:+.4f}, "
+            f"{self.high:+.4f}]{_ratio(self)}, {self.old_count} and {self.new_count} rollouts"
+        )
 
 
 def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0.95) -> Comparison:
@@ -89,7 +97,7 @@ def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[floa
 
 
 class Criterion(Record, frozen=True, kw_only=True):
-    """When a version counts as better: enough rewards of both, and the difference's interval above the gain."""
+    """The condition for a better version: enough rewards of both, and the difference's interval above the gain."""
 
     confidence: float = 0.95
     min_gain: float = 0.0
@@ -111,18 +119,10 @@ def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[floa
     result = compare(old[1], new[1], confidence=bar.confidence)
     if result.low <= bar.min_gain:
         raise ConfigError(
-            f"{head}: {says(result)}; the interval must lie above {bar.min_gain:g}. "
+            f"{head}: {result.words}; the interval must lie above {bar.min_gain:g}. "
             "Record more rollouts, or promote without --if-better"
         )
-    return says(result)
-
-
-def says(result: Comparison) -> str:
-    """A comparison in one line."""
-    return (
-        f"difference {result.difference:+.4f}, {result.confidence:.0%} interval [{result.low:+.4f}, "
-        f"{result.high:+.4f}]{_ratio(result)}, {result.old_count} and {result.new_count} rollouts"
-    )
+    return result.words
 
 
 def _ratio(result: Comparison) -> str:

@@ -1,9 +1,10 @@
-"""What this distribution registers; imports nothing of what it names."""
+"""The components that this distribution registers, by name; imports none of them."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from agl import hookimpl
-from agl.contracts import CommandEntry, LoggerEntry, PolicyEntry, RunnerEntry, StoreEntry
+from agl.contracts import CommandEntry, PolicyEntry, RunnerEntry, StepReport, StoreEntry
 
 
 @hookimpl
@@ -43,9 +44,11 @@ def agl_policies() -> Iterable[PolicyEntry]:
 
 
 @hookimpl
-def agl_loggers() -> Iterable[LoggerEntry]:
-    """Metrics as JSON lines."""
-    yield LoggerEntry(name="jsonl", factory="agl_run.experiment.loggers:JsonLines", summary="metrics as JSON lines")
+def agl_step_finished(algorithm: str, report: StepReport, workdir: Path) -> None:
+    """Append the step's metrics to ``metrics.jsonl`` in the work directory."""
+    from agl_run.experiment.metrics_file import append_metrics
+
+    append_metrics(algorithm, report, workdir)
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""What a plugin author tests with: a scripted model server, pytest fixtures, one conformance class per contract.
+"""Test tools for plugin authors: a scripted model server, pytest fixtures, one conformance class per contract.
 
 The server is in :mod:`agl_testing.model_server`, the classes are in :mod:`agl_testing.conformance`; they are named
 here too, and imported when they are first used.

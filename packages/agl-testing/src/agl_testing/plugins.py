@@ -10,8 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agl._hookspecs import PROJECT
-
 CORE_BOUND = "agl-core>=0.1,<0.2"
 
 
@@ -57,7 +55,7 @@ class PluginFolder:
         metadata = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n{requirements}"
         self._write(f"{info}/METADATA", metadata)
         lines = "".join(f"{key} = {value}\n" for key, value in points.items())
-        self._write(f"{info}/entry_points.txt", f"[{PROJECT}]\n{lines}")
+        self._write(f"{info}/entry_points.txt", f"[agl]\n{lines}")
         self._write(f"{info}/RECORD", "")
         importlib.invalidate_caches()
         return module

@@ -28,6 +28,28 @@ import msgspec
 
 from agl.schemas import Json, PromptTemplate
 
+__all__ = [
+    "LINE",
+    "PLAIN",
+    "STYLES",
+    "TRAP",
+    "VOCABULARY",
+    "WORLDS",
+    "PromptWorld",
+    "StyleRule",
+    "complete_order",
+    "duo",
+    "easy",
+    "is_brief",
+    "judge",
+    "line_of",
+    "noisy",
+    "obeyed_styles",
+    "order_text",
+    "prompt_name",
+    "sparse",
+]
+
 LINE = re.compile(r"Write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
 """A line that the task model obeys: (field, style)."""
 
@@ -115,7 +137,7 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self._expected_of(prompts, task) for task in chosen) / len(chosen)
 
     def gap_closed(self, prompts: Mapping[str, str]) -> float:
-        """How far prompts are on the way from the seeds (0.0) to the solution (1.0), by expected score."""
+        """The part of the way that prompts have gone from the seeds (0.0) to the solution (1.0), by expected score."""
         low = self.expected({name: prompt.template for name, prompt in self.seeds().items()})
         high = self.expected({name: prompt.template for name, prompt in self.solution().items()})
         return (self.expected(prompts) - low) / (high - low)
@@ -190,7 +212,7 @@ def line_of(field: str, style: str) -> str:
 
 
 def obeyed_styles(prompt: str) -> dict[str, str]:
-    """What a prompt says about each field; of two lines about one field the later one."""
+    """The style that a prompt asks for, by field; of two lines about one field the later one counts."""
     return dict(LINE.findall(prompt))
 
 
@@ -200,7 +222,7 @@ def is_brief(styles: Mapping[str, str]) -> bool:
 
 
 def order_text(task_id: str, fields: Sequence[str]) -> str:
-    """What the task model reads of a task."""
+    """The text of a task, as the task model reads it."""
     return f"Order {task_id}. Fields: {', '.join(fields)}."
 
 

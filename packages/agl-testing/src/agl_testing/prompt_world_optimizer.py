@@ -32,6 +32,13 @@ Mode = Literal["honest", "dead", "corrupt", "garbage", "silent", "broken"]
 """``dead`` answers 503, ``corrupt`` sends what no API sends, ``garbage`` talks about something else, ``silent`` says
 nothing, ``broken`` loses the prompt's placeholder or invents another."""
 
+__all__ = [
+    "Mode",
+    "ScriptedOptimizer",
+    "edit",
+    "find_prompts",
+]
+
 COMPLAINT = re.compile(r"\[([a-z]+)\] ([a-z ]+): expected ([A-Za-z0-9 ]+), found ([A-Za-z0-9 ]+)\.")
 ADVICE = re.compile(rf"Advice: ({LINE.pattern})")
 _FENCED = re.compile(r"```[a-z]*\n(.*?)\n?```", re.DOTALL)
@@ -78,7 +85,7 @@ class ScriptedOptimizer:
         return Reply(text=said if is_honest else self._spoil(said), delay=self._delay_s)
 
     def answer(self, text: str, *, model: str = "editor", seed: Any = None) -> str:
-        """What the model says to a request's text; pure."""
+        """The answer to a request's text; pure."""
         draw = random.Random(hashlib.sha256(to_json([self._seed, seed, text])).hexdigest())
         prompts = find_prompts(text) or [""]
         if "remove the one" in text.lower():

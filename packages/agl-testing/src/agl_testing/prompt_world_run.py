@@ -19,7 +19,7 @@ import msgspec
 
 import agl
 from agl import semconv
-from agl.algorithms import Spec
+from agl.algorithms import ComponentConfig, component
 from agl.schemas import LLM, PromptTemplate, Reward, Rollout, Span
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Step
 from agl_testing.prompt_world import (
@@ -33,9 +33,21 @@ from agl_testing.prompt_world import (
 )
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 
+__all__ = [
+    "HIDDEN",
+    "TASK_MODEL",
+    "OrderAgent",
+    "OrderReward",
+    "asker",
+    "filled",
+    "model_server",
+    "order_agent",
+    "order_reward",
+]
+
 TASK_MODEL = "clerk"
 HIDDEN = ("expected",)
-"""What an experiment has to hide from the agent."""
+"""Keys of a task that an experiment has to hide from the agent."""
 
 Ask = Callable[[str, str], Awaitable[Mapping[str, str]]]
 """Calls the task model: from (prompt with the order, seed) to a style per field."""
@@ -108,13 +120,10 @@ class OrderReward:
         return Reward(value=score, source="evaluator", feedback=feedback)
 
 
-def order_reward(world: PromptWorld) -> Spec:
+def order_reward(world: PromptWorld) -> ComponentConfig:
     """The reward as ``agl.Trainer(rewards=...)`` takes it."""
-    return Spec(
-        kind="reward",
-        name="agl_testing.prompt_world_run:OrderReward",
-        params={"world": cast("dict[str, Any]", msgspec.to_builtins(world))},
-    )
+    plain = cast("dict[str, Any]", msgspec.to_builtins(world))
+    return component("agl_testing.prompt_world_run:OrderReward", world=plain)
 
 
 def filled(prompt: PromptTemplate, order: str) -> str:

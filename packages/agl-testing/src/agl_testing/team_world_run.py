@@ -6,8 +6,8 @@ stored, and the algorithm learns from collected episodes by the experiment's cre
     plugins = PluginManager.from_environment()
     plugins.register(TeamPlugin(), name="team")
     trainer = agl.Trainer(
-        algorithm=agl.Algorithm("team-gradient", tunes="team"),
-        policies={"team": agl.Policy("team-table")},
+        algorithm=algorithm("team-gradient", tunes="team"),
+        policies={"team": "team-table"},
         credit="episode",
         gateway="none",
         plugins=plugins,
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import agl
-from agl.contracts import AlgorithmContext, StepReport
+from agl.contracts import AlgorithmContext, ServedModel, StepReport
 from agl.schemas import LLM, CallCredit, Episode, Json, ResourceVersion, Transition, Weights, unpack_ids
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, decode
 from agl_testing.model_server.codec import OFFSET
@@ -39,6 +39,14 @@ from agl_testing.team_world import (
     reward,
     uniform,
 )
+
+__all__ = [
+    "TeamGradient",
+    "TeamPlugin",
+    "TeamTable",
+    "play",
+    "tasks",
+]
 
 
 def tasks(*, is_chained: bool = False) -> list[Json]:
@@ -76,22 +84,23 @@ class TeamTable:
         self._version = "uniform"
         self._server = ScriptedModelServer(respond=self._answer, models=(name,))
 
-    async def start(self) -> LLM:
+    async def start(self) -> ServedModel:
         """Serve."""
         self._server.start()
-        return LLM(endpoint=self._server.base_url, model=self._name)
+        return self._served()
 
     async def stop(self) -> None:
         """Close the port."""
         self._server.stop()
 
-    async def load(self, version: ResourceVersion) -> None:
+    async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve the table in the file that the version names."""
         assert isinstance(version.resource, Weights)
         if version.resource.uri:
             self._table = json.loads(Path(version.resource.uri).read_text(encoding="utf-8"))
         self._version = version.version
         self._server.clear_calls()
+        return self._served()
 
     def resource(self) -> Weights:
         """The uniform table, which is in no file."""
@@ -102,10 +111,8 @@ class TeamTable:
         """True."""
         return True
 
-    @property
-    def model_version(self) -> str:
-        """The version that was loaded last."""
-        return self._version
+    def _served(self) -> ServedModel:
+        return ServedModel(base_urls=(self._server.base_url,), model=self._name, version=self._version)
 
     def _answer(self, request: ModelRequest) -> Reply:
         logits = self._table[request.turns[0].text.split()[0]]

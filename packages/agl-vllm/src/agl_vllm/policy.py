@@ -12,12 +12,13 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from agl.contracts import ServedModel
 from agl.errors import PolicyError
-from agl.schemas import LLM, ResourceVersion, Weights
+from agl.schemas import ResourceVersion, Weights
 from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
 from agl_vllm.client import ServerClient
 from agl_vllm.server import LaunchSettings, LocalServer, require_vllm
@@ -32,7 +33,7 @@ Route = Literal["lora", "reload", "restart"]
 
 
 class VLLMPolicy:
-    """The roles `Policy` and `ReplicatedPolicy` over vLLM servers.
+    """The role `Policy` over vLLM servers.
 
     Args:
         name: The policy's name; servers that are started know the model by it.
@@ -69,33 +70,17 @@ class VLLMPolicy:
         self._base_name = self._served = self._settings.served_model or name
         self._full = Weights(uri=self._settings.model)
         self._live: Weights | None = self._full  # what the servers have; unknown while and after an update failed
-        self._version = ""
 
     @property
     def has_token_ids(self) -> bool:
         """Always true: `start` refuses a server that gives no token ids."""
         return True
 
-    @property
-    def model_version(self) -> str:
-        """Version of the weights that serve now; `unverified-...` after an update that failed."""
-        return self._version
-
-    @property
-    def served_model(self) -> str:
-        """The policy's model name, or the adapter's while one is loaded."""
-        return self._served
-
-    @property
-    def replicas(self) -> Sequence[str]:
-        """Base URLs of the servers but the first."""
-        return [client.base_url for client in self._clients[1:]]
-
     def resource(self) -> Weights:
         """Return the initial weights, by their place."""
         return Weights(uri=self._settings.model)
 
-    async def start(self) -> LLM:
+    async def start(self) -> ServedModel:
         """Start the servers, or find those that run; checks that they give token ids and log-probabilities.
 
         Raises:
@@ -109,7 +94,7 @@ class VLLMPolicy:
         await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
         await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
         self._is_well = True
-        return LLM(endpoint=self._clients[0].base_url, model=self._base_name, api_key_env=self._settings.api_key_env)
+        return self._serving("")
 
     async def stop(self) -> None:
         """Stop the servers that were started; idempotent. Their logs are kept where something went wrong."""
@@ -118,8 +103,10 @@ class VLLMPolicy:
         if self._is_well and self._log_dir is not None and not self._settings.log_dir:
             shutil.rmtree(self._log_dir, ignore_errors=True)
 
-    async def load(self, version: ResourceVersion) -> None:
+    async def load(self, version: ResourceVersion) -> ServedModel:
         """Bring the weights into every server and check that they serve them.
+
+        An adapter is served under a name of its own.
 
         Raises:
             PolicyError: The resource holds no weights, or those of another model; a server refuses them, or serves
@@ -133,13 +120,21 @@ class VLLMPolicy:
             )
         if weights != self._live:
             await self._sync(weights, version.version)
-        self._version = version.version
+        return self._serving(version.version)
+
+    def _serving(self, version: str) -> ServedModel:
+        return ServedModel(
+            base_urls=tuple(client.base_url for client in self._clients),
+            model=self._served,
+            version=version,
+            api_key_env=self._settings.api_key_env,
+        )
 
     async def _sync(self, weights: Weights, version: str) -> None:
         """Load weights by their route and check every server; the version is unverified until then."""
         probe = probe_of(weights, name=self.name) if self._settings.probe else None
         self._require_fit(weights, version)
-        self._version, self._live, self._is_well = f"unverified-{version}", None, False
+        self._live, self._is_well = None, False
         match self._route(weights):
             case "lora":
                 await self._revive()

@@ -4,6 +4,5 @@ The :class:`PluginManager` is an object that its owner passes on; nothing here i
 """
 
 from agl._plugins.manager import PluginManager
-from agl._plugins.status import PluginStatus
 
-__all__ = ["PluginManager", "PluginStatus"]
+__all__ = ["PluginManager"]

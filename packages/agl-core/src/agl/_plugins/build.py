@@ -107,8 +107,7 @@ def _accepted(name: str, accepted: list[str]) -> str:
     if not accepted:
         return "it takes none; remove it"
     near = get_close_matches(name, accepted, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}Its parameters are: {', '.join(accepted)}"
+    return f"{f'did you mean {near[0]!r}? Its' if near else 'its'} parameters are: {', '.join(accepted)}"
 
 
 def _hints(factory: Callable[..., Any]) -> dict[str, Any]:

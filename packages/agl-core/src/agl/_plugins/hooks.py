@@ -18,7 +18,6 @@ from agl._entries import (
     CreditEntry,
     Entry,
     GatewayEntry,
-    LoggerEntry,
     PolicyEntry,
     RewardEntry,
     RunnerEntry,
@@ -37,7 +36,6 @@ PROVIDERS: dict[str, type[Entry]] = {
     "agl_runners": RunnerEntry,
     "agl_policies": PolicyEntry,
     "agl_gateways": GatewayEntry,
-    "agl_loggers": LoggerEntry,
     "agl_commands": CommandEntry,
 }
 """Provider hooks and the type of record that each returns."""
@@ -108,7 +106,7 @@ def _entries(impl: pluggy.HookImpl, hook: str, record: type[Entry]) -> Iterator[
     for entry in result:  # pyright: ignore[reportUnknownVariableType]  # checked in the next line
         if not isinstance(entry, record):
             found = type(entry).__name__  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]  # of anything
-            raise PluginError(f"{hook} yielded a {found}; yield agl.{record.__name__}(name=..., factory=...)")
+            raise PluginError(f"{hook} yielded a {found}; yield agl.contracts.{record.__name__}(name=..., factory=...)")
         yield _checked(entry, hook)
 
 

@@ -20,7 +20,8 @@ from agl._entries import (
     Entry,
     GatewayEntry,
     Kind,
-    LoggerEntry,
+    PluginState,
+    PluginStatus,
     PolicyEntry,
     RewardEntry,
     RunnerEntry,
@@ -37,8 +38,6 @@ from agl._plugins.status import (
     DISABLED_VARIABLE,
     RUN,
     STRICT_VARIABLE,
-    PluginState,
-    PluginStatus,
     Source,
     describe,
 )
@@ -162,10 +161,6 @@ class PluginManager:
         """The gateway of that name."""
         return self._get(GatewayEntry, name)
 
-    def logger(self, name: str) -> LoggerEntry:
-        """The metric sink of that name."""
-        return self._get(LoggerEntry, name)
-
     def command(self, name: str) -> CommandEntry:
         """The command of that name."""
         return self._get(CommandEntry, name)
@@ -192,9 +187,13 @@ class PluginManager:
         return build(entry, _label(entry), self._source_of(entry), params)
 
     def notify(self, hook: str, /, **values: Any) -> None:
-        """Tell the observers, plugin by plugin; one that raises harms nobody and is logged once."""
+        """Call the observers of a hook, plugin by plugin; one that raises is logged once and stops nobody.
+
+        Raises:
+            PluginError: ``hook`` is no observer hook.
+        """
         if hook not in OBSERVERS:
-            raise PluginError(f"{hook!r} is no observer hook; they are {', '.join(OBSERVERS)}")
+            raise PluginError(f"{hook!r} is no observer hook; there is {', '.join(OBSERVERS)}")
         for impl in hookimpls(self._hooks, hook):
             try:
                 impl.function(*(values[name] for name in impl.argnames))

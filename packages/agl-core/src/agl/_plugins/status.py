@@ -1,6 +1,4 @@
-"""Where a plugin comes from and how it fares: what ``agl plugins list`` prints and error messages name."""
-
-from typing import Literal
+"""Where a plugin comes from, as error messages name it."""
 
 from agl.schemas import Record
 
@@ -10,8 +8,6 @@ RUN = "agl-run"
 
 DISABLED_VARIABLE = "AGL_DISABLED_PLUGINS"
 STRICT_VARIABLE = "AGL_PLUGINS_STRICT"
-
-PluginState = Literal["loaded", "broken", "disabled"]
 
 
 class Source(Record, frozen=True, kw_only=True):
@@ -45,26 +41,6 @@ class Source(Record, frozen=True, kw_only=True):
         if not self.distribution:
             return f"correct it or {disable}"
         return f"upgrade it (pip install --upgrade {self.distribution}), remove it, or {disable}"
-
-
-class PluginStatus(Record, frozen=True, kw_only=True):
-    """One plugin as the manager sees it.
-
-    Attributes:
-        state: ``loaded``, ``broken`` (quarantined; see ``error``) or ``disabled``.
-        components: ``"<kind> <name>"`` of everything that it registered, or would have.
-        error: Why it is broken, as one paragraph with the remedy.
-        failures: How many of its observer calls raised so far.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    module: str
-    state: PluginState
-    components: tuple[str, ...] = ()
-    error: str = ""
-    failures: int = 0
 
 
 def describe(error: BaseException) -> str:

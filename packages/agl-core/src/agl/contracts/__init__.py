@@ -1,4 +1,7 @@
-"""The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises."""
+"""The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises.
+
+Also the records that plugins register.
+"""
 
 from agl._entries import (
     AlgorithmEntry,
@@ -7,13 +10,15 @@ from agl._entries import (
     Entry,
     GatewayEntry,
     Kind,
-    LoggerEntry,
+    PluginStatus,
     PolicyEntry,
     RewardEntry,
     RunnerEntry,
     StoreEntry,
     TracerEntry,
 )
+from agl.contracts._rewards import RewardEmitter, RewardSetup
+from agl.contracts._serving import Gateway, Policy, ServedModel
 from agl.contracts._store import (
     PAGE_BYTES,
     Change,
@@ -28,17 +33,7 @@ from agl.contracts._store import (
     Trained,
     VersionScore,
 )
-from agl.contracts._tracing import (
-    CannedAnswer,
-    Gateway,
-    Policy,
-    ReplicatedPolicy,
-    Responder,
-    RewardEmitter,
-    RewardSetup,
-    Tracer,
-    Upstream,
-)
+from agl.contracts._tracing import CannedAnswer, Responder, Tracer, Upstream
 from agl.contracts._training import (
     Algorithm,
     AlgorithmContext,
@@ -47,8 +42,6 @@ from agl.contracts._training import (
     CollectFn,
     Credit,
     ExtendableAlgorithm,
-    Logger,
-    Params,
     ProposeFn,
     PublishFn,
     Recorded,
@@ -58,6 +51,7 @@ from agl.contracts._training import (
 )
 
 __all__ = [
+    "PAGE_BYTES",
     "Algorithm",
     "AlgorithmContext",
     "AlgorithmEntry",
@@ -76,11 +70,8 @@ __all__ = [
     "GatewayEntry",
     "Kind",
     "LabelMove",
-    "Logger",
-    "LoggerEntry",
     "Metric",
-    "PAGE_BYTES",
-    "Params",
+    "PluginStatus",
     "Policy",
     "PolicyEntry",
     "Presence",
@@ -89,7 +80,6 @@ __all__ = [
     "Recorded",
     "RecordedFn",
     "Recording",
-    "ReplicatedPolicy",
     "Responder",
     "RewardEmitter",
     "RewardEntry",
@@ -97,6 +87,7 @@ __all__ = [
     "RolloutQuery",
     "Runner",
     "RunnerEntry",
+    "ServedModel",
     "SpanChoice",
     "StepReport",
     "Store",

@@ -23,6 +23,7 @@ PAGE_BYTES = 32 << 20
 """Bytes of spans after which a page of recordings ends."""
 
 SpanChoice = Literal["none", "deciding", "all"]
+"""Which spans come with a recording: none, those of the attempt that decides the rollout or runs, or all."""
 
 
 class Change(Record, frozen=True, kw_only=True):

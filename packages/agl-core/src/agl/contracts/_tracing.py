@@ -1,12 +1,9 @@
-"""Contracts of capture: tracers say who acted, the gateway and policies serve and record the model calls."""
+"""Contracts of capture: tracers report who acted, upstreams say where calls go, responders answer some of them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
-from agl.contracts._store import Store
-from agl.schemas import LLM, Record, Resource, ResourceVersion, Reward, Rollout, Span
+from agl.schemas import Record
 
 if TYPE_CHECKING:
     from agl.dialects import Request
@@ -63,30 +60,6 @@ class Responder(Protocol):
         ...
 
 
-class RewardEmitter(Protocol):
-    """Computes rewards from what was recorded; sees the task's hidden fields."""
-
-    def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Sequence[Reward] | Reward | float | None:
-        """Rewards of one finished attempt; ``None`` for no opinion. May be a coroutine function."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardSetup:
-    """What a reward emitter may use besides its parameters, if its entry says ``takes_setup``.
-
-    Attributes:
-        folder: What relative paths in the experiment are relative to.
-        policies: The experiment's model servers by name, at their own addresses: a call to one is not recorded as
-            an agent's. They have no endpoint while an experiment is only checked.
-        build: Makes another reward emitter from its name, or ``module:attribute``, and its parameters.
-    """
-
-    folder: Path
-    policies: Mapping[str, LLM]
-    build: Callable[[str, Mapping[str, Any]], RewardEmitter]
-
-
 class Upstream(Record, frozen=True, kw_only=True):
     """Where the gateway sends the calls of one policy.
 
@@ -113,75 +86,3 @@ class Upstream(Record, frozen=True, kw_only=True):
     model_version: str = ""
     agents: str = ""
     replicas: tuple[str, ...] = ()
-
-
-class Gateway(Protocol):
-    """The capture proxy. It runs its own event loop, so that an agent that blocks cannot block it."""
-
-    async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes) -> str:
-        """Listen; returns the base URL without ``/v1``, such as ``http://127.0.0.1:4747``."""
-        ...
-
-    async def stop(self) -> None:
-        """Finish what is recorded, then close; idempotent."""
-        ...
-
-    async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
-        """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
-        ...
-
-    async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
-        """Let held calls through; they carry ``model_version`` and ask the backend for ``model``.
-
-        What is empty stays as it was.
-        """
-        ...
-
-    async def settle(self, attempt_id: str) -> None:
-        """Return once every call of the attempt that was answered is in the store."""
-        ...
-
-
-class Policy(Protocol):
-    """A model server that an experiment starts or attaches to."""
-
-    async def start(self) -> LLM:
-        """Serve; returns endpoint (with ``/v1``), model and ``api_key_env``."""
-        ...
-
-    async def stop(self) -> None:
-        """Release everything; idempotent."""
-        ...
-
-    async def load(self, version: ResourceVersion) -> None:
-        """Serve these weights; returns once they are live. Refuses what it cannot load."""
-        ...
-
-    def resource(self) -> Resource:
-        """What to publish as the first version of the policy's resource: its initial weights or endpoint."""
-        ...
-
-    @property
-    def has_token_ids(self) -> bool:
-        """Whether answers carry token ids and log-probabilities."""
-        ...
-
-    @property
-    def model_version(self) -> str:
-        """Version of the weights that serve now."""
-        ...
-
-
-@runtime_checkable
-class ReplicatedPolicy(Policy, Protocol):
-    """A policy of several servers, or one whose servers know new weights by another model name."""
-
-    @property
-    def replicas(self) -> Sequence[str]:
-        """Base URLs of the servers besides the one that ``start`` returned; they do not change after it."""
-        ...
-
-    @property
-    def served_model(self) -> str:
-        """Name by which the servers know the weights that serve now; read again after every ``load``."""
-        ...

@@ -1,12 +1,12 @@
-"""Contracts of training: credit, runners, loggers, algorithms and the context that an algorithm receives."""
+"""Contracts of training: credit, runners, algorithms and the context that an algorithm receives."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from agl.contracts._store import Metric, Store
-from agl.contracts._tracing import Policy
+from agl.contracts._serving import Policy
+from agl.contracts._store import Store
 from agl.schemas import LLM, CallCredit, Claim, Episode, Json, Outcome, Record, Resource, ResourceVersion
 
 
@@ -34,20 +34,8 @@ class Runner(Protocol):
         ...
 
 
-class Logger(Protocol):
-    """A metric sink beside the store."""
-
-    def log(self, metrics: Sequence[Metric]) -> None:
-        """Take a batch of numbers; called in order of step, from one thread."""
-        ...
-
-    def close(self) -> None:
-        """Flush; idempotent."""
-        ...
-
-
 class StepReport(Record, frozen=True, kw_only=True):
-    """What one step of an algorithm did.
+    """The report of one step of an algorithm.
 
     Attributes:
         step: From 1; equals the number of steps done, over restarts too.
@@ -270,7 +258,7 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> Mapping[str, Json]:
-        """What ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
+        """The state that ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
         ...
 
     async def restore(self, state: Mapping[str, Json]) -> None:
@@ -308,7 +296,7 @@ class ExtendableAlgorithm(Algorithm, Protocol):
     """
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
-        """Whether steps are left after those of ``state``, the last state of a run that had finished.
+        """True if steps are left after those of ``state``, the last state of a run that had finished.
 
         Asked of an object that is not set up. A run that goes on is set up and restored from that state as usual.
 
@@ -318,7 +306,3 @@ class ExtendableAlgorithm(Algorithm, Protocol):
             sources_go_on: Whether an algorithm takes further steps that this one was told to learn from.
         """
         ...
-
-
-Params = Mapping[str, Any]
-"""Keyword arguments of a component, from ``[algorithm.params]`` or the like."""

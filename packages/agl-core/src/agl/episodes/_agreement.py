@@ -22,10 +22,11 @@ _OURS = frozenset({semconv.OP_EVALUATE})
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
+"""The treatment of rollouts with calls that only one side saw: left out, or used with what is known."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):
-    """What one side saw and the other did not, in order of time.
+    """The model calls that one side saw and the other did not, in order of time.
 
     Attributes:
         unseen: Calls that a framework reported and nobody recorded. One that failed is not among them: it may never

@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, kw_only=True)
 class ForestOptions:
-    """How the forest is built and described.
+    """The settings by which a forest is built and described.
 
     Attributes:
         drift_slack: How many tokens before a recorded answer a prompt may differ and still count as a drifted

@@ -16,7 +16,7 @@ class Reject(Record, frozen=True, kw_only=True):
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """Which calls are wanted.
+    """The choice of calls that are wanted.
 
     Attributes:
         agent_match: Regular expression on the agent's name and on the nodes and tools within that agent; ``None``
@@ -66,7 +66,7 @@ def find_rejects(
 
 
 def is_answered(call: ModelCall) -> bool:
-    """Whether the whole answer arrived without an error."""
+    """True if the whole answer arrived without an error."""
     return call.is_complete and not call.error and 200 <= call.status_code < 400
 
 

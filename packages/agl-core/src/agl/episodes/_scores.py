@@ -18,7 +18,7 @@ _FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
 
 
 class ScoreOptions(Record, frozen=True, kw_only=True):
-    """Which rewards train.
+    """The choice of rewards that train.
 
     Attributes:
         key: Name of the reward, or of a dimension, that is the episode's scalar; ``None`` to choose by rule.
@@ -51,7 +51,7 @@ def episode_reward(
 
 
 def counts(span: Span, options: ScoreOptions) -> bool:
-    """Whether a reward span is admitted: its source is trusted, and it is not the attempt's own late one."""
+    """True if a reward span is admitted: its source is trusted, and it is not the attempt's own late one."""
     reward = span.reward
     if reward is None or (reward.source == "agent" and not options.trust_agent):
         return False

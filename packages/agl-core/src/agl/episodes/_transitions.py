@@ -20,7 +20,7 @@ _NEVER_REWARDED = frozenset({"superseded", "not_final", "late"})
 
 
 class EpisodeOptions(Record, frozen=True, kw_only=True):
-    """How an episode is built.
+    """The settings by which an episode is built.
 
     Attributes:
         score: Which rewards train.

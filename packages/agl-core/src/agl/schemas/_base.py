@@ -12,4 +12,4 @@ Json: TypeAlias = Any
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The base of every value: immutable, compared by content, encoded by :mod:`agl.schemas._codec`."""
+    """The base of every value: immutable, compared by content, encoded by :func:`agl.schemas.encode`."""

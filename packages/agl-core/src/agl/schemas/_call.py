@@ -14,6 +14,8 @@ import msgspec
 from agl.schemas._base import Json, Record
 
 Dialect = Literal["chat", "completions", "responses", "messages", "embeddings"]
+"""The APIs of models that are understood: OpenAI's chat completions, completions and responses, Anthropic's messages,
+and embeddings."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):
@@ -32,7 +34,7 @@ class Sampling(Record, frozen=True, kw_only=True):
 
     @property
     def changes_distribution(self) -> bool:
-        """Whether the sampled distribution differs from the model's own softmax at temperature 1."""
+        """True if the sampled distribution differs from the model's own softmax at temperature 1."""
         return (
             self.temperature not in (None, 1.0)
             or self.top_p not in (None, 1.0)

@@ -16,7 +16,7 @@ PROBE_FILE = "probe.json"
 
 
 class WeightsProbe(Record, frozen=True, kw_only=True):
-    """What weights say about a fixed text.
+    """The log-probabilities that weights give to a fixed text.
 
     Attributes:
         token_ids: The text, [N], N at least 2.

@@ -97,8 +97,10 @@ class JsonResource(Record, frozen=True, kw_only=True, tag="json"):
 
 
 Resource: TypeAlias = LLM | PromptTemplate | Weights | JsonResource
+"""A value that algorithms change and agents read."""
+
 NamedResources: TypeAlias = dict[str, Any]
-"""What an agent's ``rollout`` gets: resources by name."""
+"""Resources by name, as an agent's ``rollout`` gets them."""
 
 
 class ResourceVersion(Record, frozen=True, kw_only=True):

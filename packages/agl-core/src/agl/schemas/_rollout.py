@@ -8,15 +8,23 @@ from agl.schemas._base import SCHEMA_VERSION, Json, Record
 from agl.schemas._span import Span
 
 Mode = Literal["train", "val", "test"]
+"""The purpose of a rollout: learning, choosing between versions, or a look that nothing learns from."""
+
 RolloutStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+"""The state of a rollout; the last three are final."""
+
 AttemptStatus = Literal["running", "succeeded", "failed", "timeout", "lost", "cancelled"]
+"""The state of one try: ``lost`` when its worker went away, ``timeout`` when it was stopped for taking too long."""
 
 TERMINAL_ROLLOUT: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+"""The statuses of a rollout that are final."""
+
 TERMINAL_ATTEMPT: frozenset[str] = frozenset({"succeeded", "failed", "timeout", "lost", "cancelled"})
+"""The statuses of an attempt that are final."""
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
-    """How often a rollout is tried, and how long one attempt may take.
+    """The limits of trying a rollout: the number of attempts, and the time that each may take.
 
     Attributes:
         max_attempts: Attempts at most, the first included.
@@ -71,7 +79,7 @@ class Rollout(Record, frozen=True, kw_only=True):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the outcome is final."""
+        """True if the outcome is final."""
         return self.status in TERMINAL_ROLLOUT
 
     @property
@@ -127,7 +135,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """How an attempt ended, with the spans that were not appended before; written in one transaction."""
+    """The end of an attempt, with the spans that were not appended before; written in one transaction."""
 
     attempt_id: str
     status: AttemptStatus

@@ -8,8 +8,13 @@ from agl.schemas._base import SCHEMA_VERSION, Json, Record
 from agl.schemas._call import ModelCall
 
 RewardSource = Literal["evaluator", "environment", "agent", "hook", "human"]
+"""The origin of a reward: a reward emitter, the environment, the agent with its own token, a hook, or a person."""
+
 RewardScope = Literal["rollout", "turn", "span"]
+"""The subject of a reward: the whole rollout, one turn of an agent, or one span."""
+
 SpanStatus = Literal["unset", "ok", "error"]
+"""The end of an operation, in OpenTelemetry's words."""
 
 
 class Reward(Record, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ RejectReason = Literal[
     "too_long",
     "stale",
 ]
+"""The reason why a model call reaches no row; ``""`` for one that does."""
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
@@ -135,7 +136,7 @@ class Episode(Record, frozen=True, kw_only=True):
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """What credit assignment gives one call.
+    """The share of one call, as a credit assignment gives it.
 
     Attributes:
         span_id: The model call's span.

@@ -11,8 +11,8 @@ from agl.stores._urls import shown_url, without_credentials
 from agl.stores._wake_up import WakeUp
 
 __all__ = [
-    "Backend",
     "MAX_SEQUENCE",
+    "Backend",
     "MemoryStore",
     "MemoryTables",
     "Reads",

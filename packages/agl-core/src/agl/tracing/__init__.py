@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from agl.tracing._wire.hook import WireTracer
 
 __all__ = [
+    "SECRET_ENV",
+    "WHO_HEADER",
     "ActiveAttempt",
     "AdminKey",
     "AttemptToken",
     "AttemptTokens",
     "OpenSpan",
     "OtelTracer",
-    "SECRET_ENV",
     "SpanRecorder",
     "Undo",
-    "WHO_HEADER",
     "Who",
     "WireTracer",
     "activate",

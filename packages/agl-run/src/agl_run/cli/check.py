@@ -28,6 +28,6 @@ def _summary(plan: Plan, file: Path) -> str:
     lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
-        lines.append(f"{algorithm.label}: {algorithm.use} tunes {', '.join(algorithm.resources)}{agents}")
+        lines.append(f"{algorithm.name}: {algorithm.use} tunes {', '.join(algorithm.tunes)}{agents}")
     lines.append(f"no problem found; start with: agl run {file}")
     return "\n".join(lines)

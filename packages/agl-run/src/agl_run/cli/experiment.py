@@ -9,7 +9,8 @@ import click
 
 from agl import PluginManager
 from agl.errors import ConfigError
-from agl_run.experiment.config import ExperimentConfig, load_config, load_data, parse_config
+from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.file import load_config, load_data, parse_config
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.trainer import Trainer
 

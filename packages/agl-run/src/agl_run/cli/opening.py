@@ -21,6 +21,7 @@ store_option = click.option(
     envvar="AGL_STORE",
     help="URL of the store, or a SQLite file; by default $AGL_STORE, or the only runs/*.db.",
 )
+"""The option ``--store`` of a command, as its argument ``store_url``; for :func:`with_store`."""
 
 
 def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:

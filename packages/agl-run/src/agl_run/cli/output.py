@@ -10,6 +10,7 @@ import click
 from agl.schemas import to_json
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+"""The option ``--json`` of a command, as its argument ``as_json``."""
 
 
 def print_json(value: Any) -> None:

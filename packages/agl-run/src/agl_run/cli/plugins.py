@@ -5,9 +5,8 @@
 
 import click
 
-from agl import PluginManager, PluginStatus
-from agl._plugins.status import DISABLED_VARIABLE
-from agl.contracts import Kind
+from agl import PluginManager
+from agl.contracts import Kind, PluginStatus
 from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
 from agl.schemas import Record
 from agl_run.cli.context import pass_manager
@@ -102,7 +101,7 @@ def _findings(manager: PluginManager, status: PluginStatus) -> list[Finding]:
 
 
 def _unmatched(name: str) -> Finding:
-    message = f"{DISABLED_VARIABLE} names {name!r}, which no installed plugin has; correct it or take it out"
+    message = f"AGL_DISABLED_PLUGINS names {name!r}, which no installed plugin has; correct it or take it out"
     return Finding(plugin=name, component="", error=message)
 
 

@@ -26,7 +26,7 @@ CONVERSATIONS = "served-conversations"
 """The experiment of conversations that a gateway serves; their rollouts run until they are over."""
 
 COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
-"""States in which a rollout may tell of its versions; a running one that is a conversation does, others do not."""
+"""States in which a rollout may count for its versions; of running ones only conversations do."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
@@ -108,5 +108,5 @@ def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:
 
 
 def is_counted(rollout: Rollout) -> bool:
-    """Whether a rollout with one of the states ``COUNTED`` tells of its versions already."""
+    """True if a rollout with one of the states ``COUNTED`` counts for its versions already."""
     return rollout.is_finished or rollout.experiment == CONVERSATIONS

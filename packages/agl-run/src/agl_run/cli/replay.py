@@ -21,7 +21,7 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
-from agl.schemas import Json, JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout
+from agl.schemas import JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout
 from agl.stores import all_spans
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
@@ -31,10 +31,11 @@ from agl_run.cli.output import json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
 from agl_run.cli.replay_report import Side, compare, side_of
 from agl_run.cli.replay_server import ReplayServer
-from agl_run.experiment.config import ExperimentConfig, PolicyConfig, load_config
+from agl_run.experiment.config import ExperimentConfig, PolicyConfig, ResourceConfig, policy
+from agl_run.experiment.file import load_config
 from agl_run.experiment.once import record_command
 from agl_run.experiment.progress import Quiet
-from agl_run.experiment.trainer import DevResult, Trainer
+from agl_run.experiment.trainer import Trainer
 
 SUFFIX = "-replay"
 
@@ -152,7 +153,7 @@ def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayS
         config = _served_by(server, trainer.config, past.resources)
         trainer = Trainer.from_config(config, folder=file.absolute().parent, plugins=manager, progress=Quiet())
     name = trainer.config.experiment.name.removesuffix(SUFFIX) + SUFFIX
-    result: DevResult = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
+    result = trainer.dev(train_dataset=[past.rollout.task], tasks=1, record_as=name)
     episode = result.episodes[0]
     store_of_run = _store_of(file)
     spans = with_store(manager, store_of_run, lambda store: all_spans(store, episode.rollout.rollout_id))
@@ -162,11 +163,16 @@ def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayS
 def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mapping[str, Resource]) -> ExperimentConfig:
     """The experiment with every model served from the record, the recorded resources, and nothing in training."""
 
-    def policy(name: str, given: PolicyConfig) -> PolicyConfig:
-        params = {"base_url": f"{server.url}/v1", "model": str(given.params.get("model") or name), "api_key_env": ""}
-        return PolicyConfig(use="openai", aliases=given.aliases, params=params)
+    def replayed(name: str, given: PolicyConfig) -> PolicyConfig:
+        model = str(given.params.get("model") or name)
+        return policy("openai", base_url=f"{server.url}/v1", model=model, api_key_env="", aliases=given.aliases)
 
     section = config.experiment
+    recorded = {
+        name: ResourceConfig.of(resource)
+        for name, resource in resources.items()
+        if isinstance(resource, PromptTemplate | JsonResource)  # models and weights are served from the record
+    }
     return msgspec.structs.replace(
         config,
         experiment=msgspec.structs.replace(
@@ -177,21 +183,10 @@ def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mappin
             val="",
             validate_every=0,
         ),
-        policy={name: policy(name, given) for name, given in config.policy.items()},
-        resource={**config.resource, **_tables(resources)},
+        policy={name: replayed(name, given) for name, given in config.policy.items()},
+        resource={**config.resource, **recorded},
         algorithm=(),
     )
-
-
-def _tables(resources: Mapping[str, Resource]) -> dict[str, dict[str, Json]]:
-    """Prompts and values as an experiment file writes them; models and weights are served from the record."""
-    found: dict[str, dict[str, Json]] = {}
-    for name, resource in resources.items():
-        if isinstance(resource, PromptTemplate):
-            found[name] = {"template": resource.template, "engine": resource.engine}
-        elif isinstance(resource, JsonResource):
-            found[name] = {"value": resource.value}
-    return found
 
 
 def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: ReplayServer | None) -> Side:

@@ -14,7 +14,7 @@ from agl_run.cli.lineage import Arm, Listed, Shown, arms, diff, listed, shown, t
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
-from agl_run.comparison import Criterion, check_better, compare, says
+from agl_run.comparison import Criterion, check_better, compare
 from agl_run.experiment import labels
 
 _label_option = click.option("--label", default="production", show_default=True, help="The label to move.")
@@ -186,7 +186,7 @@ def compare_(
         return
     click.echo(f"{before.version}: {before.summary(confidence)}")
     click.echo(f"{after.version}: {after.summary(confidence)}")
-    click.echo(says(result))
+    click.echo(result.words)
 
 
 def _better(pair: Sequence[Arm], bar: Criterion) -> str:

@@ -11,8 +11,8 @@ from agl import PluginManager
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.cli.output import json_option, print_json
+from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.progress import Quiet
-from agl_run.experiment.trainer import FitResult
 
 STOPPED = 130
 """Exit status after an interrupt, as shells have it."""
@@ -40,7 +40,7 @@ def run(
     signal.signal(signal.SIGTERM, _interrupt)
     trainer = make_trainer(file, settings, manager=manager, progress=Quiet() if quiet or as_json else None)
     try:
-        result: FitResult = trainer.fit(resume=resume, fresh=fresh)
+        result = trainer.fit(resume=resume, fresh=fresh)
     except KeyboardInterrupt:
         click.echo(
             f"\nstopped; everything up to the last step is kept. Continue with: agl run {file} --resume", err=True

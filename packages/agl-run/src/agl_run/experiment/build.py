@@ -6,8 +6,8 @@ from typing import Any
 from agl.contracts import RewardEmitter, RewardSetup, Upstream
 from agl.errors import ConfigError
 from agl.schemas import LLM
+from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.plan import Plan
-from agl_run.replay.counterfactual import check_replays
 
 
 async def check_components(plan: Plan) -> None:

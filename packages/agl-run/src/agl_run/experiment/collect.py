@@ -9,16 +9,16 @@ from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
+from agl.algorithms import AlgorithmConfig
 from agl.contracts import Collected, Credit, Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
 from agl_run.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
-from agl_run.experiment.config import AlgorithmConfig
+from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.names import NameCheck
 from agl_run.experiment.plan import NAME, Plan
-from agl_run.replay.counterfactual import Replays
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelectio
     section = plan.config.experiment
     score = ScoreOptions(weights=section.reward_weights, trust_agent=section.trust_agent_rewards)
     agreement = AgreementPolicy(section)
-    policies = [name for name in algorithm.resources if name in plan.config.policy] if algorithm else []
+    policies = [name for name in algorithm.tunes if name in plan.config.policy] if algorithm else []
     return EpisodeSelection(
         agents=(algorithm.agents or None) if algorithm else None,
         policy=policies[0] if len(policies) == 1 else None,

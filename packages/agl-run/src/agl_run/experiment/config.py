@@ -1,18 +1,22 @@
-"""The typed form of an experiment: what a TOML file says and what ``Trainer(...)`` is built from.
+"""The configuration of an experiment: frozen records that a TOML file becomes and that Python builds.
 
-Every section is a frozen record; unknown keys are refused with the close match before anything runs.
+:class:`ExperimentConfig` is a whole experiment, and each section of the file is a record of its own; those of
+algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and :func:`runner` build theirs with the
+component's own parameters written beside the settings, as in a file.
 """
 
 import re
-import tomllib
-from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, Literal, cast, get_args, get_type_hints
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
-from agl.schemas import AttemptStatus, Json, Record
+from agl.schemas import AttemptStatus, Json, JsonResource, PromptTemplate, Record
+
+ASYNC = "async"
+"""The runner that an experiment has unless it says otherwise."""
 
 
 class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -27,7 +31,7 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
         params: Further arguments of the runner.
     """
 
-    use: str = "async"
+    use: str = ASYNC
     concurrency: int = 8
     timeout_s: float | None = None
     max_attempts: int = 3
@@ -54,49 +58,27 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
     params: dict[str, Json] = {}
 
 
-class ComponentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[credit]``, ``[[reward]]``, ``[[logger]]``: a component by name with its arguments."""
-
-    use: str
-    params: dict[str, Json] = {}
-
-
-class AlgorithmConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[[algorithm]]``: one algorithm.
+class ResourceConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[resource.NAME]``: a prompt (``template``) or any JSON value (``value``); exactly one of them is given.
 
     Attributes:
-        use: Its registered name, such as ``grpo``.
-        tunes: The resource, or the resources, that it changes.
-        name: Its name within the experiment; ``use`` by default.
-        agents: Regular expression over agent names: whose calls it trains on; ``""`` for all.
-        source: Names of the algorithms whose rollouts it learns from instead of collecting its own, or
-            ``experiment:NAME`` for the finished ones of another experiment in the store.
-        credit: Its own credit assignment; by default the experiment's.
-        params: Its own arguments.
+        template: The text of a prompt.
+        engine: How the prompt's placeholders are written; see :class:`agl.PromptTemplate`.
+        value: Any JSON value.
+        label: Label of the version to start from; where no version has it, ``template`` or ``value`` counts.
     """
 
-    use: str
-    tunes: str | tuple[str, ...] = ()
-    name: str = ""
-    agents: str = ""
-    source: str | tuple[str, ...] = ()
-    credit: ComponentConfig | None = None
-    params: dict[str, Json] = {}
+    template: str | None = None
+    engine: Literal["f-string", "jinja", "plain"] = "f-string"
+    value: Json = msgspec.UNSET
+    label: str = ""
 
-    @property
-    def label(self) -> str:
-        """The name within the experiment."""
-        return self.name or self.use
-
-    @property
-    def resources(self) -> tuple[str, ...]:
-        """Names of the resources that it tunes."""
-        return (self.tunes,) if isinstance(self.tunes, str) else self.tunes
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Names of the algorithms, or of experiments with their prefix, that it learns from."""
-        return (self.source,) if isinstance(self.source, str) else self.source
+    @classmethod
+    def of(cls, resource: PromptTemplate | JsonResource) -> "ResourceConfig":
+        """The section that describes a resource."""
+        if isinstance(resource, PromptTemplate):
+            return cls(template=resource.template, engine=resource.engine)
+        return cls(value=resource.value)
 
 
 class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,12 +92,7 @@ class ScheduleConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     mode: Literal["sequential", "alternate", "concurrent"] = "sequential"
     every: int = 1
-    first: str | tuple[str, ...] = ()
-
-    @property
-    def firsts(self) -> tuple[str, ...]:
-        """Names of the algorithms that run to their end before the others."""
-        return (self.first,) if isinstance(self.first, str) else self.first
+    first: tuple[str, ...] = ()
 
 
 class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,10 +113,11 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     """``[experiment]``: what is run, on what, and where it is kept.
 
     Attributes:
-        name: Name of the experiment; its rollouts, states and metrics carry it.
         agent: ``module:attribute``, or a command as a list of words.
+        name: Name of the experiment; its rollouts, states and metrics carry it.
         store: URL.
-        train: JSON-lines file of tasks; ``val`` likewise.
+        train: JSON-lines file of training tasks.
+        val: JSON-lines file of validation tasks.
         seed: Of everything random.
         hidden: Keys of a task that only reward emitters see.
         group_key: Key of a task that is its identity for group baselines; by default the whole task.
@@ -177,11 +155,18 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole experiment file.
+    """A whole experiment, as it stands in a file.
 
     Attributes:
+        experiment: What is run, on what, and where it is kept.
+        runner: How attempts run.
         policy: Model servers by resource name.
-        resource: Other resources by name: ``{ template = "..." }`` for a prompt, ``{ value = ... }`` for JSON.
+        resource: Prompts and other values by resource name.
+        algorithm: What learns, in order.
+        schedule: The order in which algorithms take their steps.
+        credit: How rewards reach calls.
+        reward: Reward emitters, run after every attempt.
+        gateway: The capture proxy.
         tracers: Names of tracers; ``wire`` is always on where no gateway records.
         plugins: ``{ disabled = ["name"] }``.
     """
@@ -189,88 +174,103 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     experiment: ExperimentSection
     runner: RunnerConfig = RunnerConfig()
     policy: dict[str, PolicyConfig] = {}
-    resource: dict[str, dict[str, Json]] = {}
+    resource: dict[str, ResourceConfig] = {}
     algorithm: tuple[AlgorithmConfig, ...] = ()
     schedule: ScheduleConfig = ScheduleConfig()
     credit: ComponentConfig = ComponentConfig(use="episode")
     reward: tuple[ComponentConfig, ...] = ()
-    logger: tuple[ComponentConfig, ...] = ()
     gateway: GatewayConfig = GatewayConfig()
     tracers: tuple[str, ...] = ()
     plugins: dict[Literal["disabled"], tuple[str, ...]] = {}
 
 
-def load_config(path: Path) -> ExperimentConfig:
-    """Read an experiment file; raises :class:`ConfigError` that names file, key and remedy."""
-    return parse_config(load_data(path), source=str(path))
+def policy(
+    use: str, /, *, aliases: str | Iterable[str] = (), agents: str = "", label: str = "", **params: Json
+) -> PolicyConfig:
+    """A model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
+
+    Args:
+        use: Name of the policy, such as ``"openai"``, ``"torch"`` or ``"vllm"``.
+        aliases: Model name or names (patterns) that agents use for it, besides its own names.
+        agents: Regular expression: the calls of agents, nodes and roles whose whole name it matches go here.
+        label: Label of the version of its weights to start from.
+        params: The policy's own arguments.
+    """
+    return PolicyConfig(use=use, aliases=listed(aliases), agents=agents, label=label, params=params)
 
 
-def load_data(path: Path) -> dict[str, Any]:
-    """A TOML file as plain data; raises :class:`ConfigError` when it cannot be read."""
+def runner(
+    use: str = ASYNC,
+    /,
+    *,
+    concurrency: int = 8,
+    timeout_s: float | None = None,
+    max_attempts: int = 3,
+    retry_on: AttemptStatus | Iterable[AttemptStatus] = ("lost",),
+    **params: Json,
+) -> RunnerConfig:
+    """A runner: ``runner("process", concurrency=4)``.
+
+    Args:
+        use: Name of the runner, such as ``"async"``, ``"process"`` or ``"command"``.
+        concurrency: Attempts at once in the experiment's own process; 0 leaves them all to ``agl worker``.
+        timeout_s: Seconds one attempt may take.
+        max_attempts: Attempts per rollout at most.
+        retry_on: Outcomes that lead to another attempt.
+        params: Further arguments of the runner.
+    """
+    return RunnerConfig(
+        use=use,
+        concurrency=concurrency,
+        timeout_s=timeout_s,
+        max_attempts=max_attempts,
+        retry_on=(retry_on,) if isinstance(retry_on, str) else tuple(retry_on),
+        params=params,
+    )
+
+
+def checked(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration, once every value has the type that its section declares.
+
+    Raises:
+        ConfigError: A value has another type; names the section and the key.
+    """
+    fields = {name: _checked(value, name) for name, value in msgspec.structs.asdict(config).items()}
+    return ExperimentConfig(**fields)
+
+
+def _checked(value: Any, where: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _checked(item, f"{where}.{key}") for key, item in value.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # a section's items
+    if isinstance(value, tuple):
+        return tuple(_checked(item, where) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # likewise
+    if not isinstance(value, Record):
+        return value
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        near = sorted(str(p.name) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"; there is {', '.join(near)}" if near else ""
-        raise ConfigError(f"no experiment file {str(path)!r}{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from None
-
-
-def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> ExperimentConfig:
-    """An experiment from plain data, as in the TOML file."""
-    _check_keys(data, ExperimentConfig, path="", source=source)
-    shaped = {**data, "policy": {name: _shape_policy(name, p, source) for name, p in data.get("policy", {}).items()}}
-    try:
-        return msgspec.convert(shaped, ExperimentConfig)
+        return msgspec.convert(msgspec.structs.asdict(value), type(value))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_readable(str(error))}") from None
+        raise ConfigError(readable(error, where)) from None
 
 
-def _shape_policy(name: str, section: Any, source: str) -> Any:
-    if not isinstance(section, dict):
-        raise ConfigError(f'{source}: [policy.{name}] must be a table with use = "torch", "openai" or the like')
-    table = cast("dict[str, Any]", section)
-    if "use" not in table:
-        raise ConfigError(f'{source}: [policy.{name}] lacks `use`; write use = "torch", "openai" or a plugin\'s name')
-    own = {key: table[key] for key in ("use", "aliases", "agents", "label") if key in table}
-    rest = {key: value for key, value in table.items() if key not in own and key != "params"}
-    return {**own, "params": {**rest, **table.get("params", {})}}
-
-
-def _check_keys(data: Any, record: Any, *, path: str, source: str) -> None:
-    """Refuse unknown keys in ``data`` and in the nested records, with the close match."""
-    if not isinstance(data, dict) or not isinstance(record, type) or not issubclass(record, Record):
-        return
-    hints = get_type_hints(record)
-    for key, value in cast("dict[str, Any]", data).items():
-        where = f"{path}.{key}" if path else key
-        if key not in hints:
-            near = get_close_matches(key, hints, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(hints))}"
-            raise ConfigError(f"{source}: unknown key {where!r}; {hint}")
-        if record is ExperimentConfig and key == "policy":
-            continue
-        for inner, item in _nested(hints[key], value):
-            _check_keys(item, inner, path=where, source=source)
-
-
-def _nested(hint: Any, value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(hint, type):
-        return [(hint, value)]
-    inner = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Record)]
-    if inner and isinstance(value, dict):
-        return [(inner[0], cast("dict[str, Any]", value))]
-    if not inner or not isinstance(value, list):
-        return []
-    return [(inner[0], item) for item in cast("list[Any]", value)]
-
-
-def _readable(message: str) -> str:
-    """msgspec's message with the TOML path in front."""
-    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", message)
+def readable(error: msgspec.ValidationError, where: str = "") -> str:
+    """The error in the words of an experiment file: where, what is wrong, and the values that a key may have."""
+    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error))
     if match is None:
-        return message
-    return f"at {match[2]!r}: {match[1]}" if match[2] else match[1]
+        return str(error)
+    said, path = match[1], ".".join(filter(None, (where, match[2])))
+    if said.startswith("Invalid enum value"):
+        said += f"; write one of {', '.join(_choices(path))}"
+    return f"at {path!r}: {said}" if path else said
+
+
+def _choices(path: str) -> tuple[str, ...]:
+    """The words that a key takes; a key that several sections have takes the same ones in each."""
+    key = re.findall(r"[a-z_]+", path)[-1]
+    sections = (ExperimentSection, RunnerConfig, ResourceConfig, ScheduleConfig)
+    hint = next(hints[key] for hints in map(get_type_hints, sections) if key in hints)
+    return get_args(hint if get_origin(hint) is Literal else get_args(hint)[0])
+
+
+def listed(names: str | Iterable[str]) -> tuple[str, ...]:
+    """One name, or several."""
+    return (names,) if isinstance(names, str) else tuple(names)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from agl.algorithms import AlgorithmConfig
 from agl.contracts import ExperimentRecord, ExtendableAlgorithm, Store
 from agl.errors import ConfigError
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import cancel_unfinished
-from agl_run.experiment.config import AlgorithmConfig, ScheduleConfig
+from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.state import AlgorithmState
 from agl_run.runners.liveness import worker_name
@@ -51,38 +52,38 @@ async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dic
     """The states of the algorithms that had finished and go on."""
     configs = plan.config.algorithm
     states = {
-        config.label: await saved.load_algorithm(store, plan.name, previous.run, config.label) or AlgorithmState()
+        config.name: await saved.load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
         for config in configs
     }
-    going_on = {label for label, state in states.items() if not state.is_finished}
+    going_on = {name for name, state in states.items() if not state.is_finished}
     for _ in configs:  # until nothing changes: one that learns from another goes on because that one does
-        going_on |= {c.label for c in configs if c.label not in going_on and _has_more(plan, c, states, going_on)}
+        going_on |= {c.name for c in configs if c.name not in going_on and _has_more(plan, c, states, going_on)}
     if previous.status == "finished" and not going_on:
         raise _nothing_more(plan, states)
-    opened = [c for c in configs if c.label in going_on and (states[c.label].is_finished or not states[c.label].step)]
+    opened = [c for c in configs if c.name in going_on and (states[c.name].is_finished or not states[c.name].step)]
     for config in opened:
         _refuse_what_was_passed_on(config, configs, plan.config.schedule, states)
     return {
-        config.label: msgspec.structs.replace(states[config.label], is_finished=False, stop_reason="")
+        config.name: msgspec.structs.replace(states[config.name], is_finished=False, stop_reason="")
         for config in opened
-        if states[config.label].is_finished
+        if states[config.name].is_finished
     }
 
 
 def _has_more(plan: Plan, config: AlgorithmConfig, states: Mapping[str, AlgorithmState], going_on: set[str]) -> bool:
     algorithm = plan.manager.build(plan.manager.algorithm(config.use), **config.params)
     return isinstance(algorithm, ExtendableAlgorithm) and algorithm.has_more(
-        states[config.label].state,
+        states[config.name].state,
         tasks=len(plan.train),
-        sources_go_on=not going_on.isdisjoint(config.sources),
+        sources_go_on=not going_on.isdisjoint(config.source),
     )
 
 
 def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> ConfigError:
-    reasons = "; ".join(f"{label}: {state.stop_reason}" for label, state in states.items())
+    reasons = "; ".join(f"{name}: {state.stop_reason}" for name, state in states.items())
     manager = plan.manager
     fixed = [
-        config.label
+        config.name
         for config in plan.config.algorithm
         if not isinstance(manager.build(manager.algorithm(config.use), **config.params), ExtendableAlgorithm)
     ]
@@ -103,18 +104,18 @@ def _refuse_what_was_passed_on(
     """Further steps of an algorithm would undo what a later one in the schedule learned since."""
     place = _place(config, configs, schedule)
     for later in configs:
-        shared = set(config.resources).intersection(later.resources)
-        if _place(later, configs, schedule) > place and shared and states[later.label].step:
+        shared = set(config.tunes).intersection(later.tunes)
+        if _place(later, configs, schedule) > place and shared and states[later.name].step:
             raise ConfigError(
-                f"algorithm {config.label!r} asks for further steps on {sorted(shared)}, and {later.label!r}, which "
-                f"comes after it, has trained that already. Give the steps to {later.label!r} and put "
-                f"{config.label!r} back as it was, or start again with --fresh"
+                f"algorithm {config.name!r} asks for further steps on {sorted(shared)}, and {later.name!r}, which "
+                f"comes after it, has trained that already. Give the steps to {later.name!r} and put "
+                f"{config.name!r} back as it was, or start again with --fresh"
             )
 
 
 def _place(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
     """When an algorithm has its turn; those that take turns with each other are at one place."""
-    first = [other.label for other in configs if other.label in schedule.firsts]
-    if config.label in first:
-        return first.index(config.label)
+    first = [other.name for other in configs if other.name in schedule.first]
+    if config.name in first:
+        return first.index(config.name)
     return len(first) + (configs.index(config) if schedule.mode == "sequential" else 0)

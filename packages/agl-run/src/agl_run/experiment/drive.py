@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from agl.algorithms import AlgorithmConfig
 from agl.contracts import (
     Algorithm,
     AlgorithmContext,
     CheckedAlgorithm,
     Credit,
     ExperimentRecord,
-    Logger,
     Metric,
     Policy,
     StepReport,
@@ -24,16 +24,13 @@ from agl.errors import AglError, ConfigError
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import Collector
-from agl_run.experiment.config import AlgorithmConfig
+from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.finished import experiment_of
+from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import Reader, Sources
 from agl_run.experiment.session import Session
 from agl_run.experiment.state import AlgorithmState
-from agl_run.replay.counterfactual import check_replays
-
-VALIDATION = "validate"
-"""Name under which validation rollouts and metrics are kept."""
 
 
 class Driver:
@@ -43,16 +40,13 @@ class Driver:
         session: What runs.
         state: The experiment's state at the start.
         progress: What the person sees.
-        loggers: Metric sinks beside the store.
     """
 
-    def __init__(
-        self, session: Session, state: ExperimentRecord, *, progress: Progress, loggers: Sequence[Logger]
-    ) -> None:
+    def __init__(self, session: Session, state: ExperimentRecord, *, progress: Progress) -> None:
         self.session = session
         self.state = state
         self.progress = progress
-        self._loggers = loggers
+        self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
 
@@ -73,7 +67,7 @@ class Driver:
         check_replays(plan, credit)
         return credit
 
-    def collector(self, label: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
+    def collector(self, name: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
         """Collects rollouts under a name, for ``credit`` when it trains."""
         session = self.session
         if session.worker.failure is None:
@@ -81,29 +75,30 @@ class Driver:
         return Collector(
             plan=session.plan,
             run=self.state.run,
-            label=label,
+            label=name,
             store=session.store,
             feed=session.feed,
             live=session.live.versions,
-            progress=lambda done, total, text: self.progress.update(f"{label} rollouts", done, total, text),
+            progress=lambda done, total, text: self.progress.update(f"{name} rollouts", done, total, text),
             algorithm=algorithm,
             failure=session.worker.failure,
             credit=credit,
-            log=lambda step, values: self._log_replays(label, step, values),
+            log=lambda step, values: self._note_replays(name, step, values),
         )
 
-    async def _log_replays(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        await self.log(label, step, values)
+    async def _note_replays(self, name: str, step: int, values: Mapping[str, float]) -> None:
+        """Keep counts of replays until the step that they belong to is finished."""
+        self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
-        self.progress.say(f"{label} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
+        self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
         """An algorithm's saved state, a new one before its first step."""
-        found = await saved.load_algorithm(self.session.store, self.name, self.state.run, algorithm.label)
+        found = await saved.load_algorithm(self.session.store, self.name, self.state.run, algorithm.name)
         return found or AlgorithmState()
 
-    async def commit(self, label: str, state: AlgorithmState, report: StepReport) -> None:
-        """Save a step: state, ledger and live versions in one transaction; then log and notify."""
+    async def commit(self, name: str, state: AlgorithmState, report: StepReport) -> None:
+        """Save a step: state, ledger and live versions in one transaction; then report it."""
         async with self._lock:
             self.state = msgspec.structs.replace(
                 self.state, live=self.session.live.versions(), turn=self.state.turn + 1
@@ -111,13 +106,13 @@ class Driver:
             await saved.save(
                 self.session.store,
                 self.state,
-                algorithms={label: state},
-                trained={(label, report.step): report.trained} if report.trained else None,
+                algorithms={name: state},
+                trained={(name, report.step): report.trained} if report.trained else None,
             )
         async with self._changed:
             self._changed.notify_all()
-        await self.log(label, report.step, report.metrics)
-        self.session.plan.manager.notify("agl_step_finished", algorithm=label, report=report)
+        metrics = {**self._replays.pop(name, {}), **report.metrics}
+        await self._report(name, msgspec.structs.replace(report, metrics=metrics))
 
     async def changed(self) -> None:
         """Return after the next step that any algorithm finishes."""
@@ -130,9 +125,9 @@ class Driver:
         sources = Sources(
             experiment=plan.name,
             run=self.state.run,
-            labels=tuple(source for source in algorithm.sources if not experiment_of(source)),
-            experiments=tuple(filter(None, map(experiment_of, algorithm.sources))),
-            tunes=algorithm.resources,
+            labels=tuple(source for source in algorithm.source if not experiment_of(source)),
+            experiments=tuple(filter(None, map(experiment_of, algorithm.source))),
+            tunes=algorithm.tunes,
             waits=plan.config.schedule.mode == "concurrent",
         )
         return Reader(
@@ -143,17 +138,19 @@ class Driver:
             changed=self.changed,
         )
 
-    async def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
-        """Log numbers to the store and the loggers."""
+    async def _report(self, name: str, report: StepReport) -> None:
+        """Log a step's metrics to the store and call the observers."""
         now = time.time()
         metrics = [
-            Metric(experiment=self.name, algorithm=label, step=step, name=name, value=value, time=now)
-            for name, value in values.items()
+            Metric(experiment=self.name, algorithm=name, step=report.step, name=key, value=value, time=now)
+            for key, value in report.metrics.items()
         ]
         if metrics:
             await self.session.store.log_metrics(metrics)
-            for logger in self._loggers:
-                logger.log(metrics)
+        plan = self.session.plan
+        plan.manager.notify(
+            "agl_step_finished", experiment=plan.name, algorithm=name, report=report, workdir=plan.workdir
+        )
 
     async def record(self, tasks: Sequence[Json]) -> None:
         """Run every task once and say how it went: what an experiment without an algorithm is for."""
@@ -181,7 +178,7 @@ class Driver:
         collected = await collector(tasks, step=step, mode="val", resources=pinned)
         mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
-        await self.log(VALIDATION, step, {"reward": mean, "failed": float(failed)})
+        await self._report(VALIDATION, StepReport(step=step, metrics={"reward": mean, "failed": float(failed)}))
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
         self.progress.say(f"validation reward after step {step}: {mean:.3f}{note}")
@@ -206,9 +203,9 @@ class DrivenAlgorithm:
         self.is_finished = state.is_finished
 
     @property
-    def label(self) -> str:
+    def name(self) -> str:
         """Its name within the experiment."""
-        return self._config.label
+        return self._config.name
 
     @property
     def steps(self) -> int:
@@ -216,9 +213,9 @@ class DrivenAlgorithm:
         return self._state.step
 
     @property
-    def resources(self) -> tuple[str, ...]:
+    def tunes(self) -> tuple[str, ...]:
         """Names of the resources that it tunes."""
-        return self._config.resources
+        return self._config.tunes
 
     async def check(self) -> None:
         """Let the algorithm check what it needs, before its turn has come; keeps nothing of it."""
@@ -233,29 +230,29 @@ class DrivenAlgorithm:
         """Build, set up and restore the algorithm, once."""
         if self._algorithm is not None:
             return
-        session, label = self._driver.session, self._config.label
+        session, name = self._driver.session, self._config.name
         self._algorithm = algorithm = self._build()
         await algorithm.setup(self._context())
         if self._state.step:
             await algorithm.restore(self._state.state)
-            self._driver.progress.say(f"{label}: continues after step {self._state.step}")
-        self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, label)
+            self._driver.progress.say(f"{name}: continues after step {self._state.step}")
+        self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
 
     async def step(self) -> None:
         """One step; raises :class:`AglError` when it would train a rollout twice."""
         if self._algorithm is None:
             raise AglError("begin() was not called")
-        label = self._config.label
+        name = self._config.name
         self._published.clear()
         report = await self._algorithm.step()
         if report.step != self._state.step + 1 and not (report.is_finished and report.step == self._state.step):
             raise AglError(
-                f"algorithm {label!r} reported step {report.step} after step {self._state.step}; "
+                f"algorithm {name!r} reported step {report.step} after step {self._state.step}; "
                 "steps count from 1 and continue after a restore. This is a defect of the algorithm"
             )
         twice = self._trained.intersection(report.trained)
         if twice:
-            raise AglError(f"algorithm {label!r} trained {sorted(twice)[0]!r} a second time; this is its defect")
+            raise AglError(f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time; this is its defect")
         self._trained.update(report.trained)
         self._state = AlgorithmState(
             step=report.step,
@@ -264,15 +261,15 @@ class DrivenAlgorithm:
             state=dict(self._algorithm.state()),
         )
         report = msgspec.structs.replace(report, published=tuple(self._published) or report.published)
-        await self._driver.commit(label, self._state, report)
+        await self._driver.commit(name, self._state, report)
         self.is_finished = report.is_finished
-        self._driver.progress.update(f"{label} rollouts", 0, 0)
-        self._driver.progress.say(_line(label, report))
+        self._driver.progress.update(f"{name} rollouts", 0, 0)
+        self._driver.progress.say(_line(name, report))
 
     async def end(self) -> None:
         """Release the algorithm."""
-        self._driver.progress.update(f"{self._config.label} rollouts", 0, 0)
-        self._driver.progress.update(self._config.label, 0, 0)
+        self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
+        self._driver.progress.update(self._config.name, 0, 0)
         algorithm, self._algorithm = self._algorithm, None
         if algorithm is not None:
             await algorithm.close()
@@ -285,20 +282,20 @@ class DrivenAlgorithm:
         driver, config = self._driver, self._config
         session = driver.session
         plan = session.plan
-        collector = driver.collector(config.label, config, credit=self._credit)
+        collector = driver.collector(config.name, config, credit=self._credit)
         return AlgorithmContext(
             experiment=plan.name,
-            name=config.label,
-            tunes=config.resources,
+            name=config.name,
+            tunes=config.tunes,
             train=plan.train,
             val=plan.val,
             seed=plan.config.experiment.seed,
-            workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.label),
+            workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.name),
             folder=plan.folder,
             store=session.store,
             credit=self._credit,
             collect=collector,
-            sources=config.sources,
+            sources=config.source,
             recorded=driver.recorded(config, collector),
             publish=self._publish,
             propose=self._propose,
@@ -306,8 +303,8 @@ class DrivenAlgorithm:
             endpoint=session.endpoint,
             current=session.live.current,
             policy=self._policy,
-            progress=lambda done, total, text: driver.progress.update(config.label, done, total, text),
-            say=lambda text: driver.progress.say(f"{config.label}: {text}"),
+            progress=lambda done, total, text: driver.progress.update(config.name, done, total, text),
+            say=lambda text: driver.progress.say(f"{config.name}: {text}"),
             clock=time.time,
         )
 
@@ -343,14 +340,14 @@ class DrivenAlgorithm:
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None
     ) -> ResourceVersion:
         driver, config = self._driver, self._config
-        if name not in config.resources:
-            raise ConfigError(f"algorithm {config.label!r} may not publish {name!r}; it tunes {config.resources}")
+        if name not in config.tunes:
+            raise ConfigError(f"algorithm {config.name!r} may not publish {name!r}; it tunes {config.tunes}")
         return ResourceVersion(
             name=name,
-            version=f"{driver.name}-{driver.state.run}-{config.label}-{step}",
+            version=f"{driver.name}-{driver.state.run}-{config.name}-{step}",
             resource=resource,
             parent=driver.session.live.current(name).version,
-            algorithm=config.label,
+            algorithm=config.name,
             step=step,
             created_at=time.time(),
             metadata=dict(metadata or {}),
@@ -365,7 +362,7 @@ def _make_folder(path: Path) -> Path:
 _SHOWN = re.compile(r"reward|loss|score")
 
 
-def _line(label: str, report: StepReport) -> str:
-    shown: list[Any] = [f"{name} {value:.3f}" for name, value in report.metrics.items() if _SHOWN.search(name)]
+def _line(name: str, report: StepReport) -> str:
+    shown: list[Any] = [f"{key} {value:.3f}" for key, value in report.metrics.items() if _SHOWN.search(key)]
     reason = f"; {report.stop_reason}" if report.stop_reason else ""
-    return f"{label} step {report.step}: {', '.join(shown[:4]) or 'done'}{reason}"
+    return f"{name} step {report.step}: {', '.join(shown[:4]) or 'done'}{reason}"

@@ -4,9 +4,9 @@ import logging
 import re
 from collections.abc import Sequence
 
+from agl.algorithms import AlgorithmConfig
 from agl.errors import ConfigError
 from agl.schemas import Episode, Transition
-from agl_run.experiment.config import AlgorithmConfig
 from agl_run.experiment.plan import Plan
 
 _LOG = logging.getLogger("agl_run.experiment")
@@ -24,8 +24,8 @@ class NameCheck:
     def __init__(self, plan: Plan, algorithm: AlgorithmConfig | None) -> None:
         self._patterns = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
         self._selects = algorithm.agents if algorithm else ""
-        self._label = algorithm.label if algorithm else ""
-        self._tunes = algorithm.resources if algorithm else ()
+        self._name = algorithm.name if algorithm else ""
+        self._tunes = algorithm.tunes if algorithm else ()
 
     def check(self, episodes: Sequence[Episode]) -> None:
         """Look at the first episodes that have model calls; later ones are not looked at.
@@ -44,7 +44,7 @@ class NameCheck:
                     name, f"[policy.{name}] agents = {pattern!r} matched none of the agents, nodes and roles", calls
                 )
         if selects and all(call.reject == "not_selected" for call in calls):
-            text = f"algorithm {self._label!r}: agents = {selects!r} selected none of the calls"
+            text = f"algorithm {self._name!r}: agents = {selects!r} selected none of the calls"
             raise ConfigError(f"{text} of its policy; {_seen(calls)}")
 
     def _report(self, policy: str, text: str, calls: Sequence[Transition]) -> None:

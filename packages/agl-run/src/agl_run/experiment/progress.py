@@ -1,4 +1,4 @@
-"""What a person sees while an experiment runs: bars on a terminal, plain lines elsewhere, nothing when quiet."""
+"""Shows a person how an experiment goes: bars on a terminal, plain lines elsewhere, nothing when quiet."""
 
 import sys
 import time

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
 from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
+from agl.schemas import Rollout
 from agl.tracing import load_secret
 from agl_run.experiment.joining import Obstacle, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl_run.experiment.live import PinnedResources
@@ -213,13 +213,10 @@ class RemoteWorker:
         )
         setup = worker_setup(self._plan, around, make_tracers(self._plan, stack))
         runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
-        return replace(setup, runner=runner, notify=self._notify)
+        return replace(setup, runner=runner, finished=self._count)
 
-    def _notify(self, hook: str, **values: Any) -> None:
-        self._plan.manager.notify(hook, **values)
-        if hook == "agl_rollout_finished":
-            status = values["rollout"].status
-            self.tally.finished[status] = self.tally.finished.get(status, 0) + 1
+    def _count(self, rollout: Rollout) -> None:
+        self.tally.finished[rollout.status] = self.tally.finished.get(rollout.status, 0) + 1
 
     async def _live(self) -> Mapping[str, str]:
         serving = await load_serving(self._store, self._plan.name)

@@ -1,4 +1,4 @@
-"""In which order algorithms take their steps: three plain coroutines, and what comes before them."""
+"""Runs algorithms one after the other, in turns or side by side, those named first before the others."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ class Turn(Protocol):
     is_finished: bool
 
     @property
-    def label(self) -> str:
+    def name(self) -> str:
         """Its name within the experiment."""
         ...
 
@@ -39,8 +39,8 @@ async def run_schedule(
     turns: Sequence[Turn], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
 ) -> None:
     """Those of ``schedule.first`` to their end, then the others as its mode says."""
-    first = [turn for turn in turns if turn.label in schedule.firsts]
-    rest = [turn for turn in turns if turn.label not in schedule.firsts]
+    first = [turn for turn in turns if turn.name in schedule.first]
+    rest = [turn for turn in turns if turn.name not in schedule.first]
     try:
         await sequential(first, after_step=after_step)
         if schedule.mode == "sequential":

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import ExperimentRecord, Gateway, Policy, ReplicatedPolicy, RolloutQuery, Store, Upstream
+from agl.contracts import ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.schemas import LLM, Outcome, ResourceVersion
 from agl.stores import read_recordings
@@ -50,7 +50,7 @@ class Session:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.policies: dict[str, Policy] = {}
-        self._endpoints: dict[str, LLM] = {}
+        self._served: dict[str, ServedModel] = {}
         self._gateway: Gateway | None = None
         self._gateway_url = ""
         self._advertised_url = ""
@@ -81,17 +81,18 @@ class Session:
         """
         await withdraw(self.store, self.plan.name)
         await self._reclaim_lost()
-        self._endpoints = endpoints = await self._start_policies()
-        upstreams = self._upstreams(endpoints)
+        await self._start_policies()
+        upstreams = self._upstreams()
         await self._start_gateway(upstreams)
-        self.live = LiveResources(self.store, self._agent_llms(endpoints))
+        llms = self._agent_llms()
+        self.live = LiveResources(self.store, llms)
         await self._make_live(state)
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
         around = self._surroundings(upstreams)
         tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
         setup = replace(worker_setup(self.plan, around, tracers), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(Worker(setup))
-        announcement = Announcement(self.store, self.plan.name, self._serving(state, around, endpoints))
+        announcement = Announcement(self.store, self.plan.name, self._serving(state, around, llms))
         self._announcement = await self._stack.enter_async_context(announcement)
         if not around.concurrency and say is not None:
             await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
@@ -102,9 +103,9 @@ class Session:
 
     def endpoint(self, name: str) -> LLM:
         """Where a policy serves, past the gateway; raises :class:`ConfigError` that lists what there is."""
-        if name not in self._endpoints:
-            raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._endpoints)}")
-        return self._endpoints[name]
+        if name not in self._served:
+            raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._served)}")
+        return self._served[name].llm
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
         """Store a version and make it live; a policy serves it before this returns."""
@@ -115,20 +116,15 @@ class Session:
         self.live.set(version)
         if self._announcement is not None:
             await self._announcement.update(self.live.versions())
-        self.plan.manager.notify("agl_resources_published", version=version)
         return version
 
     async def _load(self, name: str, policy: Policy, version: ResourceVersion) -> None:
         if self._gateway is None:
-            await policy.load(version)
-            _require_name(name, policy, self._endpoints[name].model)
-            return
-        await self._gateway.pause(name)
-        try:
-            await policy.load(version)
-        finally:
-            model = {"model": policy.served_model} if isinstance(policy, ReplicatedPolicy) else {}
-            await self._gateway.resume(name, model_version=policy.model_version, **model)
+            served = await policy.load(version)
+            _require_name(name, served, agents_ask_for=self._served[name].model)
+        else:
+            served = await _load_between_calls(self._gateway, name, policy, version)
+        self._served[name] = served
 
     async def _reclaim_lost(self) -> None:
         """Give back attempts of this experiment whose worker died on this machine, without waiting for leases."""
@@ -142,7 +138,7 @@ class Session:
         for attempt_id in lost:
             await self.store.finish([Outcome(attempt_id=attempt_id, status="lost")])
 
-    async def _start_policies(self) -> dict[str, LLM]:
+    async def _start_policies(self) -> None:
         manager, trained = self.plan.manager, self.plan.trained_policies()
         for name, config in self.plan.config.policy.items():
             policy: Policy = manager.build(
@@ -151,27 +147,25 @@ class Session:
             self.policies[name] = policy
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
                 raise ConfigError(no_token_ids(name, config.use))
-        endpoints: dict[str, LLM] = {}
         for name, policy in self.policies.items():
             self._stack.push_async_callback(policy.stop)
-            endpoints[name] = await policy.start()
-        return endpoints
+            self._served[name] = await policy.start()
 
-    def _upstreams(self, endpoints: Mapping[str, LLM]) -> list[Upstream]:
-        trained = self.plan.trained_policies()
+    def _upstreams(self) -> list[Upstream]:
+        trained, configs = self.plan.trained_policies(), self.plan.config.policy
         return [
             Upstream(
                 name=name,
-                base_url=llm.endpoint,
-                model=llm.model,
-                aliases=self.plan.config.policy[name].aliases,
-                agents=self.plan.config.policy[name].agents,
-                api_key_env=llm.api_key_env,
+                base_url=served.base_urls[0],
+                model=served.model,
+                aliases=configs[name].aliases,
+                agents=configs[name].agents,
+                api_key_env=served.api_key_env,
                 is_trained=name in trained,
-                model_version=self.policies[name].model_version,
-                replicas=_replicas(self.policies[name]),
+                model_version=served.version,
+                replicas=served.base_urls[1:],
             )
-            for name, llm in endpoints.items()
+            for name, served in self._served.items()
         ]
 
     async def _start_gateway(self, upstreams: list[Upstream]) -> None:
@@ -195,11 +189,12 @@ class Session:
         self._gateway, self._gateway_url = gateway, local_url(url)
         self._advertised_url = advertised_url(url, config.advertise)
 
-    def _agent_llms(self, endpoints: Mapping[str, LLM]) -> dict[str, LLM]:
-        """The policies as agents get them; those that share a model are asked for by their own names."""
+    def _agent_llms(self) -> dict[str, LLM]:
+        """The policies as agents call them; behind a gateway, those that share a model go by their own names."""
+        llms = {name: served.llm for name, served in self._served.items()}
         if not self._gateway_url:
-            return dict(endpoints)
-        count = Counter(llm.model for llm in endpoints.values())
+            return llms
+        count = Counter(llm.model for llm in llms.values())
         return {
             name: msgspec.structs.replace(
                 llm,
@@ -207,7 +202,7 @@ class Session:
                 model=llm.model if llm.model and count[llm.model] == 1 else name,
                 api_key_env="",
             )
-            for name, llm in endpoints.items()
+            for name, llm in llms.items()
         }
 
     async def _make_live(self, state: ExperimentRecord) -> None:
@@ -244,20 +239,28 @@ class Session:
             concurrency=self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentRecord, around: Surroundings, endpoints: Mapping[str, LLM]) -> Serving:
+    def _serving(self, state: ExperimentRecord, around: Surroundings, llms: Mapping[str, LLM]) -> Serving:
         return make_serving(
             self.plan,
             run=state.run,
             gateway_url=self._advertised_url,
             upstreams=around.upstreams,
-            endpoints=self._agent_llms(endpoints),
+            endpoints=llms,
             live=self.live.versions(),
             requires_calls=around.requires_calls,
         )
 
 
-def _replicas(policy: Policy) -> tuple[str, ...]:
-    return tuple(policy.replicas) if isinstance(policy, ReplicatedPolicy) else ()
+async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, version: ResourceVersion) -> ServedModel:
+    """Load new weights while the gateway holds the policy's calls back."""
+    await gateway.pause(name)
+    try:
+        served = await policy.load(version)
+    except BaseException:
+        await gateway.resume(name, model_version=f"unverified-{version.version}")
+        raise
+    await gateway.resume(name, model_version=served.version, model=served.model)
+    return served
 
 
 def _require_no_replicas(upstreams: list[Upstream]) -> None:
@@ -269,12 +272,12 @@ def _require_no_replicas(upstreams: list[Upstream]) -> None:
         )
 
 
-def _require_name(name: str, policy: Policy, model: str) -> None:
+def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> None:
     """Refuse weights that are served under a name that agents cannot know."""
-    if isinstance(policy, ReplicatedPolicy) and policy.served_model != model:
+    if served.model != agents_ask_for:
         raise PolicyError(
-            f"policy {name!r} serves its new weights as {policy.served_model!r} and agents ask for {model!r}; only the "
-            'gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
+            f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
+            'the gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
         )
 
 

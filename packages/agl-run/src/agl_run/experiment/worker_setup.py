@@ -79,7 +79,6 @@ def worker_setup(plan: Plan, around: Surroundings, tracers: Sequence[tuple[str, 
         rewards=build_rewards(plan, around.upstreams, unreachable=around.unreachable),
         gateway=around.gateway,
         requires_calls=around.requires_calls,
-        notify=manager.notify,
     )
 
 

@@ -1,6 +1,16 @@
 """Replays: recorded rollouts run again, with recorded answers or with the part of some agents replaced."""
 
 from agl_run.replay.plan import REPLAY, CounterfactualCredit, ReplayFn, ReplayPlan, replay_of
-from agl_run.replay.player import VERSION
+from agl_run.replay.player import VERSION, ReplayScript
+from agl_run.replay.script import load_script
 
-__all__ = ["REPLAY", "VERSION", "CounterfactualCredit", "ReplayFn", "ReplayPlan", "replay_of"]
+__all__ = [
+    "REPLAY",
+    "VERSION",
+    "CounterfactualCredit",
+    "ReplayFn",
+    "ReplayPlan",
+    "ReplayScript",
+    "load_script",
+    "replay_of",
+]

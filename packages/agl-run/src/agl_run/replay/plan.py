@@ -14,7 +14,7 @@ REPLAY = "replay"
 
 
 class ReplayPlan(Record, frozen=True, kw_only=True):
-    """How a recorded rollout is run again: some agents say something else, the others what they said then.
+    """The way in which a recorded rollout is run again: some agents say something else, the others what they said then.
 
     A call of an agent that is not replaced gets the recorded answer when that agent asked the same conversation
     then; otherwise the model answers anew.

@@ -17,7 +17,7 @@ from agl_run.replay.plan import ReplayPlan
 Source = Literal["recorded", "silent", "sibling"]
 
 VERSION = "replay:"
-"""What the model version of a call begins with that no model answered."""
+"""Begins the model version of a call that was answered from a recording."""
 
 
 class RecordedAnswer(Record, frozen=True, kw_only=True):

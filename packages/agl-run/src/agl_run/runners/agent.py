@@ -1,14 +1,15 @@
-"""What an agent is: a function, a class with a ``rollout`` method, or a command line; and how it is called."""
+"""Agents: functions, classes with a ``rollout`` method and command lines, and how each is called."""
 
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
+from agl import LitAgent
 from agl.errors import ConfigError
 from agl.schemas import LLM, NamedResources, PromptTemplate, Rollout
 
@@ -60,6 +61,10 @@ class AgentSpec:
             )
         is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004  # not a test for callability
         return _bind(target, is_async=is_async)
+
+
+Agent: TypeAlias = Callable[..., Any] | LitAgent[Any] | str | Sequence[str] | AgentSpec
+"""A function, a ``LitAgent`` or its class, ``"module:attribute"``, or a command as its words."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class AttemptStopped(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptScope:
-    """What an attempt needs besides its agent.
+    """The surroundings of an attempt, apart from its agent.
 
     Attributes:
         resources: Named resources, not yet bound to the attempt.

@@ -27,7 +27,11 @@ FLUSH_S = 1.0
 
 
 class AsyncRunner:
-    """Runs attempts in this process; see the module."""
+    """Runs attempts in this process: coroutines on its event loop, plain functions in a thread each.
+
+    An agent that runs out of time is cancelled; code that swallows that, or that blocks in C, can only be refused its
+    model calls.
+    """
 
     def __init__(self, setup: RunSetup) -> None:
         if setup.agent.command:

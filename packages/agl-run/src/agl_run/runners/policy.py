@@ -2,6 +2,7 @@
 
 import os
 
+from agl.contracts import ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import LLM, Json, Resource, ResourceVersion
 
@@ -32,44 +33,40 @@ class OpenAIPolicy:
             raise ConfigError(f"policy {name!r}: base_url {base_url!r} is no URL; write http://HOST:PORT/v1")
         self._name = name
         self._has_token_ids = has_token_ids
-        self._llm = LLM(
-            endpoint=base_url.rstrip("/"),
+        self._served = ServedModel(
+            base_urls=(base_url.rstrip("/"),),
             model=model,
             api_key_env=api_key_env,
             sampling_parameters=sampling_parameters or {},
         )
 
-    async def start(self) -> LLM:
+    async def start(self) -> ServedModel:
         """Check that the key is there."""
-        variable = self._llm.api_key_env
-        if variable and not os.environ.get(variable) and "api.openai.com" in self._llm.endpoint:
+        variable = self._served.api_key_env
+        if variable and not os.environ.get(variable) and "api.openai.com" in self._served.base_urls[0]:
             raise PolicyError(
                 f"policy {self._name!r} needs the environment variable {variable}, which is not set; "
                 "set it, or name another with api_key_env"
             )
-        return self._llm
+        return self._served
 
     async def stop(self) -> None:
         """Nothing was started."""
 
-    async def load(self, version: ResourceVersion) -> None:
+    async def load(self, version: ResourceVersion) -> ServedModel:
         """An endpoint's own model can be served again; weights cannot be loaded into it."""
         if not isinstance(version.resource, LLM):
             raise PolicyError(
                 f"policy {self._name!r} is an endpoint that runs elsewhere and cannot load {version.version!r}; "
                 'train with a policy that takes weights, such as use = "torch"'
             )
+        return self._served
 
     def resource(self) -> Resource:
         """The endpoint."""
-        return self._llm
+        return self._served.llm
 
     @property
     def has_token_ids(self) -> bool:
         """As configured."""
         return self._has_token_ids
-
-    @property
-    def model_version(self) -> str:
-        """Unknown: the endpoint may say it in its answers."""
-        return ""

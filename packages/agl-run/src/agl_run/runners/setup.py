@@ -1,4 +1,4 @@
-"""What a runner needs to know, apart from the attempt that it runs."""
+"""The settings of a runner, apart from the attempt that it runs."""
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -60,13 +60,13 @@ class RunSetup:
 
     @property
     def base_url(self) -> str:
-        """Where an agent's client should send its calls by default, with ``/v1``; ``""`` if nothing is configured."""
+        """The address for an agent's client by default, with ``/v1``; ``""`` if nothing is configured."""
         if self.gateway_url:
             return f"{self.gateway_url}/v1"
         return self.upstreams[0].base_url if self.upstreams else ""
 
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
-        """Variables by which clients find the model: for OpenAI's and Anthropic's libraries, and who read those."""
+        """Variables by which OpenAI's and Anthropic's libraries, and others that read the same ones, find the model."""
         return client_environment(self.base_url, token) if self.base_url else {}
 
 

@@ -31,13 +31,13 @@ CLAIM_WAIT_S = 20.0
 """Seconds that one claim waits in the store; only a bound, arriving work wakes it."""
 
 
-def _ignore(*_: object, **__: object) -> None:
-    """Does nothing."""
+def _ignore(*_: object) -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetup:
-    """What a worker needs.
+    """The parts of a worker and its settings.
 
     Attributes:
         store: Where rollouts come from and outcomes go.
@@ -47,7 +47,7 @@ class WorkerSetup:
         rewards: Reward emitters by name, run after the agent, hidden task fields included.
         gateway: Waited for before an attempt ends, so that its calls are in the store.
         requires_calls: Whether a successful attempt without any model call is a failure.
-        notify: Calls an observer hook by name with its arguments.
+        finished: Called with every rollout that reached its final status here.
         keep: Gets the ids of a rollout and its attempt, and the attempt's spans, where they were read to judge it:
             whoever waits for the rollout need not read them again.
     """
@@ -59,7 +59,7 @@ class WorkerSetup:
     rewards: Sequence[tuple[str, RewardEmitter]] = ()
     gateway: Settles | None = None
     requires_calls: bool = False
-    notify: Callable[..., None] = _ignore
+    finished: Callable[[Rollout], None] = _ignore
     keep: Callable[[str, str, list[Span]], None] = _ignore
 
 
@@ -153,7 +153,6 @@ class Worker:
 
     async def _run(self, claim: Claim) -> None:
         setup = self._setup
-        setup.notify("agl_rollout_started", rollout=claim.rollout, attempt=claim.attempt)
         outcome = Outcome(attempt_id=claim.attempt.attempt_id, status="failed")
         try:
             outcome = await self._execute(claim)
@@ -188,7 +187,7 @@ class Worker:
             return
         for rollout in rollouts:
             if rollout.is_finished:
-                self._setup.notify("agl_rollout_finished", rollout=rollout)
+                self._setup.finished(rollout)
 
     async def _give_back(self, claim: Claim) -> None:
         try:

@@ -21,13 +21,13 @@ from agl_run.sql._rows import (
 
 __all__ = [
     "ATTEMPT_BITS",
-    "Batches",
     "NUMBER_MASK",
+    "ROLLOUT",
+    "SEQUENCE_BITS",
+    "Batches",
     "Packer",
     "Place",
-    "ROLLOUT",
     "Row",
-    "SEQUENCE_BITS",
     "Unpacker",
     "number_of",
     "older_documents",

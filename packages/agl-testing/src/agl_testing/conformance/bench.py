@@ -99,13 +99,13 @@ class AlgorithmBench:
 
     async def __aenter__(self) -> Self:
         self._policies = self.scenario.policies(self.workdir)
-        self._llms = {name: await policy.start() for name, policy in self._policies.items()}
+        self._llms = {name: (await policy.start()).llm for name, policy in self._policies.items()}
         firsts = {**{name: policy.resource() for name, policy in self._policies.items()}, **self.scenario.resources}
         for name, resource in firsts.items():
             self._live.setdefault(name, ResourceVersion(name=name, version="v0", resource=resource))
         for name, policy in self._policies.items():
             if self._live[name].version != "v0":
-                await policy.load(self._live[name])
+                self._llms[name] = (await policy.load(self._live[name])).llm
         return self
 
     async def __aexit__(
@@ -167,7 +167,7 @@ class AlgorithmBench:
         return Collected(episodes=tuple(episodes))
 
     async def recorded(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
-        """What the bench was given, as one finished step of an algorithm that is over; ``max_age`` is ignored."""
+        """The rollouts that the bench was given, as one finished step of an algorithm that is over."""
         del max_age  # the bench gives what is young enough
         if self._given is None:
             raise ConfigError("the bench was given no rollouts, so the algorithm has no source")

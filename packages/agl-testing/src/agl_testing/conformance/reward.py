@@ -61,7 +61,7 @@ class RewardConformance(Conformance):
 
     @pytest.fixture
     def attempts(self) -> list[tuple[Rollout, list[Span]]]:
-        """What emitters meet: nothing recorded, a plain answer, tools, errors, a failed rollout."""
+        """Attempts as emitters meet them: nothing recorded, a plain answer, tools, errors, a failed rollout."""
         rollout = rollout_of(self.task)
         answer = chat_span(rollout, text="42")
         spans = [[], [answer], [tool_span(rollout), answer], [error_span(rollout), tool_span(rollout, status="error")]]

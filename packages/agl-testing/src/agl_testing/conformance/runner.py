@@ -34,7 +34,10 @@ PYTHON_AGENTS = (
     AgentSpec(path="agl_testing.conformance.agents:behave"),
     AgentSpec(path="agl_testing.conformance.agents:behave_async"),
 )
+"""The agents of the conformance tests as Python functions, sync and async."""
+
 COMMAND_AGENTS = (AgentSpec(command=(sys.executable, "-m", "agl_testing.conformance.agents")),)
+"""The same agent as a program."""
 
 
 class Bench:

@@ -9,6 +9,8 @@ import msgspec
 from agl_testing.model_server.codec import ConversationTurn, FunctionCall
 
 Dialect: TypeAlias = Literal["chat", "completions", "responses", "messages", "embeddings", "models"]
+"""The APIs that the server speaks."""
+
 Flavour: TypeAlias = Literal["vllm", "sglang", "plain", "openai"]
 """``vllm`` and ``sglang`` return token ids in their own fields when asked; ``plain`` ignores the request for
 them; ``openai`` refuses it with a 400, as an API that checks its arguments does."""
@@ -112,6 +114,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Respond: TypeAlias = Callable[[ModelRequest], Step]
+"""Gives the next step of the script for a request."""
 
 
 class Script:

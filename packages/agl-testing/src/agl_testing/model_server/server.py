@@ -77,7 +77,7 @@ class ScriptedModelServer:
 
     @property
     def steps_left(self) -> int:
-        """How many queued steps no call has used."""
+        """The number of queued steps that no call has used."""
         return self._script.steps_left
 
     def enqueue(self, *steps: Step) -> None:

@@ -27,7 +27,7 @@ def check_replays(plan: Plan, credit: Credit) -> None:
 
 
 class Replays:
-    """Runs the episodes of one step again; see :class:`agl.contracts.ReplayFn`.
+    """Runs the episodes of one step again; see :class:`agl_run.replay.ReplayFn`.
 
     Args:
         episodes: What may be replayed.
@@ -49,7 +49,7 @@ class Replays:
         self.failed = 0
 
     async def __call__(self, plans: Sequence[ReplayPlan]) -> list[Episode]:
-        """See :class:`agl.contracts.ReplayFn`."""
+        """See :class:`agl_run.replay.ReplayFn`."""
         rollouts = {plan: self._rollout(plan) for plan in plans}
         episodes = dict(zip(rollouts, await self._run_all(list(rollouts.values())), strict=True))
         for plan, episode in episodes.items():

@@ -1,0 +1,304 @@
+"""Makes a plan from a configuration and checks everything that can be checked before the first rollout."""
+
+import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+import msgspec
+
+from agl import PluginManager
+from agl.algorithms import AlgorithmConfig
+from agl.contracts import AlgorithmEntry, Store
+from agl.errors import ConfigError
+from agl.schemas import Json, JsonResource, PromptTemplate, Resource
+from agl_run.experiment.config import ExperimentConfig, ResourceConfig
+from agl_run.experiment.dataset import as_tasks, check_hidden
+from agl_run.experiment.finished import PREFIX, experiment_of
+from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
+from agl_run.experiment.roles import check_patterns
+from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
+
+
+def make_plan(
+    config: ExperimentConfig,
+    *,
+    folder: Path,
+    manager: PluginManager,
+    agent: Agent | None = None,
+    train: Iterable[Json] | str | Path | None = None,
+    val: Iterable[Json] | str | Path | None = None,
+    store: Store | None = None,
+) -> Plan:
+    """Check a configuration; arguments beside it replace what it says.
+
+    Raises:
+        ConfigError: Something is wrong; one paragraph with the next step.
+        PluginError: A component is unknown or broken.
+    """
+    config, section = _with_targets(config, manager), config.experiment
+    spec = AgentSpec.of(section.agent if agent is None else agent, folder=str(folder))
+    plan = Plan(
+        config=config,
+        folder=folder,
+        manager=manager,
+        agent=spec,
+        train=as_tasks(section.train if train is None else train, folder=folder, name="train"),
+        val=as_tasks(section.val if val is None else val, folder=folder, name="val"),
+        resources={name: _resource(name, given) for name, given in config.resource.items()},
+        store=store,
+        workdir=folder / (section.workdir or f"runs/{section.name}"),
+    )
+    _check_section(plan)
+    _check_tasks(plan)
+    _check_components(plan)
+    _check_roles(plan)
+    _check_algorithms(plan)
+    _check_agent(plan)
+    return plan
+
+
+def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
+    """Let an algorithm that names nothing tune the only resource that it can."""
+    algorithms = (
+        msgspec.structs.replace(
+            algorithm, tunes=algorithm.tunes or _only_target(config, manager.algorithm(algorithm.use))
+        )
+        for algorithm in config.algorithm
+    )
+    return msgspec.structs.replace(config, algorithm=tuple(algorithms))
+
+
+def _only_target(config: ExperimentConfig, entry: AlgorithmEntry) -> tuple[str, ...]:
+    kinds = {name: "json" if given.template is None else "prompt_template" for name, given in config.resource.items()}
+    kinds |= dict.fromkeys(config.policy, "weights")
+    found = [name for name, kind in kinds.items() if kind in entry.tunes]
+    return tuple(found) if len(found) == 1 else ()
+
+
+def _resource(name: str, given: ResourceConfig) -> Resource:
+    is_prompt, is_value = given.template is not None, given.value is not msgspec.UNSET
+    if is_prompt == is_value or (is_value and given.engine != ResourceConfig().engine):
+        raise ConfigError(
+            f'[resource.{name}]: write template = "..." (and engine) for a prompt, or value = ... for anything else'
+        )
+    if given.template is not None:
+        return PromptTemplate(template=given.template, engine=given.engine)
+    return JsonResource(value=given.value)
+
+
+def _check_section(plan: Plan) -> None:
+    section, config = plan.config.experiment, plan.config
+    for name in (section.name, *config.policy, *plan.resources, *(a.name for a in config.algorithm)):
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"the name {name!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
+    if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
+        raise ConfigError(f"an algorithm is called {VALIDATION!r}, which is what validation is called; rename it")
+    if section.penalty and "penalise" not in (section.failed, section.missing_reward):
+        raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
+    if config.schedule.every != 1 and config.schedule.mode != "alternate":
+        raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
+    _check_first(config)
+    if config.runner.concurrency < 0:
+        raise ConfigError("runner.concurrency must be at least 1, or 0 to leave every attempt to `agl worker`")
+    if config.runner.max_attempts < 1 or config.schedule.every < 1:
+        raise ConfigError("runner.max_attempts and schedule.every must be at least 1")
+    if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
+        raise ConfigError("runner.timeout_s must be above 0 seconds")
+    if plan.agent.command and config.runner.use == "async":
+        raise ConfigError('the agent is a command; set [runner] use = "command"')
+
+
+def _check_first(config: ExperimentConfig) -> None:
+    schedule, names = config.schedule, [algorithm.name for algorithm in config.algorithm]
+    if schedule.first and schedule.mode == "sequential":
+        raise ConfigError(
+            'schedule.first is ignored in mode "sequential", where the order in the file counts; '
+            'use mode = "alternate" or "concurrent"'
+        )
+    for name in schedule.first:
+        if name not in names:
+            near = get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}"
+            raise ConfigError(f"schedule.first names {name!r}, which is no algorithm; {hint}")
+
+
+def _check_tasks(plan: Plan) -> None:
+    section, algorithms = plan.config.experiment, plan.config.algorithm
+    if not plan.train and not all(map(_learns_elsewhere, algorithms)):
+        raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
+    if not (plan.train or plan.val or algorithms):
+        raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
+    if section.validate_every and not plan.val:
+        raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
+    check_hidden([*plan.train, *plan.val], section.hidden, name="train or val")
+
+
+def _check_components(plan: Plan) -> None:
+    config, manager = plan.config, plan.manager
+    manager.runner(config.runner.use)
+    for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
+        manager.credit(credit.use)
+    for item in config.reward:
+        manager.reward(item.use)
+    for name in config.tracers:
+        manager.tracer(name)
+    for policy in config.policy.values():
+        manager.policy(policy.use)
+    both = set(config.policy) & set(plan.resources)
+    if both:
+        raise ConfigError(f"{sorted(both)} are both policies and resources; names must be unique")
+    if config.gateway.use not in ("auto", "none"):
+        manager.gateway(config.gateway.use)
+    if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):
+        raise ConfigError('gateway.params and gateway.advertise are ignored with use = "none"; remove them')
+    if plan.store is None:
+        manager.store_entry(config.experiment.store.partition("://")[0])
+
+
+def _check_roles(plan: Plan) -> None:
+    """Policies that are chosen by who calls need to know who that is, and somebody to send the call there."""
+    config = plan.config
+    patterns = {name: policy.agents for name, policy in config.policy.items() if policy.agents}
+    check_patterns(patterns)
+    if not patterns:
+        return
+    first = next(iter(patterns))
+    if config.gateway.use == "none":
+        raise ConfigError(
+            f"[policy.{first}] agents needs the gateway, which sends calls where they belong; "
+            'remove gateway.use = "none"'
+        )
+    if config.runner.use == "command":
+        raise ConfigError(
+            f"[policy.{first}] agents needs to know which agent makes a call, and a command is a program that does not "
+            f"say it; let the program ask for model = {first!r}, or run the agent from Python"
+        )
+
+
+def _check_algorithms(plan: Plan) -> None:
+    names: set[str] = set()
+    owners: dict[str, str] = {}
+    for algorithm in plan.config.algorithm:
+        if algorithm.name in names:
+            raise ConfigError(f'two algorithms are called {algorithm.name!r}; give one a name = "..."')
+        _check_pattern(algorithm)
+        if not algorithm.tunes:
+            raise ConfigError(f"algorithm {algorithm.name!r} tunes nothing; set tunes to one of {_tunable(plan)}")
+        _check_sources(plan, algorithm, earlier=names)
+        names.add(algorithm.name)
+        for name in algorithm.tunes:
+            _check_target(plan, algorithm, name)
+            if not _takes_turns(plan, algorithm):
+                continue
+            other = owners.setdefault(name, algorithm.name)
+            if other != algorithm.name:
+                raise ConfigError(
+                    f"algorithms {other!r} and {algorithm.name!r} would tune {name!r} at the same time (schedule mode "
+                    f"{plan.config.schedule.mode!r}); let them tune different resources, name one of them in "
+                    'schedule.first, or use mode = "sequential"'
+                )
+
+
+def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
+    """Whether an algorithm's steps come between or beside those of others."""
+    schedule = plan.config.schedule
+    return schedule.mode != "sequential" and algorithm.name not in schedule.first
+
+
+def _check_pattern(algorithm: AlgorithmConfig) -> None:
+    try:
+        re.compile(algorithm.agents)
+    except re.error as error:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}"
+        ) from None
+
+
+def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collection[str]) -> None:
+    if not algorithm.source:
+        return
+    if not plan.entry(algorithm).shares:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} ({algorithm.use}) collects its own rollouts only; remove its source"
+        )
+    others = {other.name: other for other in plan.config.algorithm if other.name != algorithm.name}
+    for source in algorithm.source:
+        if source.startswith(PREFIX):
+            _check_experiment(plan, algorithm, source)
+            continue
+        if source not in others:
+            near = get_close_matches(source, others, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the others are {sorted(others) or 'none'}"
+            raise ConfigError(
+                f"algorithm {algorithm.name!r} has the source {source!r}, and no other algorithm has that name; {hint}"
+            )
+        if others[source].source:
+            raise ConfigError(
+                f"algorithm {algorithm.name!r} has the source {source!r}, which itself learns from "
+                f"{list(others[source].source)} and pays for no rollouts; name an algorithm that collects"
+            )
+        if not _takes_turns(plan, algorithm) and (source not in earlier or _takes_turns(plan, others[source])):
+            raise ConfigError(
+                f"algorithm {algorithm.name!r} learns from {source!r}, which runs after it; put it behind {source!r}, "
+                'or use mode = "alternate" or "concurrent" without naming it in schedule.first'
+            )
+
+
+def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> None:
+    """Refuse a source that names this experiment or none, or that is mixed with algorithms."""
+    if experiment_of(source) in ("", plan.name):
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} has the source {source!r}, which names no other experiment; write "
+            f"{PREFIX}NAME with one that agl runs lists, or an algorithm of this experiment"
+        )
+    if not _learns_elsewhere(algorithm):
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} has both algorithms and other experiments as its source; use two "
+            "algorithms, one for each"
+        )
+
+
+def _learns_elsewhere(algorithm: AlgorithmConfig) -> bool:
+    """Whether all that it learns from is in other experiments, so that it needs no tasks."""
+    return bool(algorithm.source) and all(source.startswith(PREFIX) for source in algorithm.source)
+
+
+def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
+    kinds = plan.entry(algorithm).tunes
+    policy = plan.config.policy.get(name)
+    if policy is not None:
+        if "weights" not in kinds:
+            raise ConfigError(f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a policy")
+        if not plan.manager.policy(policy.use).trains:
+            raise ConfigError(
+                f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
+                'takes none; use a policy that trains, such as "torch"'
+            )
+    elif name in plan.resources:
+        kind = "prompt_template" if isinstance(plan.resources[name], PromptTemplate) else "json"
+        if kind not in kinds:
+            raise ConfigError(f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}")
+    else:
+        near = get_close_matches(name, _tunable(plan), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {_tunable(plan)}"
+        raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
+
+
+def _tunable(plan: Plan) -> list[str]:
+    return sorted({*plan.config.policy, *plan.resources})
+
+
+def _check_agent(plan: Plan) -> None:
+    if plan.agent.command:
+        return
+    loaded = load_agent(plan.agent)
+    known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
+    for parameter in loaded.parameters[1:]:
+        if parameter not in known:
+            near = get_close_matches(parameter, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"the agent needs the resource {parameter!r}, which the experiment lacks{hint} "
+                f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"
+            )

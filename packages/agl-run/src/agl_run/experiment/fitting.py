@@ -1,0 +1,149 @@
+"""Runs a plan: the experiment between two validations, or a few tasks without training."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from agl.contracts import ExperimentRecord
+from agl.schemas import Episode, Record
+from agl_run.experiment import state as saved
+from agl_run.experiment.build import check_algorithms
+from agl_run.experiment.config import ScheduleConfig
+from agl_run.experiment.continuation import begin
+from agl_run.experiment.drive import DrivenAlgorithm, Driver
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.progress import Progress
+from agl_run.experiment.schedule import run_schedule
+from agl_run.experiment.session import Session
+
+
+class FitResult(Record, frozen=True, kw_only=True):
+    """The result of :meth:`Trainer.fit`.
+
+    Attributes:
+        experiment: The experiment's name.
+        before: Validation reward before the first step, ``None`` without validation tasks.
+        after: Validation reward at the end, ``None`` without validation tasks.
+        steps: Steps of each algorithm, by its name.
+        resources: The live version of every resource, by name.
+        workdir: The folder of checkpoints and metrics.
+        seconds: Wall time of this process's part.
+    """
+
+    experiment: str
+    before: float | None = None
+    after: float | None = None
+    steps: dict[str, int] = {}
+    resources: dict[str, str] = {}
+    workdir: str = ""
+    seconds: float = 0.0
+
+
+class DevResult(Record, frozen=True, kw_only=True):
+    """The result of :meth:`Trainer.dev`.
+
+    Attributes:
+        episodes: What was recorded, one episode for each task.
+    """
+
+    episodes: tuple[Episode, ...] = ()
+
+
+async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
+    """Run the experiment to its end."""
+    started = time.monotonic()
+    session = Session(plan)
+    try:
+        await check_algorithms(plan)  # wrong parameters are told before the experiment counts as started
+        store = await session.open_store()
+        state = await begin(store, plan, resume=resume, fresh=fresh)
+        await session.start(state, say=progress.say)
+        driver = Driver(session, state, progress=progress)
+        before, after = await _run(driver)
+        return FitResult(
+            experiment=plan.name,
+            before=before,
+            after=after,
+            steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
+            resources=session.live.versions(),
+            workdir=str(plan.workdir),
+            seconds=time.monotonic() - started,
+        )
+    finally:
+        progress.close()
+        await session.close()
+
+
+async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str) -> DevResult:
+    """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
+    name = plan.name
+    plan = plan.renamed(record_as or f"{name}-dev")
+    session = Session(plan)
+    try:
+        store = await session.open_store()
+        previous = await saved.load_experiment(store, name)
+        state = ExperimentRecord(
+            name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
+        )
+        await session.start(state)
+        driver = Driver(session, state, progress=progress)
+        chosen = list(plan.train or plan.val)[:tasks]
+        config = plan.config.algorithm[0] if plan.config.algorithm else None
+        collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
+        collected = await collect(chosen, step=0, mode="test")
+        return DevResult(episodes=collected.episodes)
+    finally:
+        progress.close()
+        await session.close()
+
+
+async def _run(driver: Driver) -> tuple[float | None, float | None]:
+    """Validate, run the schedule, validate again, and mark the experiment as finished."""
+    plan = driver.session.plan
+    configs = plan.config.algorithm
+    states = [await driver.load(config) for config in configs]
+    turns = [DrivenAlgorithm(driver, config, state) for config, state in zip(configs, states, strict=True)]
+    before = await _check_and_validate(driver, turns)
+    every = plan.config.experiment.validate_every
+    validated, newest = 0, before
+
+    async def after_step() -> None:
+        nonlocal validated, newest
+        if every and driver.state.turn % every == 0:
+            validated, newest = driver.state.turn, await driver.validate(driver.state.turn)
+
+    if not configs and plan.train:
+        await driver.record(plan.train)
+    await run_schedule(turns, plan.config.schedule, after_step=after_step)
+    after = newest if validated == driver.state.turn else await driver.validate(driver.state.turn)
+    finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
+    await saved.save(driver.session.store, finished)
+    return before, after
+
+
+async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
+    """Let the algorithms check what they need before the first rollout is paid, then validate."""
+    able = _able_to_begin(turns, driver.session.plan.config.schedule)
+    try:
+        for turn in turns:
+            if turn not in able and not turn.is_finished:
+                await turn.check()
+        for turn in able:
+            await turn.begin()
+        return await driver.validate(0)
+    except BaseException:
+        for turn in turns:
+            await turn.end()
+        raise
+
+
+def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:
+    """The algorithms that can be set up now, because no earlier one changes what they tune."""
+    waiting = [turn for turn in turns if not turn.is_finished]
+    if schedule.mode == "sequential":
+        return waiting[:1]
+    first = [turn for turn in waiting if turn.name in schedule.first]
+    changing = {name for turn in first for name in turn.tunes}
+    rest = [turn for turn in waiting if turn not in first and changing.isdisjoint(turn.tunes)]
+    return [*first[:1], *rest]

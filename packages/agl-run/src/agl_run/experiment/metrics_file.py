@@ -1,0 +1,21 @@
+"""Keeps an experiment's metrics as JSON lines beside its checkpoints: an observer of finished steps."""
+
+import time
+from pathlib import Path
+
+from agl.contracts import StepReport
+from agl.schemas import to_json
+
+NAME = "metrics.jsonl"
+
+
+def append_metrics(algorithm: str, report: StepReport, workdir: Path) -> None:
+    """Append every number of a step to ``metrics.jsonl`` in the work directory, one JSON object per line."""
+    now = time.time()
+    lines = [
+        to_json({"time": now, "algorithm": algorithm, "step": report.step, "name": name, "value": value}) + b"\n"
+        for name, value in report.metrics.items()
+    ]
+    workdir.mkdir(parents=True, exist_ok=True)
+    with open(workdir / NAME, "ab") as file:
+        file.writelines(lines)
