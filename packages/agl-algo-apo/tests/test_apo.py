@@ -269,7 +269,7 @@ def test_show_prints_the_score_that_did_not_select_the_winner(optimize: Optimize
     store = SQLiteStore(f"sqlite:///{tmp_path}/runs.db")
     run = optimize(budget=250, store=store)
     asyncio.run(store.close())
-    shown = CliRunner().invoke(cli, ["show", "clerk_prompt", "--store", store.url])
+    shown = CliRunner().invoke(cli, ["show", "clerk_prompt", "--store", f"{tmp_path}/runs.db"])
     lines = {line.split()[1]: line for line in shown.output.splitlines() if line.startswith("- orders-1-")}
     winner = next(row for row in run.lineage if row["id"] == run.result["winner"])
 

@@ -7,6 +7,7 @@ from what does not (the algorithm object and the policies), so that a test can d
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +15,7 @@ from typing import Any, Literal, Self
 
 from agl.contracts import Algorithm, AlgorithmContext, Collected, Credit, Policy, Recorded
 from agl.episodes import EpisodeCredit
-from agl.errors import ConfigError
+from agl.errors import ConfigError, ConflictError
 from agl.schemas import LLM, Episode, Json, Resource, ResourceVersion, Rollout
 from agl.stores import MemoryStore
 
@@ -102,7 +103,8 @@ class AlgorithmBench:
         self._llms = {name: (await policy.start()).llm for name, policy in self._policies.items()}
         firsts = {**{name: policy.resource() for name, policy in self._policies.items()}, **self.scenario.resources}
         for name, resource in firsts.items():
-            self._live.setdefault(name, ResourceVersion(name=name, version="v0", resource=resource))
+            first = self._live.setdefault(name, ResourceVersion(name=name, version="v0", resource=resource))
+            await self._keep(first)
         for name, policy in self._policies.items():
             if self._live[name].version != "v0":
                 self._llms[name] = (await policy.load(self._live[name])).llm
@@ -192,6 +194,7 @@ class AlgorithmBench:
         )
         if name in self._policies:
             await self._policies[name].load(version)
+        await self._keep(version)
         self._live[name] = version
         self.published = [*(old for old in self.published if (old.name, old.step) != (name, step)), version]
         return version
@@ -218,8 +221,14 @@ class AlgorithmBench:
             step=step,
             metadata={**(metadata or {}), "candidate": True},
         )
+        await self._keep(version)
         self.proposed[(name, version.version)] = version
         return version
+
+    async def _keep(self, version: ResourceVersion) -> None:
+        """Keep a version in the store, so that there may be scores of it; of a repeated step the first one is kept."""
+        with suppress(ConflictError):
+            await self.store.publish([version])
 
     def _order(
         self,
