@@ -7,6 +7,8 @@ What the language of a block says is done with it:
 - ``toml``: parsed, and read as an experiment, on top of a minimal one where it is only a part.
 - ``console``: every line after ``$`` is run; what follows it must occur in the output, and ``...`` stands for anything.
   A command that ends in ``&`` runs until the page is done.
+  ``pip install .`` builds a wheel of the page's folder and installs it for the commands after it; what it depends on
+  is already here, and other installations are left out.
 - ``text``: nothing.
 
 The ports that the pages use are replaced by free ones, so that pages can be tested on a busy machine.
@@ -19,12 +21,14 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +40,12 @@ BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^\$ ([^\n]+)\n((?:(?!\$ )[^\n]*\n)*)", re.MULTILINE)
 PORTS = ("8000", "4747")
 PROGRAMS = {
-    "agl": [sys.executable, "-m", "agl"],
+    "agl": [sys.executable, "-P", "-m", "agl"],
     "python": [sys.executable],
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
 }
+INSTALL = "pip install ."
+BUILD = [sys.executable, "-c", "import hatchling.build, sys; hatchling.build.build_wheel(sys.argv[1])"]
 NOT_RUN = ("pip install ", "python3 -m pip install nox uv && python3 -m nox -s ")
 """Commands that fetch packages; the nox sessions themselves are run by the project's continuous integration."""
 
@@ -77,6 +83,7 @@ class PageRunner:
         self._namespace: dict[str, Any] = {"__name__": "page"}
         self._ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
         self._running: list[subprocess.Popen[str]] = []
+        self._wheels, self._site = folder / ".wheels", folder / ".site"
 
     def run(self, block: Block) -> None:
         """Run or check one block; fails the test with the place of the block."""
@@ -136,6 +143,8 @@ class PageRunner:
         found = COMMAND.findall(text)
         assert found, f"{block.where}: a console block needs lines that start with '$ '"
         for command, expected in found:
+            if command == INSTALL:
+                self._install(block)
             if command.startswith(NOT_RUN):
                 continue
             output = self._command(block, command)
@@ -148,7 +157,7 @@ class PageRunner:
         assert words[0] in PROGRAMS, f"{block.where}: cannot run {words[0]!r}"
         is_background = words[-1] == "&"
         line = [*PROGRAMS[words[0]], *(words[1:-1] if is_background else words[1:])]
-        settings: dict[str, Any] = {"cwd": self._folder, "env": {**os.environ, **environment}, "text": True}
+        settings: dict[str, Any] = {"cwd": self._folder, "env": self._environment(environment), "text": True}
         if is_background:
             return self._start(line, settings)
         done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, **settings)
@@ -156,11 +165,36 @@ class PageRunner:
         assert done.returncode == 0 or "Error:" in block.text, f"{block.where}: $ {command}\n{done.stdout}"
         return " ".join(done.stdout.split())
 
+    def _install(self, block: Block) -> None:
+        """Install the distribution in the folder, in place of the one that was installed before."""
+        for folder in (self._wheels, self._site):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._wheels.mkdir()
+        self._must(block, [*BUILD, str(self._wheels)])
+        (wheel,) = self._wheels.glob("*.whl")
+        self._must(block, [*installer(), "-q", "--no-deps", "--target", str(self._site), str(wheel)])
+
+    def _must(self, block: Block, line: list[str]) -> None:
+        done = subprocess.run(line, cwd=self._folder, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{block.where}: $ {INSTALL}\n{done.stdout}{done.stderr}"
+
+    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+        """The environment of a command, in which the page's own distribution is installed."""
+        paths = [str(self._site), os.environ.get("PYTHONPATH", "")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+
     def _start(self, line: list[str], settings: dict[str, Any]) -> str:
         process = subprocess.Popen(line, stdout=subprocess.PIPE, **settings)
         self._running.append(process)
         assert process.stdout is not None
         return " ".join(process.stdout.readline().split())
+
+
+def installer() -> list[str]:
+    """The command that installs wheels: pip, or uv in an environment without pip."""
+    if find_spec("pip"):
+        return [sys.executable, "-m", "pip", "install"]
+    return ["uv", "pip", "install", "--python", sys.executable]
 
 
 def check_toml(block: Block, text: str) -> None:
@@ -195,7 +229,7 @@ def run_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     """Runs a page's blocks in an empty folder, or only checks them; modules that they import are forgotten."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("AGL_STORE", "AGL_TOKEN", "OPENAI_BASE_URL"):
+    for name in ("AGL_STORE", "AGL_TOKEN", "OPENAI_BASE_URL", "AGL_PLUGINS_STRICT", "AGL_DISABLED_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
