@@ -7,8 +7,8 @@ What the language of a block says is done with it:
 - ``toml``: parsed, and read as an experiment, on top of a minimal one where it is only a part.
 - ``console``: every line after ``$`` is run; what follows it must occur in the output, and ``...`` stands for anything.
   A command that ends in ``&`` runs until the page is done.
-  ``pip install .`` builds a wheel of the page's folder and installs it for the commands after it; what it depends on
-  is already here, and other installations are left out.
+  ``pip install .`` builds a wheel of the page's folder and installs it for the commands after it, and so does
+  ``pip install --editable .``; what it depends on is already here, and other installations are left out.
 - ``text``: nothing.
 
 The ports that the pages use are replaced by free ones, so that pages can be tested on a busy machine.
@@ -44,7 +44,7 @@ PROGRAMS = {
     "python": [sys.executable],
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
 }
-INSTALL = "pip install ."
+INSTALL = ("pip install .", "pip install --editable .")
 BUILD = [sys.executable, "-c", "import hatchling.build, sys; hatchling.build.build_wheel(sys.argv[1])"]
 NOT_RUN = ("pip install ", "python3 -m pip install nox uv && python3 -m nox -s ")
 """Commands that fetch packages; the nox sessions themselves are run by the project's continuous integration."""
@@ -143,7 +143,7 @@ class PageRunner:
         found = COMMAND.findall(text)
         assert found, f"{block.where}: a console block needs lines that start with '$ '"
         for command, expected in found:
-            if command == INSTALL:
+            if command in INSTALL:
                 self._install(block)
             if command.startswith(NOT_RUN):
                 continue
@@ -177,7 +177,7 @@ class PageRunner:
 
     def _must(self, block: Block, line: list[str]) -> None:
         done = subprocess.run(line, cwd=self._folder, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{block.where}: $ {INSTALL}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"{block.where}: $ {INSTALL[0]}\n{done.stdout}{done.stderr}"
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """The environment of a command, in which the page's own distribution is installed."""
