@@ -328,7 +328,7 @@ def integration(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
     packages = (*LIGHT, *PLUGINS)
-    install(session, *packages, extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"))
+    install(session, *packages, extras=(*TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27", "pip"))
     pytest(session, "docs")
 
 

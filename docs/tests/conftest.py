@@ -44,6 +44,9 @@ PROGRAMS = {
     "python": [sys.executable],
     "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
 }
+COMMAND_S = 300
+"""Seconds that a command may take; most take one or two, and a busy machine may need many times that."""
+
 INSTALL = ("pip install .", "pip install --editable .")
 BUILD = [sys.executable, "-c", "import hatchling.build, sys; hatchling.build.build_wheel(sys.argv[1])"]
 NOT_RUN = ("pip install ", "python3 -m pip install nox uv && python3 -m nox -s ")
@@ -160,7 +163,7 @@ class PageRunner:
         settings: dict[str, Any] = {"cwd": self._folder, "env": self._environment(environment), "text": True}
         if is_background:
             return self._start(line, settings)
-        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120, **settings)
+        done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMMAND_S, **settings)
         is_expected = "Traceback" in block.text
         assert is_expected or "Traceback" not in done.stdout, f"{block.where}: $ {command}\n{done.stdout}"
         assert done.returncode == 0 or "Error:" in block.text, f"{block.where}: $ {command}\n{done.stdout}"
@@ -176,7 +179,7 @@ class PageRunner:
         self._must(block, [*installer(), "-q", "--no-deps", "--target", str(self._site), str(wheel)])
 
     def _must(self, block: Block, line: list[str]) -> None:
-        done = subprocess.run(line, cwd=self._folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(line, cwd=self._folder, capture_output=True, text=True, timeout=COMMAND_S)
         assert done.returncode == 0, f"{block.where}: $ {INSTALL[0]}\n{done.stdout}{done.stderr}"
 
     def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
