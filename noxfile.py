@@ -315,7 +315,6 @@ def integration(session: nox.Session) -> None:
         extras=(
             *TEST_TOOLS,
             "openai>=3,<4",
-            "hatchling>=1.27",
             "nbclient>=0.10,<1",
             "ipykernel>=6.29,<8",
             "nbformat>=5.10,<6",
