@@ -329,14 +329,14 @@ def demo_verl(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
-    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27", *notebooks]
+    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", *notebooks]
     pytest(session, environment(session, needs), "tests")
 
 
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
-    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27"]
+    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27", "pip"]
     pytest(session, environment(session, needs), "docs")
 
 

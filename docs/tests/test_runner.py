@@ -1,8 +1,53 @@
 """The pages' tests can fail: each kind of block, broken, is refused."""
 
+from importlib.metadata import entry_points
+
 import pytest
 
 from agl.errors import ConfigError
+
+PLUGIN = """```toml title="pyproject.toml"
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[project]
+name = "agl-odd"
+version = "1.0"
+dependencies = ["agl-core>=0.1,<0.2"]
+[project.entry-points.agl]
+odd = "agl_odd"
+```
+"""
+REWARD = """```python title="agl_odd.py"
+import agl
+
+
+def odd(rollout, spans):
+    return VALUE
+
+
+@agl.hookimpl
+def agl_rewards():
+    yield agl.RewardEntry(name="odd", factory="agl_odd:odd", summary="odd")
+```
+```python title="test_odd.py"
+import pytest
+from agl_odd import odd
+from agl_testing import PluginConformance, RewardConformance
+
+
+class TestPlugin(PluginConformance):
+    module = "agl_odd"
+
+
+class TestOdd(RewardConformance):
+    @pytest.fixture
+    def emitter(self):
+        return odd
+```
+"""
+CHECKED = "```console\n$ pip install .\n$ agl plugins check odd\nall well\n$ pytest\npassed\n```\n"
+UNSOUND = PLUGIN + REWARD.replace("VALUE", 'float("nan")') + CHECKED
 
 BROKEN = {
     "python that raises": ("```python\nassert 1 == 2\n```\n", AssertionError, None),
@@ -18,6 +63,8 @@ BROKEN = {
     "command that fails": ("```console\n$ agl check none.toml\n```\n", AssertionError, "no experiment file"),
     "program that is not known": ("```console\n$ rm -r x\n```\n", AssertionError, "cannot run 'rm'"),
     "block without commands": ("```console\nagl --version\n```\n", AssertionError, "lines that start with"),
+    "distribution without its module": (PLUGIN + CHECKED, AssertionError, "pip install"),
+    "plugin that breaks its contract": (UNSOUND, AssertionError, "test_rewards_are_finite_numbers"),
     "language without a rule": ("```ruby\nputs 1\n```\n", pytest.fail.Exception, "no rule"),
 }
 
@@ -41,3 +88,10 @@ def test_blocks_share_a_namespace_and_the_folder(run_page, tmp_path):
         encoding="utf-8",
     )
     run_page(page)
+
+
+def test_plugin_of_a_page_is_installed_for_its_commands_only(run_page, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(PLUGIN + REWARD.replace("VALUE", "1.0") + CHECKED, encoding="utf-8")
+    run_page(page)
+    assert [] == [point.name for point in entry_points(group="agl") if point.name == "odd"]

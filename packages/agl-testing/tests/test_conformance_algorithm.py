@@ -106,6 +106,37 @@ class Eager(PickPrompt):
         await context.collect(context.train, step=0)
 
 
+class ReportsNoNumber(PickPrompt):
+    async def step(self) -> StepReport:
+        return msgspec.structs.replace(await super().step(), metrics={"loss": float("nan")})
+
+
+class TunesNothing(PickPrompt):
+    async def setup(self, context: AlgorithmContext) -> None:
+        if context.tunes:
+            await super().setup(context)
+
+
+class StopsSilently(PickPrompt):
+    async def step(self) -> StepReport:
+        return msgspec.structs.replace(await super().step(), stop_reason="")
+
+
+class TrainsOnValidation(PickPrompt):
+    async def step(self) -> StepReport:
+        report = await super().step()
+        seen = await self.context.collect(self.context.val, step=self.step_number, mode="val")
+        return msgspec.structs.replace(report, trained=tuple(e.rollout.rollout_id for e in seen.episodes))
+
+
+class ClosesOnce(PickPrompt):
+    is_closed = False
+
+    async def close(self) -> None:
+        assert not self.is_closed
+        self.is_closed = True
+
+
 @pytest.mark.parametrize(
     ("broken", "test"),
     [
@@ -115,9 +146,20 @@ class Eager(PickPrompt):
         (HoldsObjects, "test_state_is_json_after_every_step"),
         (Endless, "test_steps_are_counted_until_the_algorithm_says_that_it_is_finished"),
         (HidesPublications, "test_reports_name_what_was_published"),
+        (StopsSilently, "test_steps_are_counted_until_the_algorithm_says_that_it_is_finished"),
+        (TrainsOnValidation, "test_no_rollout_is_trained_twice_and_only_collected_ones_are"),
+        (ReportsNoNumber, "test_metrics_are_finite_numbers"),
+        (ClosesOnce, "test_close_may_be_repeated"),
         (Eager, "test_setup_pays_for_nothing"),
     ],
 )
 def test_unsound_algorithm_fails_the_test_that_protects_from_it(broken: Any, test: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         getattr(AlgorithmConformance(), test)(scenario_of(broken), tmp_path)
+
+
+def test_algorithm_that_accepts_nothing_to_tune_fails(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        AlgorithmConformance().test_setup_refuses_to_tune_nothing_before_anything_is_paid(
+            scenario_of(TunesNothing), tmp_path
+        )

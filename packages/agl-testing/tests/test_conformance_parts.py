@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agl.contracts import Tracer
@@ -245,6 +246,10 @@ _DRAWS = count()
         (lambda rollout, spans: next(_DRAWS), "test_equal_records_get_equal_rewards"),
         (lambda rollout, spans: rollout.task.clear(), "test_records_are_left_as_they_were"),
         (lambda rollout, spans: Reward(value=1.0, source="agent"), "test_agent_is_never_named_as_the_source"),
+        (
+            lambda rollout, spans: Reward(value=1.0, dimensions={"style": float("inf")}),
+            "test_rewards_are_finite_numbers_or_no_opinion",
+        ),
         (lambda rollout, spans: ["good"], "test_rewards_are_finite_numbers_or_no_opinion"),
     ],
 )
@@ -253,6 +258,13 @@ def test_broken_reward_fails_the_test_that_protects_from_it(broken: Any, test: s
     attempts = [(rollout, [chat_span(rollout, text="42")])]
     with pytest.raises(AssertionError):
         getattr(RewardConformance(), test)(broken, attempts)
+
+
+def test_reward_that_misses_a_stated_case_fails() -> None:
+    rollout = rollout_of({"answer": "42"})
+    case = RewardCase(rollout=rollout, spans=(chat_span(rollout, text="41"),), expected=1.0)
+    with pytest.raises(AssertionError):
+        RewardConformance().test_stated_cases_get_their_values(answers_right, [case])
 
 
 class PlainCredit:
@@ -282,6 +294,45 @@ class CountsRows(PlainCredit):
         return CallCredit(span_id=span_id, value=value, baseline=episode.rollout.group_id)
 
 
+class GivesNothingToCount(PlainCredit):
+    def give(self, episode: Episode, span_id: str) -> CallCredit:
+        return CallCredit(span_id=span_id, value=float("nan"), baseline=episode.rollout.group_id)
+
+
+class Draws(PlainCredit):
+    def give(self, episode: Episode, span_id: str) -> CallCredit:
+        return CallCredit(span_id=span_id, value=float(next(_DRAWS)), baseline=episode.rollout.group_id)
+
+
+class ChangesEpisodes(PlainCredit):
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        for episode in group:
+            episode.rollout.task["seen"] = True
+        return super().assign(group)
+
+
+class NeedsEpisodes(PlainCredit):
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        return super().assign(group) or [[]]
+
+
+class CountsFromTheFirst(PlainCredit):
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        return [
+            [msgspec.structs.replace(given, value=float(place)) for given in credits]
+            for place, credits in enumerate(super().assign(group))
+        ]
+
+
+class ComparesSiblings(PlainCredit):
+    def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
+        mean = sum(episode.reward or 0.0 for episode in group) / max(1, len(group))
+        return [
+            [msgspec.structs.replace(given, value=given.value - mean) for given in credits]
+            for credits in super().assign(group)
+        ]
+
+
 class TestPlainCredit(CreditConformance):
     @pytest.fixture
     def credit(self) -> PlainCredit:
@@ -293,6 +344,12 @@ class TestPlainCredit(CreditConformance):
     [
         (CountsRejected, "test_exactly_the_calls_that_are_not_rejected_get_credit_in_order"),
         (SharesBaseline, "test_baselines_never_compare_tasks"),
+        (GivesNothingToCount, "test_values_are_finite_and_baselines_are_named"),
+        (Draws, "test_assignment_is_deterministic_and_leaves_episodes_as_they_were"),
+        (ChangesEpisodes, "test_assignment_is_deterministic_and_leaves_episodes_as_they_were"),
+        (NeedsEpisodes, "test_empty_groups_and_episodes_without_calls_get_nothing"),
+        (CountsFromTheFirst, "test_order_of_the_episodes_does_not_matter"),
+        (ComparesSiblings, "test_siblings_do_not_change_an_episodes_returns"),
         (CountsRows, "test_splitting_a_rollout_into_other_rows_changes_nothing"),
     ],
 )
