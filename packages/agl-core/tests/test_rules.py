@@ -21,7 +21,7 @@ from agl.schemas import (
     RolloutStatus,
     Span,
 )
-from agl.stores import rules
+from agl.stores import _rules as rules
 
 FAILED = ErrorInfo(type="ValueError", message="boom")
 

@@ -16,8 +16,8 @@ from agl_run.experiment.schedule import alternate, concurrent, run_schedule, seq
 class Counted:
     """A turn that is finished after ``length`` steps."""
 
-    def __init__(self, label: str, *, length: int, steps: int) -> None:
-        self.label, self.steps = label, steps
+    def __init__(self, name: str, *, length: int, steps: int) -> None:
+        self.name, self.steps = name, steps
         self._length = length
 
     @property
@@ -49,7 +49,7 @@ def order(lengths: list[int], *, every: int, steps: list[int], stop: int | None 
         for index, turn in enumerate(turns):
             if turn.steps > before[index]:
                 before[index] = turn.steps
-                found.append(turn.label)
+                found.append(turn.name)
         if len(found) == stop:
             raise StoppedError
 
@@ -84,8 +84,8 @@ def test_turns_of_several_steps() -> None:
 class Noted:
     """A turn that writes down what is done with it, and fails at the step ``fails_at``."""
 
-    def __init__(self, label: str, log: list[str], *, length: int = 1, steps: int = 0, fails_at: int = 0) -> None:
-        self.label, self.steps = label, steps
+    def __init__(self, name: str, log: list[str], *, length: int = 1, steps: int = 0, fails_at: int = 0) -> None:
+        self.name, self.steps = name, steps
         self._log, self._length, self._fails_at = log, length, fails_at
 
     @property
@@ -93,17 +93,17 @@ class Noted:
         return self.steps >= self._length
 
     async def begin(self) -> None:
-        self._log.append(f"begin {self.label}")
+        self._log.append(f"begin {self.name}")
 
     async def step(self) -> None:
         self.steps += 1
         if self.steps == self._fails_at:
-            raise StoppedError(self.label)
-        self._log.append(f"step {self.label}{self.steps}")
+            raise StoppedError(self.name)
+        self._log.append(f"step {self.name}{self.steps}")
         await asyncio.sleep(0)
 
     async def end(self) -> None:
-        self._log.append(f"end {self.label}")
+        self._log.append(f"end {self.name}")
 
 
 def played(schedule: ScheduleConfig, turns: Sequence[Noted], log: list[str]) -> list[str]:

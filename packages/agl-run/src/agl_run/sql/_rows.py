@@ -13,6 +13,7 @@ from agl.schemas import Rollout, attempt_id_of, decode
 from agl.stores import MAX_SEQUENCE
 
 Row: TypeAlias = tuple[Any, ...]
+"""One row of a table, as a database driver gives it."""
 
 ATTEMPT_BITS = 8
 NUMBER_MASK = (1 << ATTEMPT_BITS) - 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, pack_ids
-from agl.stores import Packer, Unpacker
+from agl_run.sql import Packer, Unpacker
 
 
 def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:
