@@ -186,7 +186,7 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     (version,) = connection.execute("SELECT version FROM agl_schema").fetchone()
     if version > CURRENT:
         raise SchemaVersionError(
-            f"{path} has layout version {version} and this agl-core reads up to {CURRENT}; "
-            "upgrade it: pip install --upgrade agl-core"
+            f"{path} has layout version {version} and this agl-run reads up to {CURRENT}; "
+            "upgrade it: pip install --upgrade agl-run"
         )
     return int(version)
