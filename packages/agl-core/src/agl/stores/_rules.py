@@ -58,13 +58,26 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
 
 def copied(record: _R) -> _R:
     """A deep copy of any record; raises :class:`StoreError` for what cannot be stored."""
+    data = encoded(record)
     try:
-        return codec.decode(codec.encode(record), type(record))
+        return codec.decode(data, type(record))
+    except ValueError as error:
+        raise _unfit(record, error) from error
+
+
+def encoded(value: object) -> bytes:
+    """The value as bytes; raises :class:`StoreError` for what cannot be stored."""
+    try:
+        return codec.encode(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise StoreError(
-            f"{type(record).__name__} cannot be stored: {error}; values must be JSON: "
-            f"None, bool, int, float, str, list and dict with str keys; it was {str(record)[:200]}"
-        ) from error
+        raise _unfit(value, error) from error
+
+
+def _unfit(value: object, error: Exception) -> StoreError:
+    return StoreError(
+        f"{type(value).__name__} cannot be stored: {error}; values must be JSON: "
+        f"None, bool, int, float, str, list and dict with str keys; it was {str(value)[:200]}"
+    )
 
 
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
