@@ -1,6 +1,6 @@
 """The state machine of rollouts and attempts as pure functions of values and a clock reading.
 
-Both stores of the core use these rules; they decide, the stores keep. ``now`` is Unix seconds throughout.
+All stores use these rules; they decide, the stores keep. ``now`` is Unix seconds throughout.
 """
 
 import math
@@ -88,7 +88,7 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
 
 
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
-    """Whether the rollout is in the query's answer, limit and ids apart."""
+    """True if the rollout is in the query's answer, limit and ids apart."""
     is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
     return (
         is_behind
@@ -101,7 +101,7 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
 
 
 def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
-    """Whether both are the same rollout apart from what happened to it since."""
+    """True if both are the same rollout, apart from what happened to it since."""
     return definition(stored) == definition(offered)
 
 

@@ -115,7 +115,7 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
 
 
 def explain(error: Exception, path: Path) -> Exception:
-    """What an error of SQLite, or of a text that it cannot keep, means and what to do; others stay as they are."""
+    """Say what an error of SQLite, or of a text that it cannot keep, means and what to do; others stay as they are."""
     text = str(error)
     if isinstance(error, UnicodeEncodeError):
         return StoreError(f"the store {path} cannot keep a text: {text}; it holds half of a character")
