@@ -9,6 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -85,7 +86,8 @@ class Server:
         command = ["ps", "-o", "pid=", "--ppid", str(self._process.pid)]
         children = subprocess.run(command, capture_output=True, text=True).stdout.split()
         for pid in (self._process.pid, *map(int, children)):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a child that ended meanwhile
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:

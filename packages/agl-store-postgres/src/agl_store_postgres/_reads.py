@@ -1,4 +1,4 @@
-"""What the store reads outside of the writer's thread, within one read transaction."""
+"""Reads the tables within one transaction, outside of the writer's thread."""
 
 from itertools import product
 from typing import Any, get_args

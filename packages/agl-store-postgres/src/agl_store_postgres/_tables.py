@@ -147,7 +147,7 @@ class PostgresTables:
 
     @property
     def has_spare(self) -> bool:
-        """Whether queued rollouts are locked that none of the claims took: whoever skipped them must look again."""
+        """True if queued rollouts are locked that no claim took: whoever skipped them must look again."""
         return any(self._still_queued(rollout_ids) for rollout_ids in self._loaded.queues.values())
 
     def _key(self, rollout_id: str, number: int) -> int:

@@ -65,7 +65,7 @@ _XID = b"SELECT pg_current_xact_id_if_assigned()::text"
 
 @dataclass(kw_only=True)
 class Loaded:
-    """What was locked and read.
+    """The rows that were locked and read.
 
     Attributes:
         now: The server's clock, in Unix seconds; leases and time limits follow it.

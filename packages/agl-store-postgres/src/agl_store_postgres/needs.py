@@ -1,4 +1,4 @@
-"""What each operation asks its tables for, so that a transaction can lock and read it in one round trip."""
+"""Lists what each operation asks its tables for, so that a transaction can lock and read it in one round trip."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from agl.stores import Work, documents_of
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an operation will ask for.
+    """Everything that an operation will ask its tables for.
 
     Attributes:
         rollout_ids: Rollouts, with their running or deciding attempts.
@@ -36,7 +36,7 @@ class Needs:
 
 
 def needs_of(work: Work[Any]) -> Needs:
-    """What an operation will ask for; nothing for those that only write."""
+    """The needs of an operation; none for those that only write."""
     find = _NEEDS.get(work.act.__name__)
     return Needs() if find is None else find(*work.args, **work.kwargs)
 

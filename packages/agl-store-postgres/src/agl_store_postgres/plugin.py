@@ -1,4 +1,4 @@
-"""What this distribution registers; imports nothing of what it names."""
+"""Registers the store; imports nothing of it."""
 
 from collections.abc import Iterable
 

@@ -32,7 +32,7 @@ class Unchecked:
         self._look = look
 
     def __call__(self, reads: Reads) -> Any:
-        """What the read finds."""
+        """The read's answer."""
         return self._look(reads)
 
 

@@ -85,7 +85,7 @@ class Writer:
         commit(db, tables.changes, feed=self._feed)
 
     def _was_committed(self, xid: str, *, end: float) -> bool:
-        """Whether the transaction took place; asked until the server knows."""
+        """True if the transaction took place; asks until the server knows."""
         while True:
             db = self._link.open()
             try:

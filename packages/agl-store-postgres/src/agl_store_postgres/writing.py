@@ -72,7 +72,7 @@ _REMOVE = tuple(
 
 @dataclass(kw_only=True)
 class Changes:
-    """What a transaction writes.
+    """The changes that a transaction writes.
 
     Attributes:
         added: New rollouts with their numbers.
@@ -101,7 +101,7 @@ class Changes:
 
     @property
     def is_heard(self) -> bool:
-        """Whether somebody who waits may wait for this."""
+        """True if a caller that waits may wait for this."""
         return bool(self.feed) or self.has_queued or self.soonest < math.inf
 
 

@@ -1,7 +1,7 @@
 """``memory://``: the store for tests, notebooks and dry runs; everything is gone when the process ends.
 
-It follows the same rules as the durable stores and deflates spans, so that a call of 1,200 tokens takes less than
-8 KB. The durable stores keep a conversation's common prefix once; this one keeps every prompt whole, so long
+It follows the same rules as the durable stores and deflates what it can, so that a call of 1,200 tokens takes less
+than 8 KB. The durable stores keep a conversation's common prefix once; this one keeps every prompt whole, so long
 conversations belong in a file. One lock guards plain tables; no operation holds it while it waits.
 """
 

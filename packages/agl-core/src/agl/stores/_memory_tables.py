@@ -7,7 +7,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from msgspec.structs import replace
 
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span
@@ -17,6 +19,11 @@ from agl.stores import _rules as rules
 from agl.stores._operations import need_held, need_rollout, unknown_attempt
 
 N = TypeVar("N", bound=Hashable)
+
+_Packed: TypeAlias = tuple[bytes, bytes]
+_Rest: TypeAlias = tuple[Any, Any, int, bytes, bytes]
+
+MIN_DEFLATED = 512
 
 
 class _Lists(Generic[N]):
@@ -40,11 +47,11 @@ class _Lists(Generic[N]):
 
 
 class _Spans:
-    """The spans of one attempt, deflated, by sequence."""
+    """The spans of one attempt, by sequence; each packed by :func:`_pack`."""
 
     def __init__(self) -> None:
         self.sequences: list[int] = []
-        self.deflated: list[bytes] = []
+        self.packed: list[_Packed] = []
         self.ids: set[str] = set()
 
 
@@ -181,7 +188,7 @@ class MemoryTables:
         return self._cursor
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows: dict[tuple[_Spans, str], tuple[int, bytes]] = {}
+        rows: dict[tuple[_Spans, str], tuple[int, _Packed]] = {}
         ends: dict[tuple[str, str], int] = {}
         for span in spans:
             key, attempt = (span.rollout_id, span.attempt_id), self._attempts.get(span.attempt_id)
@@ -189,11 +196,11 @@ class MemoryTables:
             if span.span_id not in kept.ids and (kept, span.span_id) not in rows:
                 is_late = attempt is not None and attempt.status != "running"
                 placed = rules.placed(span, last=ends.get(key, (kept.sequences or [0])[-1]), is_late=is_late)
-                rows[kept, span.span_id] = placed.sequence, zlib.compress(codec.encode(rules.copied(placed)), 1)
+                rows[kept, span.span_id] = placed.sequence, _pack(placed)
                 ends[key] = placed.sequence
         for (kept, span_id), (sequence, data) in rows.items():
             kept.sequences.append(sequence)
-            kept.deflated.append(data)
+            kept.packed.append(data)
             kept.ids.add(span_id)
         for rollout_id, attempt_id in ends:
             self._log("spans", need_rollout(self, rollout_id), attempt_id)
@@ -207,7 +214,7 @@ class MemoryTables:
             raise unknown_attempt(rollout_id, which)
         kept = self._spans.get((rollout_id, which)) or _Spans()
         first = bisect_right(kept.sequences, after)
-        return [codec.decode(zlib.decompress(data), Span) for data in kept.deflated[first : first + limit]]
+        return [_unpack(*packed) for packed in kept.packed[first : first + limit]]
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -278,3 +285,28 @@ def _from(ids: list[str], query: RolloutQuery) -> Iterator[str]:
     first = bisect_right(ids, query.after)
     end = bisect_left(ids, query.after) if query.after else len(ids)
     return (ids[at] for at in (range(end - 1, -1, -1) if query.is_newest_first else range(first, len(ids))))
+
+
+def _pack(span: Span) -> _Packed:
+    """The span, and what deflates well of its call: its texts and the two high bytes of its ids."""
+    call = span.call
+    if call is None:
+        return rules.encoded(span), b""
+    ids = call.prompt_ids + call.response_ids
+    rest = rules.encoded((call.request, call.response, len(call.prompt_ids), ids[2::4], ids[3::4]))
+    bare = replace(call, request=None, response=None, prompt_ids=ids[0::4] + ids[1::4], response_ids=b"")
+    return rules.encoded(replace(span, call=bare)), zlib.compress(rest, 1 if len(rest) >= MIN_DEFLATED else 0)
+
+
+def _unpack(data: bytes, deflated: bytes) -> Span:
+    """The inverse of :func:`_pack`."""
+    span = codec.decode(data, Span)
+    if span.call is None:
+        return span
+    request, response, split, third, fourth = codec.decode(zlib.decompress(deflated), _Rest)
+    low = span.call.prompt_ids
+    ids = bytearray(len(low) + len(third) + len(fourth))
+    first = len(ids[0::4])
+    ids[0::4], ids[1::4], ids[2::4], ids[3::4] = low[:first], low[first:], third, fourth
+    whole = {"prompt_ids": bytes(ids[:split]), "response_ids": bytes(ids[split:])}
+    return replace(span, call=replace(span.call, request=request, response=response, **whole))

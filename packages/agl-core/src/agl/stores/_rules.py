@@ -1,6 +1,6 @@
 """The state machine of rollouts and attempts as pure functions of values and a clock reading.
 
-Both stores of the core use these rules; they decide, the stores keep. ``now`` is Unix seconds throughout.
+All stores use these rules; they decide, the stores keep. ``now`` is Unix seconds throughout.
 """
 
 import math
@@ -58,13 +58,26 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
 
 def copied(record: _R) -> _R:
     """A deep copy of any record; raises :class:`StoreError` for what cannot be stored."""
+    data = encoded(record)
     try:
-        return codec.decode(codec.encode(record), type(record))
+        return codec.decode(data, type(record))
+    except ValueError as error:
+        raise _unfit(record, error) from error
+
+
+def encoded(value: object) -> bytes:
+    """The value as bytes; raises :class:`StoreError` for what cannot be stored."""
+    try:
+        return codec.encode(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise StoreError(
-            f"{type(record).__name__} cannot be stored: {error}; values must be JSON: "
-            f"None, bool, int, float, str, list and dict with str keys; it was {str(record)[:200]}"
-        ) from error
+        raise _unfit(value, error) from error
+
+
+def _unfit(value: object, error: Exception) -> StoreError:
+    return StoreError(
+        f"{type(value).__name__} cannot be stored: {error}; values must be JSON: "
+        f"None, bool, int, float, str, list and dict with str keys; it was {str(value)[:200]}"
+    )
 
 
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
@@ -75,7 +88,7 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
 
 
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
-    """Whether the rollout is in the query's answer, limit and ids apart."""
+    """True if the rollout is in the query's answer, limit and ids apart."""
     is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
     return (
         is_behind
@@ -88,7 +101,7 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
 
 
 def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
-    """Whether both are the same rollout apart from what happened to it since."""
+    """True if both are the same rollout, apart from what happened to it since."""
     return definition(stored) == definition(offered)
 
 

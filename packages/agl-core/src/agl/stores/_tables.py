@@ -1,4 +1,4 @@
-"""What the author of a store writes: tables, as a transaction sees them, and a backend that runs transactions.
+"""The parts that a store's author writes: tables, as a transaction sees them, and a backend that runs transactions.
 
 The operations of :mod:`agl.stores` are written over these, once for all stores. They check everything before they
 change anything, so that one that raises leaves no trace. Nothing here waits for anything but the database.
@@ -33,7 +33,7 @@ class Documents(Protocol):
 
 
 class Tables(Documents, Protocol):
-    """What a store keeps, as a writing transaction sees it; each change of a rollout is put on the change feed.
+    """A store's data as a writing transaction sees it; each change of a rollout is put on the change feed.
 
     States, labels, scores, ledgers and presence are kept as documents.
 
@@ -97,7 +97,7 @@ class Tables(Documents, Protocol):
 
 
 class Reads(Protocol):
-    """What a store keeps, as a reading transaction sees it."""
+    """A store's data as a reading transaction sees it."""
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         """See :meth:`agl.contracts.Store.rollouts`."""

@@ -25,7 +25,7 @@ class WakeUp:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits."""
+        """True while somebody waits."""
         return bool(self._waiting)
 
     async def wait(self, seen: int, timeout_s: float) -> None:

@@ -278,7 +278,7 @@ class Collector:
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """What comes of waiting; raises the worker's error when the worker breaks first."""
+        """Wait, and give the answer; raises the worker's error when the worker breaks first."""
         task = asyncio.create_task(waiting)
         try:
             await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""What a running experiment says of itself in its store, so that workers on other machines can join it.
+"""Tells in the store how a running experiment can be joined, for workers on other machines.
 
-Where its gateway is, which models and versions agents get, and which settings a worker must have too. It holds
-addresses and names, never a key. It is the presence of the experiment's own process among the members of the
+The record says where the gateway is, which models and versions agents get, and which settings a worker must have too.
+It holds addresses and names, never a key. It is the presence of the experiment's own process among the members of the
 experiment, which counts every few seconds.
 """
 

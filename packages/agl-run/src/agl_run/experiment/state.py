@@ -1,4 +1,4 @@
-"""What an experiment remembers between processes: its record, one state per algorithm, and a ledger.
+"""Saves and loads what an experiment remembers: its record, one state per algorithm, and a ledger.
 
 Everything is written together after each step, so a crash repeats at most the step in flight and the ledger always
 agrees with the state.

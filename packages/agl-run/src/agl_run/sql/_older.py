@@ -1,4 +1,4 @@
-"""What lay among the states of algorithms in layouts 1 and 2 of the durable stores, as today's documents."""
+"""Turns the states of algorithms in layouts 1 and 2 into documents; labels, scores and ledgers lay among them there."""
 
 import re
 from collections.abc import Iterable, Mapping

@@ -57,7 +57,7 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class _Whole(msgspec.Struct, frozen=True, gc=False):
-    """What a call shares with later ones, whole again."""
+    """The bytes of a call that later ones can share."""
 
     prompt: bytes
     response: bytes

@@ -25,7 +25,7 @@ class Point(msgspec.Struct, frozen=True, gc=False):
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """What is remembered of a call.
+    """The trace that a call leaves: digests instead of its bytes.
 
     Attributes:
         head: How its ids begin, or its text if it has none; most other calls are told apart by it.

@@ -1,4 +1,4 @@
-"""What the SQLite store reads outside of the writer's thread, within one read transaction."""
+"""Reads a SQLite file within one transaction, outside of the writer's thread."""
 
 import heapq
 import math

@@ -115,7 +115,7 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
 
 
 def explain(error: Exception, path: Path) -> Exception:
-    """What an error of SQLite, or of a text that it cannot keep, means and what to do; others stay as they are."""
+    """Say what an error of SQLite, or of a text that it cannot keep, means and what to do; others stay as they are."""
     text = str(error)
     if isinstance(error, UnicodeEncodeError):
         return StoreError(f"the store {path} cannot keep a text: {text}; it holds half of a character")
@@ -186,7 +186,7 @@ def _version(connection: sqlite3.Connection, path: Path) -> int:
     (version,) = connection.execute("SELECT version FROM agl_schema").fetchone()
     if version > CURRENT:
         raise SchemaVersionError(
-            f"{path} has layout version {version} and this agl-core reads up to {CURRENT}; "
-            "upgrade it: pip install --upgrade agl-core"
+            f"{path} has layout version {version} and this agl-run reads up to {CURRENT}; "
+            "upgrade it: pip install --upgrade agl-run"
         )
     return int(version)

@@ -146,7 +146,7 @@ class SQLiteTables:
         self._log(rollouts)
 
     def _start(self, claims: Sequence[Claim]) -> None:
-        """What :meth:`_update` does, for rollouts whose attempts were opened all at one time."""
+        """Do the same as :meth:`_update` for rollouts whose attempts were all opened at one time."""
         if claims:
             seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
             self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))

@@ -1,4 +1,4 @@
-"""What the durable stores kept among the states of algorithms in their layouts 1 and 2, for tests of migrations."""
+"""Gives the states that layouts 1 and 2 of the durable stores would have, for tests of migrations."""
 
 import msgspec
 

@@ -147,7 +147,7 @@ async def _fill(store: Store) -> None:
 
 
 async def _prepare(store: Store) -> None:
-    """What both have of their own."""
+    """Fill in the data that both stores have of their own."""
     await store.publish([_version("mine", "v0"), _version("mine", "v1")])
     await store.save_state({"mine/other": b"1"}, experiment=ExperimentRecord(name="mine"))
     await store.enqueue([make_rollout(experiment="idle") for _ in range(3)])

@@ -1,4 +1,4 @@
-"""What survives: a restart, ``kill -9``, several processes on one store, and releases of other versions."""
+"""Tests of a restart, ``kill -9``, several processes on one store, and releases of other versions."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -28,7 +28,7 @@ class DurabilityTests:
     """Tests that open a location more than once."""
 
     is_durable: ClassVar[bool] = True
-    """What was acknowledged survives the end of the process."""
+    """Acknowledged writes survive the end of the process."""
 
     is_shared: ClassVar[bool] = True
     """Several processes may have the location open at once."""

@@ -36,7 +36,7 @@ def _trained(step: int, *ids: str, experiment: str = "e", run: int = 1, algorith
 
 
 class ExperimentTests:
-    """What an experiment remembers, and who takes part in it."""
+    """Tests of the data of experiments, and of their members."""
 
     @store_test
     async def test_states_are_replaced_found_by_prefix_and_deleted_when_empty(self, store: Store) -> None:

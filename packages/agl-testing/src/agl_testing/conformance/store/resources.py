@@ -18,7 +18,7 @@ def _version(version: str, *, name: str = "prompt", text: str = "") -> ResourceV
 
 
 class ResourceTests:
-    """What algorithms publish and keep."""
+    """Tests of versions, labels and scores."""
 
     @store_test
     async def test_newest_version_is_the_default_and_every_version_stays(self, store: Store) -> None:
