@@ -329,6 +329,19 @@ class Hostile:
         raise ZeroDivisionError("hostile")
 
 
+class Vague:
+    """A value, such as an array, that cannot be compared or asked for its truth."""
+
+    def __str__(self) -> str:
+        return "[1 2]"
+
+    def __ne__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+    def __bool__(self) -> bool:
+        raise ValueError("ambiguous")
+
+
 class HostileError(Exception):
     """An exception of the agent's whose message cannot be had."""
 
@@ -361,6 +374,13 @@ def test_a_value_without_a_text_is_recorded_by_its_type(recorder: SpanRecorder):
         pass
     found, text = only(recorder).attributes, "<Hostile: its __str__ raised>"
     assert ({"x": text}, [text]) == (found[semconv.TOOL_ARGUMENTS], found["y"])
+
+
+@pytest.mark.usefixtures("attempt")
+def test_a_value_that_cannot_be_compared_is_recorded(recorder: SpanRecorder):
+    with open_span(tool="t", result=Vague()):
+        pass
+    assert "[1 2]" == only(recorder).attributes[semconv.TOOL_RESULT]
 
 
 @pytest.mark.usefixtures("attempt")

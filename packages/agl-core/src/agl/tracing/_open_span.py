@@ -102,11 +102,13 @@ class OpenSpan:
         if self.attempt is None:
             return
         try:
+            said = self._said
             for word, value in about.items():
-                if value is None:
-                    self._said.pop(_KEYS[word], None)
-                elif value != "":
-                    self._said[_KEYS[word]] = plain(urlsplit(str(value)).hostname if word == "server" else value)
+                found = urlsplit(str(value)).hostname if word == "server" and value else value
+                if found is None:
+                    said.pop(_KEYS[word], None)
+                elif type(found) is not str or found:
+                    said[_KEYS[word]] = plain(found)
             if attributes:
                 self._said.update(plain(attributes))
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
@@ -187,7 +189,7 @@ class OpenSpan:
         said = attributes.get(semconv.OPERATION, "")
         if said or not self._said:
             return said
-        return next((_OPERATIONS[key] for key in _OPERATIONS if key in self._said), "")
+        return next((operation for key, operation in _OPERATIONS.items() if key in self._said), "")
 
     def _full_name(self, operation: str) -> str:
         if self.name:
