@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import agl
+from agl.algorithms import algorithm
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.schemas import Episode, ModelCall, Outcome, PromptTemplate, Rollout, Span, pack_ids
@@ -97,7 +98,7 @@ def test_spans_are_read_once_at_the_end_of_a_rollout(
 
     store = Counting()
     trainer = agl.Trainer(
-        algorithm=agl.Algorithm("collects", tunes="prompt"),
+        algorithm=algorithm("collects", tunes="prompt"),
         initial_resources={"prompt": PromptTemplate(template="none")},
         rewards=rewards,
         store=store,

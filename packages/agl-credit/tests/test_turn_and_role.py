@@ -194,9 +194,9 @@ def test_role_credit_names_the_reward_that_is_missing() -> None:
         ({"roles": {"a": {"rewards": "x"}}}, "the settings of role 'a' are wrong: .*; use reward, gamma and baseline"),
         ({"roles": {"(": {}}}, r"^the role '\(' is not a regular expression: .*; correct it"),
         ({"roles": {"a": {"reward": "("}}}, r"^the reward of role 'a' '\(' is not a regular expression"),
-        ({"roles": {"a": {"gamma": 1.5}}}, r"^gamma of role 'a' is 1\.5; a discount is between 0 and 1"),
+        ({"roles": {"a": {"gamma": 1.5}}}, r"^gamma of role 'a' is 1\.5; give a discount between 0 and 1"),
         ({"roles": {"a": {"baseline": "task"}}}, "Invalid enum value 'task'"),
-        ({"gamma": -0.1}, r"^gamma is -0\.1; a discount is between 0 and 1"),
+        ({"gamma": -0.1}, r"^gamma is -0\.1; give a discount between 0 and 1"),
     ],
 )
 def test_role_credit_refuses_wrong_settings(settings: dict[str, object], words: str) -> None:
@@ -205,7 +205,7 @@ def test_role_credit_refuses_wrong_settings(settings: dict[str, object], words: 
 
 
 def test_turn_credit_refuses_wrong_settings() -> None:
-    with pytest.raises(ConfigError, match=r"^gamma is 2; a discount is between 0 and 1"):
+    with pytest.raises(ConfigError, match=r"^gamma is 2; give a discount between 0 and 1"):
         TurnCredit(gamma=2)
     with pytest.raises(ConfigError, match="baseline='role'; use 'group' or 'turn'"):
         TurnCredit(baseline="role")  # pyright: ignore[reportArgumentType]  # what a TOML file may hold
