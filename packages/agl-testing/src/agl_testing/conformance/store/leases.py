@@ -3,6 +3,7 @@
 # ruff: noqa: D102  # the names of the tests say what holds
 
 import asyncio
+import random
 import statistics
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import FencedError, StoreError
-from agl.schemas import RetryPolicy
+from agl.schemas import Claim, RetryPolicy
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import (
     TWO_ATTEMPTS,
@@ -149,6 +150,26 @@ class LeaseTests:
             if isinstance(result, BaseException):
                 assert isinstance(result, asyncio.CancelledError)
                 assert 1 == len(await store.claim(worker="next", wait_s=5))
+
+    @store_test
+    async def test_claims_cancelled_at_any_moment_lose_no_rollout(self, store: Store) -> None:
+        draw = random.Random(7)
+        asked = {rollout.rollout_id for rollout in await store.enqueue([make_rollout() for _ in range(60)])}
+        taken: list[Claim] = []
+
+        async def take(*, wait_s: float) -> None:
+            taken.extend(await store.claim(worker="w", limit=3, lease_s=600, wait_s=wait_s))
+
+        for _ in range(20):
+            claiming = [asyncio.create_task(take(wait_s=0.1)) for _ in range(4)]
+            await asyncio.sleep(draw.uniform(0, 0.01))
+            for task in claiming:
+                if draw.random() < 0.7:
+                    task.cancel()
+            await asyncio.gather(*claiming, return_exceptions=True)
+        while len(taken) < len(asked):
+            await take(wait_s=1)
+        assert sorted(asked) == sorted(claim.rollout.rollout_id for claim in taken)
 
     @store_test
     async def test_close_ends_waiting_calls(self, store: Store) -> None:
