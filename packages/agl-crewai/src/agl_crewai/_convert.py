@@ -26,7 +26,7 @@ def time_of(event: Any) -> int:
     return int(event.timestamp.timestamp() * 1_000_000) * 1000
 
 
-def belong(start: Any, end: Any) -> bool:
+def is_pair(start: Any, end: Any) -> bool:
     """Whether ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
     if VALID_EVENT_PAIRS.get(end.type, start.type) != start.type:
         return False

@@ -31,7 +31,7 @@ _UNENDED = "CrewAI did not end it"
 
 
 @dataclass(frozen=True)
-class _Open:
+class _OpenScope:
     """A scope that has begun: in which attempt, with which event, and its span."""
 
     attempt: ActiveAttempt
@@ -44,7 +44,7 @@ class Listener:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenScope] = {}
         self._early: dict[str, tuple[ActiveAttempt, BaseEvent]] = {}
 
     def listen(self) -> Undo:
@@ -66,7 +66,7 @@ class Listener:
             return
         try:
             if event.type in SCOPE_STARTING_EVENTS:
-                self._begin(_Open(attempt, event, _open_span(source, event)))
+                self._begin(_OpenScope(attempt, event, _open_span(source, event)))
             else:
                 self._end(attempt, event)
         except Exception:  # noqa: BLE001  # isolation point: CrewAI would print it into the agent's output
@@ -91,10 +91,10 @@ class Listener:
         for opened in left:
             opened.span.close(_UNENDED, end_ns=0)
 
-    def _begin(self, opened: _Open) -> None:
+    def _begin(self, opened: _OpenScope) -> None:
         with self._lock:
             _, end = self._early.pop(opened.event.event_id, (None, None))
-            if end is None or not _convert.belong(opened.event, end):
+            if end is None or not _convert.is_pair(opened.event, end):
                 self._open[opened.event.event_id] = opened
                 return
         opened.span.close(**_convert.about_end(end))
@@ -112,7 +112,7 @@ class Listener:
         """The event that ``event`` ends: CrewAI's answer, or further out, where CrewAI left an inner scope open."""
         started_id = event.started_event_id or ""
         opened = self._open.get(started_id)
-        while opened is not None and not _convert.belong(opened.event, event):
+        while opened is not None and not _convert.is_pair(opened.event, event):
             started_id = opened.event.parent_event_id or ""
             opened = self._open.get(started_id)
         return started_id

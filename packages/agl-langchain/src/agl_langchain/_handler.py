@@ -49,13 +49,13 @@ class RunHandler(BaseCallbackHandler):
 
     def current_run(self) -> Run | None:
         """The innermost run of this context that has a span."""
-        attempt, inside = current(), _running()
+        attempt, running = current(), _running()
         if attempt is None:
             return None
         model = _MODEL.get()
-        if model is not None and model.within == inside and model.attempt is attempt and _is_open(model):
+        if model is not None and model.caller == running and model.attempt is attempt and _is_open(model):
             return model
-        run = None if inside is None else self._runs.get(inside)
+        run = None if running is None else self._runs.get(inside)
         return run.recorded() if run is not None and run.attempt is attempt else None
 
     def forget(self, attempt: ActiveAttempt) -> None:
@@ -114,7 +114,7 @@ class RunHandler(BaseCallbackHandler):
         run = self._new(run_id, parent_run_id, kind="model", name=str(details.get("name") or ""))
         if run is not None:
             run.describe(**about_model(serialized or {}, metadata or {}, details.get("invocation_params") or {}))
-            run.within = _running()
+            run.caller = _running()
             _MODEL.set(run)
 
     def on_llm_start(self, serialized: Mapping[str, Any] | None, prompts: Any, **details: Any) -> None:
@@ -176,10 +176,12 @@ class RunHandler(BaseCallbackHandler):
         parent = None if parent_run_id is None else self._runs.get(parent_run_id)
         if parent is not None and parent.attempt is not attempt:
             parent = None
-        run = self._runs[run_id] = Run(attempt=attempt, parent=parent, above=self._above(parent), **fields)
+        run = self._runs[run_id] = Run(
+            attempt=attempt, parent=parent, outer_span_id=self._outer_span_id(parent), **fields
+        )
         return run
 
-    def _above(self, parent: Run | None) -> str | None:
+    def _outer_span_id(self, parent: Run | None) -> str | None:
         """The span around a new run where LangChain does not know it, else ``None``."""
         if parent is None:
             return current_span_id()

@@ -35,9 +35,9 @@ class Run:
         is_named: Whether a person chose the name.
         is_graph_node: Whether it is a node of a LangGraph graph.
         parent: The run that it was started in, if that belongs to the same attempt.
-        above: The span that it started in where that is none of LangChain's: an operation, another framework's, or
+        outer_span_id: The span that it started in where that is none of LangChain's: an operation, another framework's, or
             the attempt's root.
-        within: The run whose code was running when a model was called.
+        caller: The run whose code was running when a model was called.
         span: Its span, ``None`` while its kind is ``pass``.
         handed_off: Whether a hand-off that passes through it is recorded already.
     """
@@ -48,8 +48,8 @@ class Run:
     is_named: bool = False
     is_graph_node: bool = False
     parent: "Run | None" = None
-    above: str | None = None
-    within: UUID | None = None
+    outer_span_id: str | None = None
+    caller: UUID | None = None
     span: OpenSpan | None = None
     start_ns: int = field(default_factory=time.time_ns)
     handed_off: bool = False
@@ -82,11 +82,11 @@ class Run:
     def parent_id(self) -> str:
         """Id of the span around this run's."""
         run: Run = self
-        while run.above is None and run.parent is not None:
+        while run.outer_span_id is None and run.parent is not None:
             run = run.parent
             if run.span is not None:
                 return run.span.span_id
-        return run.above or run.attempt.root_span_id
+        return run.outer_span_id or run.attempt.root_span_id
 
     def owner(self) -> str:
         """Name of the agent that this run belongs to; without one the nearest node's; ``""`` if neither is known."""

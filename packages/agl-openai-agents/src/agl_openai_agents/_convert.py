@@ -8,18 +8,18 @@ from agl.tracing import ActiveAttempt, OpenSpan, open_span
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_PASSED = frozenset({"task", "turn"})
+_SPANLESS = frozenset({"task", "turn"})
 """Kinds that only divide an agent's work; what happens in them belongs to the span around them."""
 
 _OPERATIONS = {"mcp_tools": "list_tools"}
 """Operations that the SDK has other names for."""
 
 
-def is_passed(source: Any) -> bool:
+def has_no_span(source: Any) -> bool:
     """Whether a span or trace of the SDK's gets no span."""
     data = getattr(source, "span_data", None)
     return data is not None and (
-        data.type in _PASSED or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
+        data.type in _SPANLESS or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
     )
 
 

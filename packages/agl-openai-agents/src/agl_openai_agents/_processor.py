@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
 from agl.tracing import ActiveAttempt, OpenSpan, current, current_span_id
-from agl_openai_agents._convert import about, about_error, is_passed, open_from
+from agl_openai_agents._convert import about, about_error, has_no_span, open_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Open:
+class _StartedSpan:
     """A span or a trace of the SDK's that has started.
 
     Attributes:
@@ -32,7 +32,7 @@ class _Open:
     raised: BaseException | None
 
 
-class RolloutProcessor(TracingProcessor):
+class AgentsProcessor(TracingProcessor):
     """Takes the spans that start inside a rollout; ``others`` get all the rest.
 
     Nothing of ours is raised: the SDK calls it inside the agent's own run.
@@ -47,9 +47,9 @@ class RolloutProcessor(TracingProcessor):
         self.others: Sequence[TracingProcessor] = ()
         self.is_on = True
         self.is_forwarding = True
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _StartedSpan] = {}
 
-    def current_open(self) -> _Open | None:
+    def current_started(self) -> _StartedSpan | None:
         """The innermost span of this context, or its trace, that belongs to the current attempt."""
         attempt = current()
         if attempt is None:
@@ -65,37 +65,37 @@ class RolloutProcessor(TracingProcessor):
         """A workflow began."""
         attempt = current()
         if attempt is None or not self.is_on:
-            self._tell("on_trace_start", trace)
+            self._forward("on_trace_start", trace)
         else:
             self._start(trace.trace_id, trace, attempt)
 
     def on_trace_end(self, trace: Trace) -> None:
         """A workflow ended."""
         if not self._end(trace.trace_id, trace):
-            self._tell("on_trace_end", trace)
+            self._forward("on_trace_end", trace)
 
     def on_span_start(self, span: Span[Any]) -> None:
         """An agent, a model call, a tool, a hand-off or a part of one began."""
         attempt = current()
         if attempt is None or not self.is_on:
-            self._tell("on_span_start", span)
+            self._forward("on_span_start", span)
         else:
             self._start(span.span_id, span, attempt)
 
     def on_span_end(self, span: Span[Any]) -> None:
         """It ended."""
         if not self._end(span.span_id, span):
-            self._tell("on_span_end", span)
+            self._forward("on_span_end", span)
 
     def shutdown(self) -> None:
         """Shut the others down."""
-        self._tell("shutdown")
+        self._forward("shutdown")
 
     def force_flush(self) -> None:
         """Flush the others."""
-        self._tell("force_flush")
+        self._forward("force_flush")
 
-    def _tell(self, event: str, *values: Any) -> None:
+    def _forward(self, event: str, *values: Any) -> None:
         for other in self.others if self.is_forwarding else ():
             getattr(other, event)(*values)
 
@@ -108,19 +108,19 @@ class RolloutProcessor(TracingProcessor):
     def _start(self, key: str, source: Any, attempt: ActiveAttempt) -> None:
         try:
             parent = self._parent_of(source, attempt)
-            if is_passed(source):
+            if has_no_span(source):
                 span, span_id = None, parent or current_span_id() or attempt.root_span_id
             else:
                 span = open_from(source, attempt, parent)
                 span_id = span.span_id
-            self._open[key] = _Open(attempt=attempt, span=span, span_id=span_id, raised=sys.exception())
+            self._open[key] = _StartedSpan(attempt=attempt, span=span, span_id=span_id, raised=sys.exception())
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
     def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
         """The SDK's parent; ``None`` where something that the SDK does not know may have been opened within it."""
         above = getattr(source, "parent_id", None) or (source.trace_id if hasattr(source, "span_data") else "")
-        parent, here = self._open.get(above), self.current_open()
+        parent, here = self._open.get(above), self.current_started()
         if parent is None or parent.attempt is not attempt or (here is not None and here.span_id == parent.span_id):
             return None
         return parent.span_id

@@ -30,10 +30,10 @@ from agl._entries import (
 )
 from agl._hookspecs import PROJECT, AglSpec
 from agl._plugins.build import build, resolve
-from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, Quarantined, key_of, missing
+from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
 from agl._plugins.discovery import Candidate, candidates, check_bound
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
-from agl._plugins.status import (
+from agl._plugins.source import (
     CORE,
     DISABLED_VARIABLE,
     RUN,
@@ -73,7 +73,7 @@ class PluginManager:
         self._hooks.add_hookspecs(AglSpec)
         self._catalog = Catalog()
         self._loaded: dict[str, Source] = {}
-        self._broken: list[Quarantined] = []
+        self._broken: list[QuarantinedPlugin] = []
         self._skipped: list[Source] = []
         self._named: dict[Source, tuple[Key, ...]] = {}
         self._failures: dict[str, int] = {}
@@ -125,7 +125,7 @@ class PluginManager:
             self._admit(source, plugin)
         except Exception as error:  # noqa: BLE001  # raised again, with the plugin's name
             failure = _failure(source, error)
-            raise failure from _other(failure, error)
+            raise failure from _cause_of(failure, error)
 
     def tracer(self, name: str) -> TracerEntry:
         """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for what cannot be had."""
@@ -175,7 +175,7 @@ class PluginManager:
 
     def resolve(self, entry: Entry, /) -> Any:
         """The entry's factory, imported; see :meth:`build`."""
-        return resolve(entry, _label(entry), self._source_of(entry))
+        return resolve(entry, _shown_name(entry), self._source_of(entry))
 
     def build(self, entry: Entry, /, **params: Any) -> Any:
         """Make the component.
@@ -184,7 +184,7 @@ class PluginManager:
             ConfigError: A parameter is unknown, missing or of the wrong type; all accepted ones are named.
             PluginError: Its module needs something that is not installed, or is broken.
         """
-        return build(entry, _label(entry), self._source_of(entry), params)
+        return build(entry, _shown_name(entry), self._source_of(entry), params)
 
     def notify(self, hook: str, /, **values: Any) -> None:
         """Call the observers of a hook, plugin by plugin; one that raises is logged once and stops nobody.
@@ -226,15 +226,15 @@ class PluginManager:
         except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:
-                raise failure from _other(failure, error)
+                raise failure from _cause_of(failure, error)
             if failure is not error:
                 failure.__cause__ = error
-            self._broken.append(Quarantined(source=source, error=failure, keys=self._named.get(source, ())))
+            self._broken.append(QuarantinedPlugin(source=source, error=failure, keys=self._named.get(source, ())))
             _log.warning("%s", failure)
 
     def _admit(self, source: Source, plugin: object) -> None:
         if source.name in self._loaded:
-            other = self._loaded[source.name].label
+            other = self._loaded[source.name].shown_name
             raise PluginError(f"another plugin has this name: {other}; remove one of the two")
         self._hooks.register(plugin, name=source.name)
         try:
@@ -265,7 +265,7 @@ class PluginManager:
                 "%s of the plugin %s raised; the run goes on, and further failures of this plugin are only counted "
                 "(see: agl plugins list); %s",
                 hook,
-                source.label,
+                source.shown_name,
                 source.remedy,
                 exc_info=error,
             )
@@ -283,7 +283,7 @@ class PluginManager:
         )
 
 
-def _label(entry: Entry) -> str:
+def _shown_name(entry: Entry) -> str:
     return f"the {key_of(entry)[0]} {entry.name!r}"
 
 
@@ -291,8 +291,8 @@ def _failure(source: Source, error: BaseException) -> PluginError:
     if isinstance(error, BrokenPluginError | DuplicateComponentError):
         return error
     what = str(error) if isinstance(error, PluginError) else describe(error)
-    return BrokenPluginError(f"the plugin {source.label} failed to load: {what}; {source.remedy}")
+    return BrokenPluginError(f"the plugin {source.shown_name} failed to load: {what}; {source.remedy}")
 
 
-def _other(failure: PluginError, error: BaseException) -> BaseException | None:
+def _cause_of(failure: PluginError, error: BaseException) -> BaseException | None:
     return None if failure is error else error

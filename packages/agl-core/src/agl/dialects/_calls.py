@@ -19,7 +19,7 @@ from agl.schemas import Dialect, Json, ModelCall
 
 _READERS = {
     "chat": (chat.read_body, chat.read_stream),
-    "completions": (partial(chat.read_body, says="text"), partial(chat.read_stream, says="text")),
+    "completions": (partial(chat.read_body, content_key="text"), partial(chat.read_stream, content_key="text")),
     "responses": (responses.read_body, responses.read_stream),
     "messages": (messages.read_body, messages.read_stream),
 }

@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Literal
 
 from agl import semconv
-from agl._who import Enclosing
+from agl._actors import Enclosing
 from agl.schemas import LooseCall, Record, Span
 
 _CHATS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
@@ -47,12 +47,12 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     own.sort(key=lambda span: (span.start_ns, span.sequence))
     by_id = {span.span_id: span for span in own}
     calls = [span for span in own if span.call is not None]
-    loose = [span for span in calls if _above(span, by_id) is None]
-    unseen = _unjoined(_unseen(own, calls, by_id), [span for span in loose if not _names_a_span(span)])
+    loose = [span for span in calls if _enclosing_span(span, by_id) is None]
+    unseen = _without_overlapping_call(_unseen(own, calls, by_id), [span for span in loose if not _names_a_span(span)])
     enclosing = Enclosing(own)
     return Agreement(
-        unseen=tuple(_loose(span, enclosing) for span in unseen),
-        unattributed=tuple(_loose(span, enclosing) for span in loose),
+        unseen=tuple(_loose_call(span, enclosing) for span in unseen),
+        unattributed=tuple(_loose_call(span, enclosing) for span in loose),
     )
 
 
@@ -69,10 +69,10 @@ def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span
     """Chat spans without a call below them; of two such around one another only the outer one."""
     seen: set[str] = set()
     for call in calls:
-        above = _above(call, by_id)
+        above = _enclosing_span(call, by_id)
         while above is not None and above.span_id not in seen:
             seen.add(above.span_id)
-            above = _above(above, by_id)
+            above = _enclosing_span(above, by_id)
     found: dict[str, Span] = {}
     for span in own:
         if (
@@ -87,16 +87,16 @@ def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span
 
 def _is_within(span: Span, found: Mapping[str, Span], by_id: Mapping[str, Span]) -> bool:
     visited = {span.span_id}
-    above = _above(span, by_id)
+    above = _enclosing_span(span, by_id)
     while above is not None and above.span_id not in visited:
         if above.span_id in found:
             return True
         visited.add(above.span_id)
-        above = _above(above, by_id)
+        above = _enclosing_span(above, by_id)
     return False
 
 
-def _unjoined(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
+def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
     """The chat spans left when each call that names no span is taken for one that was open when it began."""
     left = list(chats)
     for call in calls:
@@ -107,7 +107,7 @@ def _unjoined(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
     return left
 
 
-def _above(span: Span, by_id: Mapping[str, Span]) -> Span | None:
+def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
     """The span around ``span``, the attempt's root left out."""
     framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
     found = by_id.get(framework) if isinstance(framework, str) else None
@@ -129,7 +129,7 @@ def _is_reported(span: Span) -> bool:
     return span.call is None and span.reward is None and operation is not None and operation not in _OURS
 
 
-def _loose(span: Span, enclosing: Enclosing) -> LooseCall:
+def _loose_call(span: Span, enclosing: Enclosing) -> LooseCall:
     return LooseCall(
         span_id=span.span_id,
         agent=enclosing.who(span).agent,

@@ -64,10 +64,10 @@ def build_forest(spans: Sequence[Span], *, options: ForestOptions | None = None)
         raise CaptureError(
             f"build_forest got {len(spans)} spans and only {len(calls)} hold a model call; filter the others out first"
         )
-    grower = _Grower(spans, calls, options or ForestOptions())
+    builder = _ForestBuilder(spans, calls, options or ForestOptions())
     for members in _by_policy(calls):
-        grower.grow(members)
-    return grower.forest()
+        builder.grow(members)
+    return builder.forest()
 
 
 def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
@@ -78,7 +78,7 @@ def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
     return list(found.values())
 
 
-class _Grower:
+class _ForestBuilder:
     """Places the calls of one policy after the other, then numbers branches by their first calls."""
 
     def __init__(self, spans: Sequence[Span], calls: Sequence[ModelCall], options: ForestOptions) -> None:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from agl._who import Who
+from agl._actors import Who
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Record, RejectReason, Span
 
@@ -93,11 +93,11 @@ def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
     found: dict[int, Reject] = {}
     for members in exchanges.values():
         if len(members) > 1:
-            found.update(_losers(spans, members))
+            found.update(_replaced_by_retry(spans, members))
     return found
 
 
-def _losers(spans: Sequence[Span], members: Sequence[int]) -> dict[int, Reject]:
+def _replaced_by_retry(spans: Sequence[Span], members: Sequence[int]) -> dict[int, Reject]:
     answered: dict[int, int] = {}
     retry = -1
     for index in members:

@@ -5,7 +5,7 @@ Everything is iterative and sorts once, so that an attempt may have a hundred th
 
 from collections.abc import Mapping, Sequence
 
-from agl._who import Enclosing, Who
+from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._forest import ForestOptions, build_forest
 from agl.episodes._rejects import Reject, Selection, find_rejects

@@ -6,16 +6,16 @@ For the authors of tracers (:func:`open_span`), of gateways (tokens, routing, th
 
 from typing import TYPE_CHECKING
 
+from agl._actors import Who
 from agl._lazy import lazy_names
 from agl._redact import redact
-from agl._who import Who
 from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
 from agl.tracing._open_span import OpenSpan, current_span, open_span
-from agl.tracing._plain import plain
-from agl.tracing._process import Undo, around_attempts, patch
+from agl.tracing._patches import Undo, around_attempts, patch
 from agl.tracing._recorder import SpanRecorder
 from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
+from agl.tracing._span_values import plain
 from agl.tracing._spans import chat_spans, make_reward_span
 
 if TYPE_CHECKING:

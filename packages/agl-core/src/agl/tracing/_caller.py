@@ -5,7 +5,7 @@ After a run the same question is answered from the recorded spans; while it runs
 
 import logging
 
-from agl._who import Who, step_into
+from agl._actors import Who, step_into
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._open_span import OpenSpan
 
@@ -43,7 +43,7 @@ def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
         span = attempt.spans.get(span.parent_id)
     found = Who()
     for enclosing in reversed(chain):
-        found = step_into(found, *enclosing.labels())
+        found = step_into(found, *enclosing.actor_attributes())
     return found
 
 

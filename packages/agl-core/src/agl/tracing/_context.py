@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
-from agl.tracing import _process as process
+from agl.tracing import _patches
 
 if TYPE_CHECKING:
     from agl.tracing._open_span import OpenSpan
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Open(Protocol):
+class OpenItem(Protocol):
     """A span, or a model call, that has begun and not ended.
 
     Attributes:
@@ -40,23 +40,23 @@ class OpenSpans:
     """The spans and model calls of one attempt that have not ended, by id. Any thread may use it at any time."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, OpenItem] = {}
         self._named: dict[str, int] = {}
 
     def __len__(self) -> int:
         """How many are open."""
         return len(self._open)
 
-    def add(self, span_id: str, opened: Open) -> None:
+    def add(self, span_id: str, opened: OpenItem) -> None:
         """Something has begun."""
         self._named.pop(span_id, None)
         self._open[span_id] = opened
 
-    def get(self, span_id: str) -> Open | None:
+    def get(self, span_id: str) -> OpenItem | None:
         """The open span of that id."""
         return self._open.get(span_id)
 
-    def take(self, span_id: str) -> Open | None:
+    def take(self, span_id: str) -> OpenItem | None:
         """Take it out; ``None`` for all callers but the first, who is the one that ends it."""
         return self._open.pop(span_id, None)
 
@@ -109,11 +109,11 @@ class ActiveAttempt:
             _log.exception("The span %r of attempt %s could not be recorded.", span.name, self.attempt_id)
 
 
-Inside: TypeAlias = "tuple[OpenSpan, Any] | None"
+EnteredSpans: TypeAlias = "tuple[OpenSpan, Any] | None"
 """The span that a context has entered last, and the same of what it had entered before; ``None`` for nothing."""
 
 _CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
-_INSIDE: ContextVar[Inside] = ContextVar("agl_inside", default=None)
+_ENTERED: ContextVar[EnteredSpans] = ContextVar("agl_entered_spans", default=None)
 
 
 def current() -> ActiveAttempt | None:
@@ -121,27 +121,27 @@ def current() -> ActiveAttempt | None:
     return _CURRENT.get()
 
 
-def inside() -> Inside:
+def entered_spans() -> EnteredSpans:
     """The innermost span that this context has entered and that is open; spans that ended elsewhere are left."""
-    found = _INSIDE.get()
+    found = _ENTERED.get()
     if found is None or found[0].is_open:
         return found
     while found is not None and not found[0].is_open:
         found = found[1]
-    _INSIDE.set(found)
+    _ENTERED.set(found)
     return found
 
 
 def enter(span: "OpenSpan") -> None:
     """Make a span the innermost one of this context."""
-    _INSIDE.set((span, inside()))
+    _ENTERED.set((span, entered_spans()))
 
 
 def leave(span: "OpenSpan") -> None:
     """Make the span around ``span`` the innermost one again, if ``span`` is that here."""
-    found = _INSIDE.get()
+    found = _ENTERED.get()
     if found is not None and found[0] is span:
-        _INSIDE.set(found[1])
+        _ENTERED.set(found[1])
 
 
 class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(attempt)
@@ -158,12 +158,12 @@ class activate:  # noqa: N801  # used like a function: with agl.tracing.activate
 
     def __enter__(self) -> ActiveAttempt:
         with self._stack as stack:
-            process.hold(self)
-            stack.callback(process.release, self)
-            stack.callback(_INSIDE.reset, _INSIDE.set(None))
+            _patches.hold(self)
+            stack.callback(_patches.release, self)
+            stack.callback(_ENTERED.reset, _ENTERED.set(None))
             stack.callback(_CURRENT.reset, _CURRENT.set(self._attempt))
             stack.callback(self._attempt.spans.abandon_all)
-            process.enter_scopes(stack, self._attempt)
+            _patches.enter_scopes(stack, self._attempt)
             self._stack = stack.pop_all()
         return self._attempt
 
@@ -182,18 +182,18 @@ def innermost(attempt: ActiveAttempt) -> str:
 
     Current are the span that this context has entered, and the one that each tracer names.
     """
-    here = inside()
+    here = entered_spans()
     while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
         here = here[1]
     span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
     for tracer in attempt.tracers:
-        named = _named_by(tracer)
+        named = _span_named_by(tracer)
         if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:
             span_id, since = named, began
     return span_id
 
 
-def _named_by(tracer: Tracer) -> str | None:
+def _span_named_by(tracer: Tracer) -> str | None:
     try:
         return tracer.current_span_id()
     except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from agl import semconv
-from agl._who import NAMING
+from agl._actors import NAMING
 from agl.schemas import Json, Span, SpanEvent, SpanStatus, new_span_id
-from agl.tracing._context import ActiveAttempt, current, enter, innermost, inside, leave
-from agl.tracing._plain import failure, plain
+from agl.tracing._context import ActiveAttempt, current, enter, entered_spans, innermost, leave
+from agl.tracing._span_values import error_fields, plain
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class OpenSpan:
             self.set(**about)
         ended: dict[str, Any] = {"status": "ok", "events": tuple(events)}
         if isinstance(error, BaseException) and not isinstance(error, GeneratorExit):
-            ended = failure(error)
+            ended = error_fields(error)
             error_type = type(error).__qualname__
         elif isinstance(error, str):
             ended |= {"status": "error", "status_message": plain(error)}
@@ -167,7 +167,7 @@ class OpenSpan:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(error)
 
-    def labels(self) -> tuple[Mapping[str, Any], str]:
+    def actor_attributes(self) -> tuple[Mapping[str, Any], str]:
         """The attributes that name who is within it, and the operation's name of a span that no convention names."""
         said, given = self._said, self._given()
         if given:
@@ -193,8 +193,8 @@ class OpenSpan:
         if self.name:
             return self.name
         said = self._said
-        label = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
-        return f"{operation} {label}".strip() or "span"
+        subject = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
+        return f"{operation} {subject}".strip() or "span"
 
     def _record(self, end_ns: int | None, ended: Mapping[str, Any]) -> None:
         attempt = self.attempt
@@ -320,7 +320,7 @@ def current_span() -> OpenSpan:
 
 def note_model_call() -> None:
     """Count a model call that leaves here for every span that this context has entered."""
-    found = inside()
+    found = entered_spans()
     while found is not None:
         found[0].model_calls += 1
         found = found[1]

@@ -14,8 +14,8 @@ from agl.contracts import Tracer
 from agl.schemas import SpanEvent
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._open_span import OpenSpan, open_span
-from agl.tracing._plain import plain
-from agl.tracing._process import Undo, around_attempts
+from agl.tracing._patches import Undo, around_attempts
+from agl.tracing._span_values import plain
 
 try:
     from opentelemetry import context, trace
@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger(__name__)
 
 
-class RolloutProcessor(sdk.SpanProcessor):
+class OtelProcessor(sdk.SpanProcessor):
     """Records the spans that start inside a rollout, when they end or when the rollout does."""
 
     def __init__(self) -> None:
@@ -76,14 +76,14 @@ class RolloutProcessor(sdk.SpanProcessor):
                     self._open.pop(span_id, None)
 
 
-_PROCESSORS: WeakKeyDictionary[sdk.TracerProvider, RolloutProcessor] = WeakKeyDictionary()
+_PROCESSORS: WeakKeyDictionary[sdk.TracerProvider, OtelProcessor] = WeakKeyDictionary()
 
 
 class OtelTracer(Tracer):
     """Takes OpenTelemetry spans into rollouts; see the module."""
 
     def __init__(self) -> None:
-        self._processor: RolloutProcessor | None = None
+        self._processor: OtelProcessor | None = None
         self._undo: Undo | None = None
 
     def install(self) -> None:
@@ -114,10 +114,10 @@ def _provider() -> sdk.TracerProvider:
     return made
 
 
-def _processor_of(provider: sdk.TracerProvider) -> RolloutProcessor:
+def _processor_of(provider: sdk.TracerProvider) -> OtelProcessor:
     found = _PROCESSORS.get(provider)
     if found is None:
-        found = _PROCESSORS[provider] = RolloutProcessor()
+        found = _PROCESSORS[provider] = OtelProcessor()
         provider.add_span_processor(found)
     return found
 

@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 from agl.tracing._context import current
-from agl.tracing._process import Undo, patch
+from agl.tracing._patches import Undo, patch
 
 
 def install() -> list[Undo]:

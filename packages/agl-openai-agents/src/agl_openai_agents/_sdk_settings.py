@@ -11,20 +11,20 @@ from agents import set_default_openai_api, set_trace_processors, set_tracing_dis
 from agents.models import _openai_shared
 from agents.tracing import TracingProcessor, get_trace_provider
 
-from agl_openai_agents._processor import RolloutProcessor
+from agl_openai_agents._processor import AgentsProcessor
 
 _DISABLED = "OPENAI_AGENTS_DISABLE_TRACING"
 
 
-class Place:
+class SdkSettings:
     """The place of one processor."""
 
-    def __init__(self, processor: RolloutProcessor) -> None:
+    def __init__(self, processor: AgentsProcessor) -> None:
         self._processor = processor
         self._flag: bool | None = None
         self._is_chat_forced = False
 
-    def take(self) -> None:
+    def apply(self) -> None:
         """Stand alone among the SDK's processors, those that were there behind; again where the program changed it."""
         there = _processors()
         if there != (self._processor,):
@@ -38,7 +38,7 @@ class Place:
             self._processor.is_forwarding = False
             set_tracing_disabled(False)
 
-    def speak_chat(self) -> None:
+    def prefer_chat_completions(self) -> None:
         """Let models that nobody chose an API for speak chat completions.
 
         The Responses API has no log-probabilities of tool calls, so that nothing could be trained.
@@ -47,13 +47,13 @@ class Place:
             self._is_chat_forced = True
             set_default_openai_api("chat_completions")
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """The SDK as it was, with what the program added since."""
         added = [item for item in _processors() if item is not self._processor]
         self._processor.is_on = False
         set_trace_processors([*self._processor.others, *added])
         if not self._processor.is_forwarding:
-            _restore(self._flag)
+            _restore_tracing(self._flag)
         if self._is_chat_forced:
             set_default_openai_api("responses")
 
@@ -72,7 +72,7 @@ def _is_disabled(flag: bool | None) -> bool:
     return os.environ.get(_DISABLED, "false").lower() in ("true", "1") if flag is None else flag
 
 
-def _restore(flag: bool | None) -> None:
+def _restore_tracing(flag: bool | None) -> None:
     if flag is None:
         provider: Any = get_trace_provider()
         provider._manual_disabled = None

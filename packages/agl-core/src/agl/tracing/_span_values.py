@@ -11,7 +11,7 @@ from agl.schemas import SpanEvent
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def error_fields(error: BaseException) -> dict[str, Any]:
     """The fields of a span that ended with ``error``: status, message, and an ``exception`` event."""
     text, trace = redact(_text(error)), redact("".join(traceback.format_exception(error)))
     detail = {"exception.type": type(error).__qualname__, "exception.message": text, "exception.stacktrace": trace}

@@ -55,15 +55,15 @@ class Enclosing:
 
     def _climb(self, span: Span) -> Who:
         """Visit what encloses ``span`` up to the root, to something known, or to a cycle in foreign data."""
-        waiting: list[Span] = []
+        unvisited: list[Span] = []
         seen = {span.span_id}
         above = self._parent(span)
         while above is not None and above.span_id not in self._known and above.span_id not in seen:
-            waiting.append(above)
+            unvisited.append(above)
             seen.add(above.span_id)
             above = self._parent(above)
         who = _ROOT if above is None else self._known.get(above.span_id, _ROOT)
-        for enclosing in reversed(waiting):
+        for enclosing in reversed(unvisited):
             who = step_into(who, enclosing.attributes, _operation(enclosing))
             self._known[enclosing.span_id] = who
         return who
@@ -93,12 +93,12 @@ def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> 
     inner = node or role or tool or operation
     if not (agent or inner) or (agent == around.named[0] and not inner):
         return around
-    labels = tuple(dict.fromkeys(name for name in (agent, inner) if name))
-    inside = labels if agent else (*around.inside, *labels)
+    added = tuple(dict.fromkeys(name for name in (agent, inner) if name))
+    inside = added if agent else (*around.inside, *added)
     named = tuple(new or old for new, old in zip((agent, node, role, operation), around.named, strict=True))
     return Who(
         next((name for name in named if name), ""),
-        (*around.path, *labels)[-MAX_PATH:],
+        (*around.path, *added)[-MAX_PATH:],
         inside[-MAX_PATH:],
         cast("tuple[str, str, str, str]", named),
     )

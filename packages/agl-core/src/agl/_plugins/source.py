@@ -28,7 +28,7 @@ class Source(Record, frozen=True, kw_only=True):
     requires: tuple[str, ...] = ()
 
     @property
-    def label(self) -> str:
+    def shown_name(self) -> str:
         """The plugin in a sentence: ``'toy' (agl-toy 1.0)``."""
         return f"{self.name!r} ({self.distribution} {self.version})" if self.distribution else repr(self.name)
 
