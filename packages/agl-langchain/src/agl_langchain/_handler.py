@@ -1,7 +1,7 @@
-"""The callback handler: LangChain's events become runs, and runs have spans.
+"""The callback handler, which turns LangChain's events into runs and their spans.
 
-It runs inline, in the task or thread that does the work, so that the run that is noted when a model is called is
-there when the request leaves. Nothing here raises: what goes wrong is logged, and the run ends.
+It runs inline, in the task or thread that does the work, so that the run noted at the start of a model call is known
+when the request leaves. Nothing here raises: failures are logged, and the run ends.
 """
 
 import logging
@@ -27,7 +27,7 @@ _MODEL: ContextVar[Run | None] = ContextVar("agl_langchain_model", default=None)
 
 
 def _harmless(callback: F) -> F:
-    """Log what a callback raises: it runs inside the agent's own call."""
+    """Log a callback's exception instead of raising it, because callbacks run inside the agent's own call."""
 
     @wraps(callback)
     def call(*args: Any, **kwargs: Any) -> None:
@@ -55,11 +55,11 @@ class RunHandler(BaseCallbackHandler):
         model = _MODEL.get()
         if model is not None and model.caller == running and model.attempt is attempt and _is_open(model):
             return model
-        run = None if running is None else self._runs.get(inside)
+        run = None if running is None else self._runs.get(running)
         return run.recorded() if run is not None and run.attempt is attempt else None
 
     def forget(self, attempt: ActiveAttempt) -> None:
-        """The attempt has ended, and with it the runs that it left open."""
+        """Forget the runs that an ended attempt left open."""
         for run_id, run in tuple(self._runs.items()):
             if run.attempt is attempt:
                 self._runs.pop(run_id, None)
@@ -182,7 +182,7 @@ class RunHandler(BaseCallbackHandler):
         return run
 
     def _outer_span_id(self, parent: Run | None) -> str | None:
-        """The span around a new run where LangChain does not know it, else ``None``."""
+        """The span that encloses a new run where LangChain does not know it, else ``None``."""
         if parent is None:
             return current_span_id()
         around = self.current_run()
@@ -192,7 +192,7 @@ class RunHandler(BaseCallbackHandler):
         return None if span_id == around.span.span_id else span_id
 
     def _end(self, run_id: UUID, about: Callable[[Run], dict[str, Any]]) -> None:
-        """Close the run's span with what ``about`` says of its end, as far as that can be read."""
+        """Close the run's span with the arguments that ``about`` makes of the run's end, if it can."""
         run = self._runs.pop(run_id, None)
         if run is None or run.span is None:
             return
@@ -213,7 +213,7 @@ def _name(details: Mapping[str, Any], serialized: Mapping[str, Any] | None) -> s
 
 
 def _running() -> UUID | None:
-    """The run whose code runs here, from the configuration that LangChain hands down; ``None`` outside of any."""
+    """Id of the run whose code is running, from the configuration that LangChain passes down; ``None`` outside runs."""
     config = var_child_runnable_config.get()
     callbacks = config.get("callbacks") if config else None
     return callbacks.parent_run_id if isinstance(callbacks, BaseCallbackManager) else None

@@ -1,4 +1,4 @@
-"""The trace processor: inside rollouts the SDK's spans become ours, outside they go where they went before."""
+"""The trace processor: records the SDK's spans inside rollouts, and forwards them to other processors outside."""
 
 import logging
 import sys
@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _StartedSpan:
-    """A span or a trace of the SDK's that has started.
+    """A span or a trace of the SDK that has started.
 
     Attributes:
-        span: Its span, ``None`` for one that gets none.
-        span_id: Id of the span in which its calls are made: its own, or the one around it.
-        raised: The exception that was being handled when it started: not one of its own.
+        span: The span that records it, ``None`` for one that is not recorded.
+        span_id: Id of the span that its calls belong to: its own, or the enclosing one.
+        raised: The exception that was already being handled when it started, and so is not its own.
     """
 
     attempt: ActiveAttempt
@@ -33,14 +33,14 @@ class _StartedSpan:
 
 
 class AgentsProcessor(TracingProcessor):
-    """Takes the spans that start inside a rollout; ``others`` get all the rest.
+    """Records the spans that start inside a rollout; forwards all other spans to ``others``.
 
-    Nothing of ours is raised: the SDK calls it inside the agent's own run.
+    Its own failures are logged and never raised, because the SDK calls it inside the agent's own run.
 
     Attributes:
-        others: The processors that were there before.
+        others: The processors that were installed before.
         is_on: Whether rollouts are observed.
-        is_forwarding: Whether the others get what happens outside rollouts; not where tracing was turned off.
+        is_forwarding: Whether the others get spans from outside rollouts; False where the program disabled tracing.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class AgentsProcessor(TracingProcessor):
             self._start(span.span_id, span, attempt)
 
     def on_span_end(self, span: Span[Any]) -> None:
-        """It ended."""
+        """An agent, a model call, a tool, a hand-off or a part of one ended."""
         if not self._end(span.span_id, span):
             self._forward("on_span_end", span)
 
@@ -100,7 +100,7 @@ class AgentsProcessor(TracingProcessor):
             getattr(other, event)(*values)
 
     def forget(self, attempt: ActiveAttempt) -> None:
-        """The attempt has ended, and with it what it left open."""
+        """Forget the spans that an ended attempt left open."""
         for key, opened in tuple(self._open.items()):
             if opened.attempt is attempt:
                 self._open.pop(key, None)
@@ -118,7 +118,7 @@ class AgentsProcessor(TracingProcessor):
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
     def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
-        """The SDK's parent; ``None`` where something that the SDK does not know may have been opened within it."""
+        """The SDK's parent; ``None`` where the context may know a nearer one, such as an operation."""
         above = getattr(source, "parent_id", None) or (source.trace_id if hasattr(source, "span_data") else "")
         parent, here = self._open.get(above), self.current_started()
         if parent is None or parent.attempt is not attempt or (here is not None and here.span_id == parent.span_id):
@@ -126,7 +126,7 @@ class AgentsProcessor(TracingProcessor):
         return parent.span_id
 
     def _end(self, key: str, source: Any) -> bool:
-        """Close what ended; returns whether it was ours."""
+        """Close the span; returns False if it did not start in a rollout."""
         opened, raised = self._open.pop(key, None), sys.exception()
         if opened is None:
             return False
