@@ -1,6 +1,6 @@
-"""The hooks. Provider hooks return records; observer hooks only watch, and their failures harm nobody.
+"""The hooks. Provider hooks return records; observer hooks only watch, and their failures stop nothing.
 
-Hooks are synchronous and do no work: what they name is built when it is asked for.
+Hooks are synchronous and do no work: the components that they name are built on request.
 Write ``from agl import hookimpl`` and define functions with these names in the module that the ``agl`` entry point
 names. That module imports ``agl`` and the standard library only.
 """

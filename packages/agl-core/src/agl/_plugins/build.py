@@ -1,6 +1,6 @@
 """Makes a component from its record: imports the lazy factory, checks the parameters against its signature, calls it.
 
-What goes wrong is told as an error of the person who can repair it: a module that is not installed, a plugin that is
+Each failure becomes an error for the person who can repair it: a module that is not installed, a plugin that is
 broken, a parameter that does not exist or has the wrong type.
 """
 
@@ -21,7 +21,7 @@ _JSON = (str, bool, int, float, list, dict, type(None))
 
 
 def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
-    """Import what the entry's factory names; ``component`` names it in messages.
+    """Import the entry's factory; messages name it by ``component``, such as ``the reward 'x'``.
 
     Raises:
         PluginError: A module that it needs is not installed; the message has the ``pip install`` line.
@@ -44,7 +44,7 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
 
 
 def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any]) -> Any:
-    """The component; raises :class:`ConfigError` that names a wrong parameter and the accepted ones."""
+    """Make the component; raises :class:`ConfigError` that names a wrong parameter and the accepted ones."""
     factory = resolve(entry, component, source)
     return factory(**checked_params(factory, component, params))
 
@@ -93,7 +93,7 @@ def _not_installed(error: ModuleNotFoundError, factory: str, component: str, sou
 
 
 def _package_for(module: str, source: Source) -> str:
-    """What to install for a module: the plugin's own requirement or extra of that name, else the module's name."""
+    """The package to install for a module: the plugin's requirement or extra of that name, else the module's name."""
     for line in source.requires:
         project = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         if project.lower().replace("-", "_").replace(".", "_") != module.lower():

@@ -1,4 +1,4 @@
-"""The components by kind and name, who registered them, and what to say about one that cannot be had."""
+"""The registered components by kind and name, with their plugins, and the errors for missing ones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items
 
 @dataclass(frozen=True, kw_only=True)
 class QuarantinedPlugin:
-    """A plugin that failed: why, and the components that it had named by then."""
+    """A plugin that failed, with its error and the components that it had named by then."""
 
     source: Source
     error: PluginError
     keys: tuple[Key, ...] = ()
 
     def may_hold(self, key: Key) -> bool:
-        """Whether the component can be told to be this plugin's."""
+        """True if the component may belong to this plugin."""
         return key in self.keys or is_likely_home(key, self.source)
 
 
@@ -41,12 +41,12 @@ def key_of(entry: Entry) -> Key:
 
 
 def is_likely_home(key: Key, source: Source) -> bool:
-    """Whether a plugin that was never imported is the likely home of a component."""
+    """True if a plugin that was never imported is the likely home of a component."""
     return key[1] == source.name or (source.distribution != "" and KNOWN.get(key) == source.distribution)
 
 
 class Catalog:
-    """Components that were registered. Two plugins with one name are refused, and so is asking for that name."""
+    """The registered components. A name that two plugins register is refused, there and when it is looked up."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Source, Entry]] = {}
@@ -88,7 +88,7 @@ class Catalog:
         return source if registered is entry else None
 
     def keys_of(self, source: Source) -> list[Key]:
-        """What a plugin registered, in order."""
+        """Keys of a plugin's components, in order of registration."""
         return [key for key, (owner, _) in self._entries.items() if owner is source]
 
     def names(self, kind: Kind) -> list[str]:
@@ -99,7 +99,7 @@ class Catalog:
 def missing(
     key: Key, names: Sequence[str], broken: Sequence[QuarantinedPlugin], disabled: Sequence[Source]
 ) -> PluginError:
-    """The error for a component that nobody registered; ``names`` are the ones of its kind that somebody did."""
+    """The error for a component that is not registered; ``names`` are the registered ones of its kind."""
     kind, name = key
     for plugin in broken:
         if plugin.may_hold(key):

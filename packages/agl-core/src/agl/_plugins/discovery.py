@@ -1,4 +1,4 @@
-"""Finds plugins by entry point and checks, before anything of theirs is imported, that they fit this core."""
+"""Finds plugins by entry point, and checks that they fit this core before they are imported."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

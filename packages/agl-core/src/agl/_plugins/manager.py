@@ -1,4 +1,4 @@
-"""The plugin manager: which plugins are there, which components they bring, and who watches what happens.
+"""The plugin manager: loads plugins, builds their components and calls their observers.
 
 It never imports a framework: a plugin's entry point names a light module with records, and a component's own module
 is imported when :meth:`PluginManager.build` is called.
@@ -128,7 +128,7 @@ class PluginManager:
             raise failure from _cause_of(failure, error)
 
     def tracer(self, name: str) -> TracerEntry:
-        """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for what cannot be had."""
+        """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for a missing component."""
         return self._get(TracerEntry, name)
 
     def reward(self, name: str) -> RewardEntry:
@@ -187,13 +187,13 @@ class PluginManager:
         return build(entry, _shown_name(entry), self._source_of(entry), params)
 
     def notify(self, hook: str, /, **values: Any) -> None:
-        """Call the observers of a hook, plugin by plugin; one that raises is logged once and stops nobody.
+        """Call the observers of a hook, plugin by plugin; one that raises is logged once and does not stop the others.
 
         Raises:
             PluginError: ``hook`` is no observer hook.
         """
         if hook not in OBSERVERS:
-            raise PluginError(f"{hook!r} is no observer hook; there is {', '.join(OBSERVERS)}")
+            raise PluginError(f"{hook!r} is no observer hook; use one of {', '.join(OBSERVERS)}")
         for impl in hookimpls(self._hooks, hook):
             try:
                 impl.function(*(values[name] for name in impl.argnames))
@@ -214,7 +214,7 @@ class PluginManager:
 
     @property
     def unmatched(self) -> list[str]:
-        """Names that were to be disabled and that no installed plugin has."""
+        """Disabled names that match no installed plugin."""
         known = {EVERY} | {name for source in self._skipped for name in (source.name, source.distribution)}
         return sorted(self._disabled - known)
 

@@ -2,7 +2,7 @@
 
 vLLM: ``prompt_token_ids`` at the top of a chat completion (in a stream on the first chunk) and in each choice of a
 completion, ``choices[i].token_ids`` (in a stream the delta's ids). SGLang: ``choices[i].prompt_token_ids`` and
-``choices[i].response_token_ids``. The two APIs differ in what a choice says, a ``message`` or a ``text``.
+``choices[i].response_token_ids``. The two APIs differ in the content of a choice, a ``message`` or a ``text``.
 """
 
 from typing import Any, Literal
@@ -72,7 +72,7 @@ _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "servi
 
 
 def read_body(data: bytes, content_key: ContentKey = "message") -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
     body = _BODY.decode(data)
     choices = tuple(_plain_choice(body, choice, content_key) for choice in body.choices)
     return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
@@ -113,7 +113,7 @@ def error_text(error: object) -> str:
 
 
 class _ChoiceBuilder:
-    """One choice of a stream while its deltas are put together."""
+    """Builds one choice of a stream from its deltas."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ class _ChoiceBuilder:
         self.stop_reason: Json = None
 
     def add(self, choice: _Choice) -> None:
-        """Take one delta with its tokens."""
+        """Add one delta with its tokens."""
         self._add_delta(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
             self.ids = _extended(self.ids or [], ids)
@@ -177,7 +177,7 @@ def _extended(values: list[Any], more: list[Any]) -> list[Any]:
 
 
 def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
-    """The answer in a stream, as far as it came."""
+    """The answer in a stream, as far as it arrived."""
     found, is_done = payloads(data)
     chunks = decode_events(found, _CHUNK, _CHUNKS)
     builders: dict[int, _ChoiceBuilder] = {}
@@ -198,7 +198,7 @@ def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
 
 
 def _head(found: list[bytes]) -> _Body:
-    """The first event that can be read as a chunk, which names id and model."""
+    """The first event that is a readable chunk; it names id and model."""
     for data in found:
         try:
             return _BODY.decode(data)
@@ -208,7 +208,7 @@ def _head(found: list[bytes]) -> _Body:
 
 
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """The first chunk's head with what the others say: the first prompt ids, the last usage and versions."""
+    """The first chunk's head with the other chunks' fields: the first prompt ids, the last usage and versions."""
     for chunk in chunks:
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
         body.usage = chunk.usage or body.usage

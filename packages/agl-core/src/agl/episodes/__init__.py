@@ -1,4 +1,4 @@
-"""Episodes: from recorded spans to what algorithms train on: the call forest, transitions, rows, scores and credit."""
+"""Turns recorded spans into training data: the call forest, transitions, rows, scores and credit."""
 
 from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, client_of, find_disagreement

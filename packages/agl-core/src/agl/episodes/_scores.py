@@ -1,4 +1,4 @@
-"""Which recorded rewards count: for the whole episode, and for single calls.
+"""Selects the recorded rewards that count, for the whole episode and for single calls.
 
 A reward that came with an agent's own token has the source ``agent`` and counts only where that is trusted.
 A reward that was appended after the attempt was decided counts only when it comes from outside the attempt: from an
@@ -18,7 +18,7 @@ _FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
 
 
 class ScoreOptions(Record, frozen=True, kw_only=True):
-    """The choice of rewards that train.
+    """Selects the rewards that train.
 
     Attributes:
         key: Name of the reward, or of a dimension, that is the episode's scalar; ``None`` to choose by rule.
@@ -32,7 +32,7 @@ class ScoreOptions(Record, frozen=True, kw_only=True):
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """An episode's scalar and, in words, why it is that one or why there is none."""
+    """An episode's scalar, and the reason for it, or for its absence, in words."""
 
     value: float | None
     note: str
@@ -59,7 +59,7 @@ def counts(span: Span, options: ScoreOptions) -> bool:
 
 
 def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
-    """The scalar of rewards in order of time; only those of scope ``rollout`` are looked at.
+    """The scalar of rewards in order of time; only those of scope ``rollout`` count.
 
     Of one name the best source wins (evaluator, then environment, then the others), and of one source the last.
     Then: the reward called ``key``; or the weighted sum; or, of the best source, the unnamed reward, else the
@@ -131,7 +131,7 @@ class _CallFinder:
         return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
 
     def _newest(self, moment: Moment, agent: str) -> str | None:
-        """The newest call begun at ``moment`` or before, by ``agent`` if it made one."""
+        """The newest call that began at ``moment`` or before; one of ``agent``, if it made any."""
         if self._agents is None:
             self._agents = {}
             for index, call in enumerate(self._calls):

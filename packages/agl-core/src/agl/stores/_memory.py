@@ -2,7 +2,7 @@
 
 It follows the same rules as the durable stores and deflates spans, so that a call of 1,200 tokens takes less than
 8 KB. The durable stores keep a conversation's common prefix once; this one keeps every prompt whole, so long
-conversations belong in a file. One lock guards plain tables; no operation holds it while it waits.
+conversations belong in a file. One lock guards the tables; no operation holds it while it waits.
 """
 
 import threading
@@ -44,7 +44,7 @@ class _Memory:
         self.changed.ring()
 
     def _transact(self, act: Callable[[MemoryTables], T]) -> T:
-        """The answer of ``act``, with overdue attempts decided; rings for what both changed."""
+        """Decide overdue attempts, run ``act`` and ring for the changes of both; returns the result of ``act``."""
         with self._lock:
             if self._is_closed:
                 raise closed(self.shown_url)
