@@ -1,7 +1,7 @@
-"""Tracing: which attempt the running code belongs to, who acts in it, and what it does, as spans.
+"""Tracing: the attempt that the running code belongs to, its actors, and its operations as spans.
 
 For the authors of tracers (:func:`open_span`), of gateways (tokens, routing, the spans of model calls) and of runners
-(:func:`activate`). What an agent's author calls is in :mod:`agl` itself.
+(:func:`activate`). The functions for an agent's author are in :mod:`agl` itself.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,11 @@
-"""The wire hook: model calls that leave through ``httpx`` or ``httpx2`` inside a rollout.
+"""The wire hook, which observes model calls that leave through ``httpx`` or ``httpx2`` inside a rollout.
 
 With a gateway, calls for a configured policy go to it with the attempt's identity, even from clients that were
 built long before the run; the gateway records them. Without one they are recorded here, streamed or not. Calls to
 other models are left as they are, and recorded here too while a :class:`WireTracer` is installed.
 
 Only ``send`` of the two modules' clients is wrapped: clients of other libraries are seen through the gateway or
-not at all. The hook's own failures are logged and leave the request as it was; what the client raises passes through.
+not at all. The hook's own failures are logged and leave the request as it was; the client's exceptions pass through.
 """
 
 import logging
@@ -46,7 +46,7 @@ _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedP
 
 
 class WireTracer(Tracer):
-    """Records the model calls of a rollout that go to models which no policy of the experiment serves.
+    """Records the model calls of a rollout to models that no policy of the experiment serves.
 
     Calls of a run without a gateway are recorded in any case; the tracer extends that to runs with one, whose
     gateway never sees these calls. It names no current span: a request has no framework of its own.
@@ -56,15 +56,15 @@ class WireTracer(Tracer):
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether any tracer is installed in this process."""
+        """True if any tracer of this class is installed in the process."""
         return bool(cls._installed)
 
     def install(self) -> None:
-        """Record such calls from now on; idempotent."""
+        """Start recording such calls; idempotent."""
         self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Stop; calls under way are still recorded."""
+        """Stop recording; calls in flight are still recorded."""
         self._installed.discard(self)
 
 
@@ -124,14 +124,14 @@ _IS_SENDING: ContextVar[bool] = ContextVar("agl_is_sending", default=False)
 
 @dataclass(kw_only=True)
 class _WatchedRequest:
-    """A request that is ours to watch; a context while it is under way.
+    """A request of a rollout; enter it as a context while it is in flight.
 
     Attributes:
         given: The client's own request.
-        request: What is sent in its place, with ``options``.
-        call: What it is recorded as, ``None`` for what is no model call.
+        request: The request that is sent in its place, with ``options``.
+        call: The record of a model call, ``None`` for any other request.
         is_recorded_here: Whether it is recorded here, not by the gateway.
-        canned: The response of one that is answered without a model, and so not sent at all.
+        canned: The prepared response of a request that is answered without a model, and so not sent.
     """
 
     given: Any
@@ -157,7 +157,7 @@ class _WatchedRequest:
             self.call.discard()
 
     def with_response(self, response: Any, tee: Any) -> Any:
-        """The response as the agent gets it: the one that came, whose bytes are shown to the record."""
+        """The response for the agent, whose bytes also go to the record of the call."""
         try:
             response.request = self.given  # the copy that was sent carries the attempt's token
             if self.call is not None and not self.is_recorded_here:
@@ -220,7 +220,7 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
     if not is_recorded_here:
         ours = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
         sent = copy_request(request, route.url, headers=ours, body=content)
-        # The token is the only credential, and a redirect must not carry it elsewhere.
+        # The token is the only credential, and a redirect must not carry it to another server.
         options = {**options, "auth": None, "follow_redirects": False}
     elif call is not None:
         sent = recorded_request(request, call, wants_ids=route.wants_ids)
@@ -231,14 +231,14 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
 
 
 def _names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
-    """Who makes a model call, where any policy is chosen by that; what nobody asks for costs nothing."""
+    """The caller's names, if any policy is chosen by them; looking them up takes time."""
     if call is None or not any(upstream.agents for upstream in attempt.upstreams):
         return ()
     return who_within(attempt, span_id).names
 
 
 def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -> CannedAnswer | None:
-    """The answer that needs no model, if there is one."""
+    """The responder's answer, if there is one."""
     if attempt.responder is None or call is None:
         return None
     return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
