@@ -22,7 +22,7 @@ def span_id(event_id: str) -> str:
 
 
 def time_of(event: Any) -> int:
-    """When the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
+    """The time at which the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
     return int(event.timestamp.timestamp() * 1_000_000) * 1000
 
 

@@ -101,7 +101,7 @@ class Run:
         return node
 
     def is_within_node(self) -> bool:
-        """Whether a graph's node or an agent encloses this run, up to the nearest tool."""
+        """True if a graph's node or an agent encloses this run within the nearest tool."""
         run = self.parent
         while run is not None and run.kind != "tool":
             if run.is_graph_node or run.kind == "agent":

@@ -190,10 +190,10 @@ class PluginManager:
         """Call the observers of a hook, plugin by plugin; one that raises is logged once and does not stop the others.
 
         Raises:
-            PluginError: ``hook`` is no observer hook.
+            PluginError: ``hook`` is not an observer hook.
         """
         if hook not in OBSERVERS:
-            raise PluginError(f"{hook!r} is no observer hook; use one of {', '.join(OBSERVERS)}")
+            raise PluginError(f"{hook!r} is not an observer hook; use one of {', '.join(OBSERVERS)}")
         for impl in hookimpls(self._hooks, hook):
             try:
                 impl.function(*(values[name] for name in impl.argnames))

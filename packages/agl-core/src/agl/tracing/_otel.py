@@ -140,7 +140,7 @@ def _opened(span: sdk.Span, attempt: ActiveAttempt) -> OpenSpan:
         parent=_parent_of(span, attempt),
         span_id=trace.format_span_id(found.span_id),
         trace_id=trace.format_trace_id(found.trace_id),
-        kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are ours too
+        kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are agl's too
         attributes=lambda: {**library, **(span.attributes or {})},
         is_current=False,
     )
@@ -166,7 +166,7 @@ def _close(opened: OpenSpan, span: sdk.ReadableSpan) -> None:
     code, said = span.status.status_code, span.status.description or ""
     opened.close(
         said if code is trace.StatusCode.ERROR else None,
-        status=code.name.lower(),  # pyright: ignore[reportArgumentType]  # the three names are ours too
+        status=code.name.lower(),  # pyright: ignore[reportArgumentType]  # the three names are agl's too
         end_ns=span.end_time,
         events=events,
     )

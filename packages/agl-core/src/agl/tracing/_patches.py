@@ -70,11 +70,11 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     A later foreign patch on top stays in place; the one below it is idle outside rollouts.
     """
     original = cast("Any", vars(owner)[name])
-    ours = _replacement(owner, name, original, make)
-    setattr(owner, name, ours)
+    replacement = _replacement(owner, name, original, make)
+    setattr(owner, name, replacement)
 
     def undo() -> None:
-        if getattr(owner, name) is ours:
+        if getattr(owner, name) is replacement:
             setattr(owner, name, original)
 
     return undo
@@ -82,11 +82,11 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
 def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:
     """``make(original)``, cached for the same original."""
-    wrapped, ours = _STATE.made.get((owner, name), (None, None))
+    wrapped, replacement = _STATE.made.get((owner, name), (None, None))
     if wrapped is not original:
-        ours = make(original)
-        _STATE.made[owner, name] = (original, ours)
-    return ours
+        replacement = make(original)
+        _STATE.made[owner, name] = (original, replacement)
+    return replacement
 
 
 def _apply() -> None:

@@ -106,7 +106,7 @@ def _split(token: str) -> tuple[str, str]:
     payload, dot, signature = token.removeprefix(PREFIX).partition(".")
     is_shaped = token.startswith(PREFIX) and token.isascii() and len(token) <= _MAX_LENGTH
     if not (is_shaped and dot and payload and signature):
-        raise TokenError(f"the API key is no agl token (agl_..., {len(token)} characters found). {_NEXT}")
+        raise TokenError(f"the API key is not an agl token (agl_..., {len(token)} characters found). {_NEXT}")
     return payload, signature
 
 

@@ -190,14 +190,14 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
     if call is None and not is_below(url, attempt.gateway_url):
         return None
     parent_id = innermost(attempt)
-    names = _names(attempt, call, parent_id)
+    names = _caller_names(attempt, call, parent_id)
     route = route_of(attempt, call, url=url, names=names)
     if route is None or (route.target == "record" and attempt.gateway_url and not WireTracer.is_on()):
         return None
     canned = _canned_answer(attempt, call, parent_id)
     if canned is not None:
-        nobody = Upstream(name="", base_url="", model_version=canned.model_version)
-        route = Route(target="record", url=url, upstream=nobody)
+        no_policy = Upstream(name="", base_url="", model_version=canned.model_version)
+        route = Route(target="record", url=url, upstream=no_policy)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     named = dict(headers)
     retries = retry_count_of(named)
@@ -218,8 +218,8 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         )
     sent, is_recorded_here = request, route.target == "record"
     if not is_recorded_here:
-        ours = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
-        sent = copy_request(request, route.url, headers=ours, body=content)
+        rewritten = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
+        sent = copy_request(request, route.url, headers=rewritten, body=content)
         # The token is the only credential, and a redirect must not carry it to another server.
         options = {**options, "auth": None, "follow_redirects": False}
     elif call is not None:
@@ -230,7 +230,7 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
     )
 
 
-def _names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
+def _caller_names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
     """The caller's names, if any policy is chosen by them; looking them up takes time."""
     if call is None or not any(upstream.agents for upstream in attempt.upstreams):
         return ()
