@@ -36,7 +36,7 @@ class AglSpec:
 
     @hookspec
     def agl_tracers(self) -> Iterable[TracerEntry]:  # pyright: ignore[reportReturnType]  # specification only
-        """Tracers, one per framework, asked for when plugins load.
+        """Tracers, one per framework; called when plugins load.
 
         .. code-block:: python
 

@@ -51,15 +51,15 @@ class Listener:
         """Register with the bus; the returned function removes the handlers."""
         kinds = event_kinds()
         for kind in kinds:
-            crewai_event_bus.on(kind)(self.hear)
+            crewai_event_bus.on(kind)(self.handle)
 
         def undo() -> None:
             for kind in kinds:
-                crewai_event_bus.off(kind, self.hear)
+                crewai_event_bus.off(kind, self.handle)
 
         return undo
 
-    def hear(self, source: Any, event: BaseEvent) -> None:
+    def handle(self, source: Any, event: BaseEvent) -> None:
         """Handle one event of the bus, which ``source`` emitted."""
         attempt = current()
         if attempt is None:

@@ -14,7 +14,7 @@ class ServedModel(Record, frozen=True, kw_only=True):
     Attributes:
         base_urls: Base URL of every server, with its ``/v1``. All of them serve the same weights.
         model: The name by which the servers know the weights.
-        version: The version of the weights; ``""`` where only the servers' answers say it.
+        version: The version of the weights; ``""`` where only the servers' answers name it.
         api_key_env: Environment variable that holds the servers' key; ``""`` if they need none.
         sampling_parameters: Defaults that agents find in their resource.
     """

@@ -62,7 +62,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         logprobs: Packed float32, [R]: behaviour log-probability of each response token.
         ids_missing: The reason why ids are absent; ``""`` when they are present.
         finish_reason: In the backend's words: ``stop``, ``length``, ``tool_calls`` ...
-        choice: Index of this choice; ``choices`` is how many the request asked for.
+        choice: Index of this choice; ``choices`` is the number that the request asked for.
         retry_count: The client's own count of retries for this request.
         status_code: HTTP status; 0 when no response came.
         is_complete: False when the answer was cut: by the client, the backend or the network.

@@ -19,7 +19,7 @@ RejectReason = Literal[
     "non_token_input",  # images or audio that the algorithm cannot train on
     "not_selected",  # the agent filter, or a policy that is not in training
     "late",  # recorded after the attempt was decided
-    "unseen_calls",  # other calls of the attempt went past the gateway: see Episode.unseen
+    "unseen_calls",  # other calls of the attempt bypassed the gateway: see Episode.unseen
     "unattributed",  # it lies in no framework's span, and the experiment leaves such rollouts out
     "not_final",  # belongs to an attempt that did not decide the rollout
     "no_reward",

@@ -196,6 +196,6 @@ class Tee:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line: its type and what it says."""
+    """An exception as one line: its type and message."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
