@@ -256,7 +256,7 @@ def test_error_in_a_stream_is_recorded():
         ),
         (
             {"prompt_token_ids": [1], "token_ids": [2**40], "logprobs": {"content": [{"logprob": -1}]}},
-            "no 32-bit integers",
+            "not 32-bit integers",
         ),
     ],
 )

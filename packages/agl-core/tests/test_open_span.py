@@ -319,7 +319,7 @@ def test_outside_a_rollout_a_span_does_nothing():
             assert current_span() is span
     span.close(RuntimeError("x"))
     assert ("", False, 0) == (span.span_id, span.is_open, span.model_calls)
-    assert {} == span.labels()[0]
+    assert {} == span.actor_attributes()[0]
 
 
 class Hostile:

@@ -302,7 +302,7 @@ def test_observers_are_told_in_order_of_registration_unless_they_ask_to_be_first
 
 
 def test_notify_refuses_what_is_no_observer_hook():
-    with pytest.raises(PluginError, match="'agl_rewards' is no observer hook"):
+    with pytest.raises(PluginError, match="'agl_rewards' is not an observer hook"):
         PluginManager().notify("agl_rewards")
 
 

@@ -16,8 +16,8 @@ def test_a_probe_is_read_back_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no probe of weights"),
-        ('{"token_ids": [1, 2], "logprobs": ["a"]}', "is no probe of weights"),
+        ("{", "is not a probe of weights"),
+        ('{"token_ids": [1, 2], "logprobs": ["a"]}', "is not a probe of weights"),
         ('{"token_ids": [1, 2, 3], "logprobs": [-1.0]}', "3 tokens and 1 log-probabilities"),
         ('{"token_ids": [1], "logprobs": []}', "1 tokens and 0 log-probabilities"),
     ],

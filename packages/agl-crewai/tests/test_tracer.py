@@ -159,12 +159,12 @@ def test_end_that_arrives_before_its_start_is_kept(recorder: SpanRecorder) -> No
     stranger.started_event_id = start.event_id
     listener, capture = Listener(), attempt(recorder)
     with activate(capture):
-        listener.hear(None, end)
+        listener.handle(None, end)
         assert 0 == len(recorder)
-        listener.hear(None, start)
+        listener.handle(None, start)
         assert ["ok"] == [span.status for span in recorder.drain()]
-        listener.hear(None, stranger)
-        listener.hear(None, start)
+        listener.handle(None, stranger)
+        listener.handle(None, start)
         assert 0 == len(recorder), "another tool's end does not end it"
         listener.close(capture)
     assert ["error"] == [span.status for span in recorder.drain()]

@@ -1,18 +1,18 @@
-"""The one place where AutoGen's objects become what a span says."""
+"""Converts AutoGen's objects to span attributes; no other module of this package reads them."""
 
 from typing import Any, cast
 
 from autogen_agentchat.messages import HandoffMessage
 
 _MANAGERS = ("SelectorGroupChatManager", "MagenticOneOrchestrator")
-"""The parts of teams that call a model in their own name; they are found by name, as AutoGen does not export them."""
+"""Managers of teams that call a model themselves; matched by class name, as AutoGen does not export them."""
 
 _AGENTCHAT = "autogen_agentchat."
 _CORE = "autogen_core."
 
 
 def unspoken_agent(agent: Any) -> dict[str, Any]:
-    """The agent that handles a message; empty if AutoGen makes a span for it, or none acts."""
+    """The agent that handles a message, if AutoGen makes no span for it; else nothing."""
     kind = cast("type[Any]", type(agent))
     is_chat = kind.__module__.startswith(_AGENTCHAT)
     if kind.__module__.startswith(_CORE) or (is_chat and kind.__name__ not in _MANAGERS):
@@ -21,7 +21,7 @@ def unspoken_agent(agent: Any) -> dict[str, Any]:
 
 
 def client_name(client: Any) -> str:
-    """The class of a model client."""
+    """The class name of a model client."""
     kind = cast("type[Any]", type(client))
     return f"{kind.__module__}.{kind.__qualname__}"
 

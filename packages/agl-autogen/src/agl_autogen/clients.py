@@ -1,7 +1,7 @@
-"""Model clients that call past the wire: AutoGen makes no span for a model call, so only these get one.
+"""Spans for model clients that bypass the wire hook; AutoGen makes none for a model call.
 
-Every class of model clients is watched, those that are defined later too. A call that went over the wire is left
-alone.
+Every class of model clients is watched, including those defined later. A call that the wire hook saw gets no span
+here.
 """
 
 from collections.abc import Callable, Iterator

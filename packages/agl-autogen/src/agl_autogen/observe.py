@@ -1,7 +1,7 @@
-"""What the tracer changes in AutoGen while it is installed; outside a rollout every change is inert.
+"""Patches AutoGen while the tracer is installed; outside a rollout every patch is inert.
 
-The runtime's tracing is silenced here as well as by the environment, because a team that was built before the
-tracer was installed has read the environment already.
+The runtime's tracing is silenced here as well as by the environment, because a team built before the tracer was
+installed has already read the environment.
 """
 
 import logging
@@ -46,7 +46,7 @@ def _without_runtime_spans(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A span around a team's run; ``run`` of a team consumes ``run_stream``, so it has one too."""
+    """Open a span around a team's run; ``run`` consumes ``run_stream``, so it gets one too."""
 
     @wraps(original)
     def run_stream(self: Any, *args: Any, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def _as_workflow(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_agent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A span around a message's handler where AutoGen itself makes none."""
+    """Open a span around a message's handler where AutoGen makes none."""
 
     @wraps(original)
     async def on_message(self: Any, *args: Any, **options: Any) -> Any:
@@ -68,7 +68,7 @@ def _as_agent(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_handoff(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The message in which an agent hands over, seen where it is published: within the agent's own span."""
+    """Record an agent's hand-off where its message is published, which is within the agent's own span."""
 
     @wraps(original)
     async def publish_message(self: Any, message: Any, *args: Any, **options: Any) -> None:
@@ -103,9 +103,9 @@ def _with_streamed_values(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ObservedTool:
-    """A tool as seen by AutoGen's own ``run_json``: writes arguments and result on the span that is open there.
+    """Stands in for a tool inside AutoGen's ``run_json`` and writes arguments and result to the span open there.
 
-    Everything else is the tool's. AutoGen's event log has the values too, but only after the span has ended.
+    All other attributes are the tool's. AutoGen's event log has the values too, but only after the span has ended.
     """
 
     def __init__(self, tool: Any, arguments: Mapping[str, Any]) -> None:
@@ -130,10 +130,10 @@ class _ObservedTool:
         self._agl_returned(result)
 
     def _agl_returned(self, result: Any) -> None:
-        """Write down the result as the model reads it."""
+        """Write the result to the span, in the words that the model reads."""
         try:
             text = str(self._agl_tool.return_value_as_string(result))
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-            _log.exception("What an AutoGen tool returned could not be described.")
+            _log.exception("The result of an AutoGen tool could not be recorded.")
         else:
             current_span().set(result=text)

@@ -1,4 +1,4 @@
-"""What this package registers; imports nothing of what it names."""
+"""Registers this package's tracer without importing it."""
 
 from collections.abc import Iterable
 

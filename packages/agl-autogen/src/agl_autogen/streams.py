@@ -1,4 +1,4 @@
-"""Asynchronous generators within a span, whose reader is not within it."""
+"""Asynchronous generators that run within a span while their readers do not."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -8,7 +8,7 @@ from agl.tracing import OpenSpan
 
 
 async def stepped(open_: Callable[[], OpenSpan], items: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Pass ``items`` on. Each is made within the span; a generator shares its reader's context, so nothing else is."""
+    """Yield ``items``, each made within the span; it is left in between, as a generator shares its reader's context."""
     async with aclosing(items):
         with open_() as span:
             while True:

@@ -1,10 +1,10 @@
-"""Who acted in an AutoGen run, from the OpenTelemetry spans that AutoGen emits itself.
+"""Attributes model calls to agents in AutoGen, from the OpenTelemetry spans that AutoGen emits itself.
 
-AutoGen reports agents and tools as ``gen_ai.*`` spans; the core's OpenTelemetry tracer takes them. This tracer adds
-what they lack: arguments and results of tools, hand-offs, teams, and the agents that AutoGen gives no span (the
-managers of teams that ask a model who speaks next, and agents written on ``autogen_core`` alone). Model calls come
-from the wire, as AutoGen reports none before they are over; one that a client makes past it gets a span of its own.
-The runtime's spans, one per message, are kept out.
+AutoGen reports agents and tools as ``gen_ai.*`` spans, which the core's OpenTelemetry tracer records. This tracer adds
+arguments and results of tools, hand-offs, teams, and the agents without a span (the managers of teams that ask a model
+for the next speaker, and agents written on ``autogen_core`` alone). Model calls are recorded on the wire, as AutoGen
+reports them only when they are over; a call that bypasses the wire gets a span of its own. The runtime's spans, one
+per message, are left out.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from agl.tracing import OtelTracer, Undo
 
 
 class AutoGenTracer(Tracer):
-    """Observes AutoGen; see the module. Several may be installed at once, the process is patched once."""
+    """Observes AutoGen; see the module. Several may be installed at once; they share the patches."""
 
     _installed: ClassVar[set["AutoGenTracer"]] = set()
     _undo: ClassVar[list[Undo]] = []
@@ -33,14 +33,14 @@ class AutoGenTracer(Tracer):
         self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Restore AutoGen once no tracer is installed any more."""
+        """Restore AutoGen when the last tracer is uninstalled."""
         self._otel.uninstall()
         self._installed.discard(self)
         while self._undo and not self._installed:
             self._undo.pop()()
 
     def current_span_id(self) -> str | None:
-        """Id of the agent's or tool's span that is current, by OpenTelemetry's context."""
+        """Id of the agent's or tool's span that is current in OpenTelemetry's context."""
         return self._otel.current_span_id()
 
     def worker_env(self) -> Mapping[str, str]:

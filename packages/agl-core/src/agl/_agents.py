@@ -34,7 +34,7 @@ class Tracers:
 
 
 class _CurrentTracers:
-    """Gives the tracers of the running attempt; an agent that sets an attribute of this name has its own."""
+    """The tracers of the running attempt, as an attribute that an agent's own of this name replaces."""
 
     def __get__(self, agent: object, owner: type) -> Tracers:
         capture = current()
@@ -58,7 +58,7 @@ class LitAgent(Generic[T]):
 
         Args:
             task: One row of the dataset, without its hidden fields.
-            resources: What the experiment tunes or provides, by name: ``LLM``, ``PromptTemplate`` and so on.
+            resources: The resources that the experiment tunes or provides, by name: ``LLM``, ``PromptTemplate`` ...
             rollout: The record of this run, hidden fields removed.
 
         Returns:

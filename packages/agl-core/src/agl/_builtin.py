@@ -1,4 +1,4 @@
-"""The core's own components, registered through the same hooks as everybody else's. Imports none of them."""
+"""The core's own components, registered through the same hooks as a plugin's and imported when they are built."""
 
 from collections.abc import Iterable
 

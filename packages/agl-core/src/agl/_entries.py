@@ -1,6 +1,6 @@
-"""The records of plugins: the components that they register, and how each plugin fares.
+"""The records of plugins: the components that they register, and the status of each plugin.
 
-A component is a name, a lazy factory and one line of help. Nothing here imports what it names.
+A component is a name, a lazy factory and one line of help. Nothing here imports a component.
 """
 
 from collections.abc import Callable
@@ -117,7 +117,7 @@ class PluginStatus(Record, frozen=True, kw_only=True):
         name: The entry point's name.
         distribution: The installed distribution; ``""`` for a plugin that was registered as an object.
         version: The distribution's version.
-        module: What the entry point names.
+        module: The module that the entry point names.
         state: ``loaded``, ``broken`` (quarantined; see ``error``) or ``disabled``.
         components: ``"<kind> <name>"`` of everything that it registered, or would have.
         error: Why it is broken, as one paragraph with the remedy.

@@ -1,6 +1,6 @@
-"""The hooks. Provider hooks return records; observer hooks only watch, and their failures harm nobody.
+"""The hooks. Provider hooks return records; observer hooks only watch, and their failures stop nothing.
 
-Hooks are synchronous and do no work: what they name is built when it is asked for.
+Hooks are synchronous and do no work: the components that they name are built on request.
 Write ``from agl import hookimpl`` and define functions with these names in the module that the ``agl`` entry point
 names. That module imports ``agl`` and the standard library only.
 """
@@ -36,7 +36,7 @@ class AglSpec:
 
     @hookspec
     def agl_tracers(self) -> Iterable[TracerEntry]:  # pyright: ignore[reportReturnType]  # specification only
-        """Tracers, one per framework, asked for when plugins load.
+        """Tracers, one per framework; called when plugins load.
 
         .. code-block:: python
 

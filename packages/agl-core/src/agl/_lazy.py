@@ -1,4 +1,4 @@
-"""Public names that are imported when they are first used, so that a package costs what is used of it."""
+"""Imports public names on first use, so that importing a package stays cheap."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A module's ``__getattr__``: imports a name from its home, and keeps it as an attribute of the package.
+    """Make a module's ``__getattr__``, which imports a name from its home and keeps it on the package.
 
     Args:
         package: The package's ``__name__``.

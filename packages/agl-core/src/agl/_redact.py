@@ -1,4 +1,4 @@
-"""Takes secrets out of text before it reaches a span or a log."""
+"""Removes secrets from text before it reaches a span or a log."""
 
 import re
 

@@ -86,7 +86,7 @@ def algorithm(
     """An algorithm of any plugin by its registered name: ``algorithm("rft", tunes="writer", min_reward=1.0)``.
 
     Args:
-        use: Such as ``"grpo"``; ``agl plugins list`` prints them.
+        use: The registered name, such as ``"grpo"``; ``agl plugins list`` prints all.
         config: Its parameters as one mapping, besides those given as keyword arguments.
         tunes: The resource or resources that it tunes; by default the only one that it can tune.
         name: Its name within the experiment, where two are of one kind.
@@ -100,7 +100,7 @@ def algorithm(
     """
     twice = sorted(set(config or ()) & params.keys())
     if twice:
-        raise ConfigError(f"the algorithm {use!r} gets {twice} both in its mapping and as keyword; give each once")
+        raise ConfigError(f"the algorithm {use!r} gets {twice} both in its mapping and as a keyword; give each once")
     return AlgorithmConfig(
         use=use,
         tunes=(tunes,) if isinstance(tunes, str) else tuple(tunes),

@@ -8,7 +8,7 @@
     │   ├── UnknownComponentError
     │   ├── DuplicateComponentError
     │   └── BrokenPluginError
-    ├── StoreError               the store refused or could not do what was asked
+    ├── StoreError               the store refused the operation or could not do it
     │   ├── NotFoundError        an id that the store does not know
     │   ├── ConflictError        the same id with other content, or a state that forbids the change
     │   ├── FencedError          the attempt is no longer the caller's
@@ -81,15 +81,15 @@ class BrokenPluginError(PluginError):
 
 
 class StoreError(AglError):
-    """The store refused or could not do what was asked."""
+    """The store refused the operation or could not do it."""
 
 
 class NotFoundError(StoreError):
     """The store does not know an id.
 
     Attributes:
-        kind: What was looked for, such as ``rollout``.
-        key: The id that is unknown.
+        kind: The kind of thing, such as ``rollout``.
+        key: The unknown id.
     """
 
     def __init__(self, kind: str, key: str, hint: str = "") -> None:
@@ -103,7 +103,7 @@ class ConflictError(StoreError):
 
 
 class FencedError(StoreError):
-    """The attempt was lost or decided by somebody else; its late write was refused."""
+    """The attempt was lost or already decided; the late write was refused."""
 
 
 class SchemaVersionError(StoreError):

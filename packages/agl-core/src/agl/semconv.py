@@ -1,7 +1,7 @@
-"""Names of span attributes: the GenAI semantic conventions (development snapshot of late 2026), and our own.
+"""Names of span attributes: the GenAI semantic conventions (development snapshot of late 2026), and agl's own.
 
-The conventions moved to a repository of their own and still change, so the constants are kept here. What they lack
-is named ``agl.*``. Rollout and attempt ids are fields of the span, not attributes.
+The conventions moved to a repository of their own and still change, so the constants are kept here. Attributes that
+they lack are named ``agl.*``. Rollout and attempt ids are fields of the span, not attributes.
 """
 
 OPERATION = "gen_ai.operation.name"
@@ -54,7 +54,7 @@ OP_HANDOFF = "handoff"
 OP_EVALUATE = "evaluate"
 
 OUTPUT = "agl.output"
-"""On the root span: what the agent returned, where that is no reward."""
+"""On the root span: the agent's return value, unless it is a reward."""
 
 ROOT_SPAN_NAME = "rollout"
-"""Name of the span around the whole attempt; the parent of spans that have no other."""
+"""Name of the span around the whole attempt; the parent of spans without another one."""

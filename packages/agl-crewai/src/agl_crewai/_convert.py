@@ -1,4 +1,4 @@
-"""The one place where CrewAI's events become what a span says."""
+"""Converts CrewAI's events to span attributes; no other module of this package reads them."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,21 +13,21 @@ _UNKNOWN_ERROR = "_OTHER"
 """The conventions' value of ``error.type`` where an error has no type; CrewAI keeps most errors as text."""
 
 _IDENTITY = ("flow_name", "method_name", "crew_name", "tool_name", "call_id")
-"""What the two events of one scope have in common, as far as they have it."""
+"""Fields that are equal in the two events of one scope, where both have them."""
 
 
 def span_id(event_id: str) -> str:
-    """The id of the span of the event with this id, a UUID: half of its digits."""
+    """The id of an event's span: half of the digits of the event's id, a UUID."""
     return event_id.replace("-", "")[:16]
 
 
 def time_of(event: Any) -> int:
-    """When the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
+    """The time at which the event was emitted, in Unix nanoseconds; its handler runs somewhat later."""
     return int(event.timestamp.timestamp() * 1_000_000) * 1000
 
 
-def belong(start: Any, end: Any) -> bool:
-    """Whether ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
+def is_pair(start: Any, end: Any) -> bool:
+    """True if ``end`` can be the end of ``start``: CrewAI pairs them wrongly after some failures."""
     if VALID_EVENT_PAIRS.get(end.type, start.type) != start.type:
         return False
     before, after = _fields(start), _fields(end)
@@ -35,12 +35,12 @@ def belong(start: Any, end: Any) -> bool:
 
 
 def _fields(event: Any) -> dict[str, Any]:
-    """What the event has; asking a pydantic model for a field that it lacks is slow."""
+    """The event's fields as a dict, because asking a pydantic model for a field that it lacks is slow."""
     return cast("dict[str, Any]", vars(event))
 
 
 def about_start(source: Any, event: Any) -> dict[str, Any]:
-    """What the scope that ``event`` begins is about; ``source`` emitted it, a model call's is its client."""
+    """The subject of the scope that ``event`` begins; ``source`` emitted the event, a model call's is its client."""
     describe = _STARTS.get(event.type)
     found: dict[str, Any] = {"operation": event.type.removesuffix("_started"), **(describe(event) if describe else {})}
     if event.type != "llm_call_started":
@@ -51,7 +51,7 @@ def about_start(source: Any, event: Any) -> dict[str, Any]:
 
 
 def about_end(event: Any) -> dict[str, Any]:
-    """How the scope that ``event`` ends went, as arguments of ``close``."""
+    """The outcome of the scope that ``event`` ends, as arguments of ``close``."""
     found: dict[str, Any] = {"end_ns": time_of(event)}
     if event.type == "tool_usage_finished":
         found["result"] = event.output
@@ -74,7 +74,7 @@ def _method(event: Any) -> dict[str, Any]:
 
 
 def _task(event: Any) -> dict[str, Any]:
-    """A task's name is a node's. Its description, CrewAI's name of a task that has none, is too long for one."""
+    """A task as a node of that name; its description, CrewAI's name for an unnamed task, is too long for one."""
     return {"operation": "invoke_task", "node": getattr(event.task, "name", None)}
 
 
@@ -119,7 +119,7 @@ _STARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _error(end: Any) -> object | None:
-    """What went wrong: a failing event's error, or a failure that a tool reported without raising."""
+    """The error of a failing event, or a failure that a tool reported without raising."""
     if end.type.endswith(_FAILED):
         return _fields(end).get("error") or end.type
     return _fields(end).get("failure")

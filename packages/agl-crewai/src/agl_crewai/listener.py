@@ -1,6 +1,6 @@
-"""Hears CrewAI's events and records spans: the start of a scope and its end, in whatever order they arrive.
+"""Records spans from CrewAI's events, which may arrive in any order.
 
-Handlers run in a copy of the emitter's context, so the rollout is the one that is current there.
+Handlers run in a copy of the emitter's context, so the current rollout there is the emitter's.
 """
 
 import importlib
@@ -31,8 +31,8 @@ _UNENDED = "CrewAI did not end it"
 
 
 @dataclass(frozen=True)
-class _Open:
-    """A scope that has begun: in which attempt, with which event, and its span."""
+class _OpenScope:
+    """A scope that has begun: its attempt, its first event and its span."""
 
     attempt: ActiveAttempt
     event: BaseEvent
@@ -44,29 +44,29 @@ class Listener:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _OpenScope] = {}
         self._early: dict[str, tuple[ActiveAttempt, BaseEvent]] = {}
 
     def listen(self) -> Undo:
-        """Register with the bus; the returned function takes the handlers off again."""
+        """Register with the bus; the returned function removes the handlers."""
         kinds = event_kinds()
         for kind in kinds:
-            crewai_event_bus.on(kind)(self.hear)
+            crewai_event_bus.on(kind)(self.handle)
 
         def undo() -> None:
             for kind in kinds:
-                crewai_event_bus.off(kind, self.hear)
+                crewai_event_bus.off(kind, self.handle)
 
         return undo
 
-    def hear(self, source: Any, event: BaseEvent) -> None:
-        """One event of the bus; ``source`` is who emitted it."""
+    def handle(self, source: Any, event: BaseEvent) -> None:
+        """Handle one event of the bus, which ``source`` emitted."""
         attempt = current()
         if attempt is None:
             return
         try:
             if event.type in SCOPE_STARTING_EVENTS:
-                self._begin(_Open(attempt, event, _open_span(source, event)))
+                self._begin(_OpenScope(attempt, event, _open_span(source, event)))
             else:
                 self._end(attempt, event)
         except Exception:  # noqa: BLE001  # isolation point: CrewAI would print it into the agent's output
@@ -82,7 +82,7 @@ class Listener:
         crewai_event_bus.flush(timeout=timeout_s)
 
     def close(self, attempt: ActiveAttempt) -> None:
-        """Record what ``attempt`` left open: scopes that CrewAI does not end when something in them fails."""
+        """Record the scopes that ``attempt`` left open: CrewAI does not end some of them after a failure."""
         with self._lock:
             left = [opened for opened in self._open.values() if opened.attempt is attempt]
             for opened in left:
@@ -91,10 +91,10 @@ class Listener:
         for opened in left:
             opened.span.close(_UNENDED, end_ns=0)
 
-    def _begin(self, opened: _Open) -> None:
+    def _begin(self, opened: _OpenScope) -> None:
         with self._lock:
             _, end = self._early.pop(opened.event.event_id, (None, None))
-            if end is None or not _convert.belong(opened.event, end):
+            if end is None or not _convert.is_pair(opened.event, end):
                 self._open[opened.event.event_id] = opened
                 return
         opened.span.close(**_convert.about_end(end))
@@ -109,10 +109,10 @@ class Listener:
             opened.span.close(**_convert.about_end(event))
 
     def _started_id(self, event: BaseEvent) -> str:
-        """The event that ``event`` ends: CrewAI's answer, or further out, where CrewAI left an inner scope open."""
+        """Id of the event that ``event`` ends: CrewAI's answer, or an outer one where CrewAI left a scope open."""
         started_id = event.started_event_id or ""
         opened = self._open.get(started_id)
-        while opened is not None and not _convert.belong(opened.event, event):
+        while opened is not None and not _convert.is_pair(opened.event, event):
             started_id = opened.event.parent_event_id or ""
             opened = self._open.get(started_id)
         return started_id
@@ -134,7 +134,7 @@ def _is_scope(value: object) -> bool:
 
 
 def _open_span(source: Any, event: BaseEvent) -> OpenSpan:
-    """The span of a scope that begins: within the scope around it, or what was opened in that by somebody else."""
+    """Open a scope's span within the enclosing scope, or within a foreign span that was opened inside that."""
     with within_scope(event.parent_event_id):
         parent = current_span_id()
     return open_span(
@@ -148,7 +148,7 @@ def _open_span(source: Any, event: BaseEvent) -> OpenSpan:
 
 @contextmanager
 def within_scope(event_id: str | None) -> Generator[None]:
-    """Let the scope that this event began be CrewAI's current one; with ``None`` none is."""
+    """Make the scope of this event CrewAI's current one; ``None`` for no scope."""
     from crewai.events import event_context
 
     stack = cast("Any", event_context)._event_id_stack

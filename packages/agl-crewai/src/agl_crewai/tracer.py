@@ -1,11 +1,11 @@
-"""Who acted in a CrewAI run, from the events of CrewAI's bus.
+"""Attributes model calls to agents in CrewAI, from the events of CrewAI's bus.
 
-Every event that opens a scope becomes a span whose id is derived from the event's own id. So the id is known where
+Every event that opens a scope becomes a span whose id is derived from the event's own id. So the id is known when
 a model call leaves, although CrewAI runs handlers later, on other threads and in any order. Model calls are recorded
-on the wire; the span of a call's event only says within which agent it was made.
+on the wire; the span of a call's event only gives the agent that made it.
 
 CrewAI's telemetry, its trace uploads and its version check are off while a tracer is installed, through its own
-environment variables; ``OTEL_SDK_DISABLED`` is left alone, as it would silence everybody's tracing.
+environment variables; ``OTEL_SDK_DISABLED`` is left alone, as it would silence all tracing of the process.
 """
 
 import os
@@ -29,7 +29,7 @@ _SCOPE_END_S = 5.0
 
 
 class CrewAITracer(Tracer):
-    """Observes CrewAI; see the module. Several may be installed at once, one listener serves them all."""
+    """Observes CrewAI; see the module. Several may be installed at once; one listener serves them all."""
 
     _installed: ClassVar[set["CrewAITracer"]] = set()
     _undo: ClassVar[list[Undo]] = []
@@ -47,13 +47,13 @@ class CrewAITracer(Tracer):
         self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Stop listening once no tracer is installed any more."""
+        """Stop listening when the last tracer is uninstalled."""
         self._installed.discard(self)
         while self._undo and not self._installed:
             self._undo.pop()()
 
     def current_span_id(self) -> str | None:
-        """Id of the innermost event's span in this context: a model call, tool, agent, task, crew or flow."""
+        """Id of the innermost span of CrewAI here: of a model call, tool, agent, task, crew or flow."""
         if current() is None or self not in self._installed or self._listener is None:
             return None
         return self._listener.current_span_id()
@@ -70,7 +70,7 @@ class CrewAITracer(Tracer):
 
 @contextmanager
 def _observe(attempt: ActiveAttempt) -> Generator[None]:
-    """One attempt: begins outside of every scope, as CrewAI leaves some open after a failure, and leaves none open."""
+    """Start an attempt outside every scope, as CrewAI leaves some open after a failure; close its own at the end."""
     from agl_crewai.listener import within_scope
 
     listener = CrewAITracer._listener  # pyright: ignore[reportPrivateUsage]  # this module's own

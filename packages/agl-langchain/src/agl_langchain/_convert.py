@@ -1,7 +1,7 @@
-"""LangChain's and LangGraph's objects as what a span says; nothing else in this package looks into them.
+"""Converts LangChain's and LangGraph's objects to span attributes; no other module of this package reads them.
 
-Names that a person wrote (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name`` and ``agl.node``;
-names that the libraries made up do not, so that they select nothing by accident.
+Names that a person chose (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name`` and ``agl.node``.
+Names that the libraries made up do not, so that they select nothing by accident.
 """
 
 import sys
@@ -15,19 +15,19 @@ _AGENT_NODES = frozenset({"model", "agent"})
 """Nodes in which the agents of ``create_agent`` and ``create_react_agent`` call their model."""
 
 _PREBUILT_NODES = _AGENT_NODES | {"tools"}
-"""Names that such an agent gives to its nodes; they say nothing where a person named something around it."""
+"""Names that such an agent gives to its nodes; they are ignored where a person named an enclosing run."""
 
 _URLS = ("base_url", "openai_api_base", "anthropic_api_url", "azure_endpoint", "endpoint_url", "endpoint")
-"""Under which names LangChain's chat models keep the address that they call."""
+"""The attributes in which LangChain's chat models keep the address that they call."""
 
 INTERRUPT = "agl.interrupt"
-"""Why a graph stopped to be resumed later, such as ``GraphInterrupt``."""
+"""The reason why a graph stopped to be resumed later, such as ``GraphInterrupt``."""
 
 _END = "__end__"
 
 
 def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_type: str | None) -> None:
-    """Say what kind of run a chain is, now that its place is known."""
+    """Set the kind of a chain's run, once its place in the tree is known."""
     run.is_named = run_type is None and not run.name.startswith(_MADE_UP)
     run.is_graph_node = any(tag.startswith("graph:step:") for tag in tags)
     if metadata.get("lc_agent_name") == run.name and run.is_named:
@@ -42,7 +42,7 @@ def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_
 
 
 def _enter_graph(node: Run) -> None:
-    """Know a graph by its first node: the agents of older releases do not say that they are agents."""
+    """Recognise a graph by its first node, because older releases do not mark their agents as agents."""
     graph = node.parent
     if graph is None:
         return
@@ -60,7 +60,7 @@ def _enter_graph(node: Run) -> None:
 def about_model(
     serialized: Mapping[str, Any], metadata: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Which model is called, through which class, and at which server, as far as the settings say."""
+    """The called model, the client's class and the server, as far as the settings name them."""
     path, settings = serialized.get("id"), serialized.get("kwargs")
     names: list[Any] = cast("list[Any]", path) if isinstance(path, list) else []
     given: Mapping[str, Any] = cast("Mapping[str, Any]", settings) if isinstance(settings, dict) else {}
@@ -74,7 +74,7 @@ def about_model(
 
 
 def about_output(run: Run, output: Any) -> dict[str, Any]:
-    """What a run returned, where that says more than the model calls do, as arguments of ``close``."""
+    """A run's output as arguments of ``close``, where it adds to what the model calls record."""
     target = _target(output)
     run.hand_off(target)
     if run.kind != "tool" or target:
@@ -85,7 +85,7 @@ def about_output(run: Run, output: Any) -> dict[str, Any]:
 
 
 def about_error(run: Run, error: BaseException) -> dict[str, Any]:
-    """What a run raised, as arguments of ``close``; a hand-off and an interrupt are no errors."""
+    """A run's exception as arguments of ``close``; hand-offs and interrupts are not errors."""
     errors = sys.modules.get("langgraph.errors")
     if errors is None or not isinstance(error, errors.GraphBubbleUp):
         return {"error": error}
@@ -97,7 +97,7 @@ def about_error(run: Run, error: BaseException) -> dict[str, Any]:
 
 
 def _target(output: Any) -> str:
-    """Where a command sends the graph next, ``""`` if it is none or ends the graph."""
+    """The node that a command sends the graph to, ``""`` if ``output`` is no command or ends the graph."""
     types = sys.modules.get("langgraph.types")
     if types is None:
         return ""

@@ -1,7 +1,7 @@
-"""The callback handler: LangChain's events become runs, and runs have spans.
+"""The callback handler, which turns LangChain's events into runs and their spans.
 
-It runs inline, in the task or thread that does the work, so that the run that is noted when a model is called is
-there when the request leaves. Nothing here raises: what goes wrong is logged, and the run ends.
+It runs inline, in the task or thread that does the work, so that the run noted at the start of a model call is known
+when the request leaves. Nothing here raises: failures are logged, and the run ends.
 """
 
 import logging
@@ -27,7 +27,7 @@ _MODEL: ContextVar[Run | None] = ContextVar("agl_langchain_model", default=None)
 
 
 def _harmless(callback: F) -> F:
-    """Log what a callback raises: it runs inside the agent's own call."""
+    """Log a callback's exception instead of raising it, because callbacks run inside the agent's own call."""
 
     @wraps(callback)
     def call(*args: Any, **kwargs: Any) -> None:
@@ -49,17 +49,17 @@ class RunHandler(BaseCallbackHandler):
 
     def current_run(self) -> Run | None:
         """The innermost run of this context that has a span."""
-        attempt, inside = current(), _running()
+        attempt, running = current(), _running()
         if attempt is None:
             return None
         model = _MODEL.get()
-        if model is not None and model.within == inside and model.attempt is attempt and _is_open(model):
+        if model is not None and model.caller == running and model.attempt is attempt and _is_open(model):
             return model
-        run = None if inside is None else self._runs.get(inside)
+        run = None if running is None else self._runs.get(running)
         return run.recorded() if run is not None and run.attempt is attempt else None
 
     def forget(self, attempt: ActiveAttempt) -> None:
-        """The attempt has ended, and with it the runs that it left open."""
+        """Forget the runs that an ended attempt left open."""
         for run_id, run in tuple(self._runs.items()):
             if run.attempt is attempt:
                 self._runs.pop(run_id, None)
@@ -114,7 +114,7 @@ class RunHandler(BaseCallbackHandler):
         run = self._new(run_id, parent_run_id, kind="model", name=str(details.get("name") or ""))
         if run is not None:
             run.describe(**about_model(serialized or {}, metadata or {}, details.get("invocation_params") or {}))
-            run.within = _running()
+            run.caller = _running()
             _MODEL.set(run)
 
     def on_llm_start(self, serialized: Mapping[str, Any] | None, prompts: Any, **details: Any) -> None:
@@ -176,11 +176,13 @@ class RunHandler(BaseCallbackHandler):
         parent = None if parent_run_id is None else self._runs.get(parent_run_id)
         if parent is not None and parent.attempt is not attempt:
             parent = None
-        run = self._runs[run_id] = Run(attempt=attempt, parent=parent, above=self._above(parent), **fields)
+        run = self._runs[run_id] = Run(
+            attempt=attempt, parent=parent, outer_span_id=self._outer_span_id(parent), **fields
+        )
         return run
 
-    def _above(self, parent: Run | None) -> str | None:
-        """The span around a new run where LangChain does not know it, else ``None``."""
+    def _outer_span_id(self, parent: Run | None) -> str | None:
+        """The span that encloses a new run where LangChain does not know it, else ``None``."""
         if parent is None:
             return current_span_id()
         around = self.current_run()
@@ -190,7 +192,7 @@ class RunHandler(BaseCallbackHandler):
         return None if span_id == around.span.span_id else span_id
 
     def _end(self, run_id: UUID, about: Callable[[Run], dict[str, Any]]) -> None:
-        """Close the run's span with what ``about`` says of its end, as far as that can be read."""
+        """Close the run's span with the arguments that ``about`` makes of the run's end, if it can."""
         run = self._runs.pop(run_id, None)
         if run is None or run.span is None:
             return
@@ -211,7 +213,7 @@ def _name(details: Mapping[str, Any], serialized: Mapping[str, Any] | None) -> s
 
 
 def _running() -> UUID | None:
-    """The run whose code runs here, from the configuration that LangChain hands down; ``None`` outside of any."""
+    """Id of the run whose code is running, from the configuration that LangChain passes down; ``None`` outside runs."""
     config = var_child_runnable_config.get()
     callbacks = config.get("callbacks") if config else None
     return callbacks.parent_run_id if isinstance(callbacks, BaseCallbackManager) else None

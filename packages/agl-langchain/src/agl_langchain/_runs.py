@@ -1,7 +1,7 @@
-"""The runs that LangChain has started and not ended: what each is, and where it belongs.
+"""The open runs of LangChain, with their kinds and their places in the tree of spans.
 
-Runs of kind ``pass`` (LangChain's own plumbing, such as prompts, parsers and unnamed sequences) have no span: what
-happens in them belongs to the nearest run around them that has one.
+Runs of kind ``pass`` (LangChain's own plumbing, such as prompts, parsers and unnamed sequences) have no span. Their
+children belong to the nearest enclosing run that has one.
 """
 
 import time
@@ -30,14 +30,14 @@ class Run:
 
     Attributes:
         attempt: The attempt that it started in.
-        kind: What it is; a chain's kind may change when its first node starts.
-        name: What the framework calls it.
+        kind: Its kind; a chain's may change when its first node starts.
+        name: The framework's name for it.
         is_named: Whether a person chose the name.
         is_graph_node: Whether it is a node of a LangGraph graph.
-        parent: The run that it was started in, if that belongs to the same attempt.
-        above: The span that it started in where that is none of LangChain's: an operation, another framework's, or
+        parent: The enclosing run, if it belongs to the same attempt.
+        outer_span_id: The enclosing span where LangChain did not make it: an operation's, another framework's, or
             the attempt's root.
-        within: The run whose code was running when a model was called.
+        caller: The run whose code called the model.
         span: Its span, ``None`` while its kind is ``pass``.
         handed_off: Whether a hand-off that passes through it is recorded already.
     """
@@ -48,14 +48,14 @@ class Run:
     is_named: bool = False
     is_graph_node: bool = False
     parent: "Run | None" = None
-    above: str | None = None
-    within: UUID | None = None
+    outer_span_id: str | None = None
+    caller: UUID | None = None
     span: OpenSpan | None = None
     start_ns: int = field(default_factory=time.time_ns)
     handed_off: bool = False
 
     def describe(self, **about: Any) -> None:
-        """Open the span if the run has none yet, and say in it what the run is."""
+        """Open the run's span if it has none yet, and set its name and attributes."""
         if self.kind == "pass":
             return
         operation, named = _OPERATIONS[self.kind], self.name if self.is_named else None
@@ -73,20 +73,20 @@ class Run:
         )
 
     def recorded(self) -> "Run | None":
-        """This run, or the nearest one around it that has a span."""
+        """This run, or the nearest enclosing one that has a span."""
         run: Run | None = self
         while run is not None and run.span is None:
             run = run.parent
         return run
 
     def parent_id(self) -> str:
-        """Id of the span around this run's."""
+        """Id of the span that encloses this run's."""
         run: Run = self
-        while run.above is None and run.parent is not None:
+        while run.outer_span_id is None and run.parent is not None:
             run = run.parent
             if run.span is not None:
                 return run.span.span_id
-        return run.above or run.attempt.root_span_id
+        return run.outer_span_id or run.attempt.root_span_id
 
     def owner(self) -> str:
         """Name of the agent that this run belongs to; without one the nearest node's; ``""`` if neither is known."""
@@ -101,7 +101,7 @@ class Run:
         return node
 
     def is_within_node(self) -> bool:
-        """Whether a graph's node or an agent encloses this run, up to the nearest tool."""
+        """True if a graph's node or an agent encloses this run within the nearest tool."""
         run = self.parent
         while run is not None and run.kind != "tool":
             if run.is_graph_node or run.kind == "agent":
@@ -110,7 +110,7 @@ class Run:
         return False
 
     def hand_off(self, target: str) -> None:
-        """Record a hand-off on the run that makes it; it then passes through the runs around it."""
+        """Record a hand-off on this run, and mark the enclosing runs so that none records it again."""
         if not target or self.handed_off or self.span is None:
             return
         self.span.set(source=self.owner(), target=target)

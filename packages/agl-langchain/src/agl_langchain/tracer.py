@@ -1,8 +1,8 @@
-"""Who made each model call in LangChain and LangGraph, through the callbacks that both report to.
+"""Attributes model calls to agents and nodes in LangChain and LangGraph, through the callbacks that both report to.
 
-The handler is handed to LangChain through a context variable that is set around each attempt, so that agents need no
-change, nothing is observed outside rollouts, and uploads to LangSmith are off inside them. The model calls
-themselves are recorded by the gateway or the wire hook; the ``chat`` spans made here say where they belong.
+LangChain finds the handler in a context variable that is set around each attempt. So agents need no change, nothing
+is observed outside rollouts, and uploads to LangSmith are off inside them. The gateway or the wire hook records the
+model calls themselves; the ``chat`` spans made here give their place.
 """
 
 from collections.abc import Generator, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agl_langchain._handler import RunHandler
 
 _HANDLER: ContextVar["RunHandler | None"] = ContextVar("agl_langchain_handler", default=None)
-"""Read by LangChain whenever a run starts; set within attempts only."""
+"""The handler that LangChain calls when a run starts; set within attempts only."""
 
 
 class LangChainTracer(Tracer):
@@ -28,9 +28,9 @@ class LangChainTracer(Tracer):
         self._undo: Undo | None = None
 
     def get_langchain_handler(self) -> "RunHandler":
-        """The callback handler, for who prefers to pass it: ``config={"callbacks": [handler]}``.
+        """The callback handler, for agents that pass it themselves: ``config={"callbacks": [handler]}``.
 
-        Passing it where the tracer is installed as well changes nothing: no run is recorded twice.
+        No run is recorded twice where the tracer is installed as well.
         """
         if self._handler is None:
             from agl_langchain._handler import RunHandler  # loads LangChain
@@ -48,7 +48,7 @@ class LangChainTracer(Tracer):
             self._undo = around_attempts(self._observe)
 
     def uninstall(self) -> None:
-        """Take the hook back; attempts that run are no longer observed."""
+        """Remove the hook; running attempts are no longer observed."""
         if self._undo is not None:
             self._undo()
             _unregister(_HANDLER)
@@ -60,7 +60,7 @@ class LangChainTracer(Tracer):
         return None if run is None or run.span is None else run.span.span_id
 
     def worker_env(self) -> Mapping[str, str]:
-        """LangSmith's uploads off, under both of its names."""
+        """The variables, old and new, that turn LangSmith's uploads off."""
         return {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}
 
     @contextmanager
@@ -79,7 +79,7 @@ class LangChainTracer(Tracer):
 
 
 def _unregister(variable: ContextVar[Any]) -> None:
-    """LangChain offers no way back; a hook that stays behind would find the variable empty outside attempts."""
+    """Remove the hook by hand, as LangChain offers no way; one left behind would find the variable empty."""
     from langchain_core.tracers import context
 
     hooks: list[tuple[Any, ...]] = getattr(context, "_configure_hooks", [])

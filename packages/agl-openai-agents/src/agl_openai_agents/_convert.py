@@ -1,4 +1,4 @@
-"""The SDK's spans and traces as what a span of ours says; nothing else in this package looks into them."""
+"""Converts the SDK's spans and traces to span attributes; no other module of this package reads them."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,23 +8,23 @@ from agl.tracing import ActiveAttempt, OpenSpan, open_span
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_PASSED = frozenset({"task", "turn"})
-"""Kinds that only divide an agent's work; what happens in them belongs to the span around them."""
+_SPANLESS = frozenset({"task", "turn"})
+"""Kinds that only divide an agent's work; their children belong to the enclosing span."""
 
 _OPERATIONS = {"mcp_tools": "list_tools"}
-"""Operations that the SDK has other names for."""
+"""The conventions' names of operations that the SDK names differently."""
 
 
-def is_passed(source: Any) -> bool:
-    """Whether a span or trace of the SDK's gets no span."""
+def has_no_span(source: Any) -> bool:
+    """True for a span of the SDK that is not recorded."""
     data = getattr(source, "span_data", None)
     return data is not None and (
-        data.type in _PASSED or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
+        data.type in _SPANLESS or (data.type == "custom" and "sdk_span_type" in (data.data or {}))
     )
 
 
 def open_from(source: Any, attempt: ActiveAttempt, parent: str | None) -> OpenSpan:
-    """The span of a span or trace of the SDK's that starts now."""
+    """Open a span for a span or trace of the SDK that starts now."""
     data = getattr(source, "span_data", None)
     is_own = data is not None and data.type == "custom"
     return open_span(
@@ -38,7 +38,7 @@ def open_from(source: Any, attempt: ActiveAttempt, parent: str | None) -> OpenSp
 
 
 def about(source: Any) -> dict[str, Any]:
-    """What a span or trace is about, as far as the SDK says it by now; of a program's own spans only the name."""
+    """The subject of a span or trace, as far as the SDK knows it by now; nothing for a program's own spans."""
     data = getattr(source, "span_data", None)
     if data is None:
         group = getattr(source, "group_id", None)
@@ -59,7 +59,7 @@ def about(source: Any) -> dict[str, Any]:
 
 
 def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
-    """Why a span failed, as arguments of ``close``; a hand-off is no error."""
+    """A span's error as arguments of ``close``; a hand-off is not an error."""
     if raised is not None:
         return {"error": raised}
     error = cast("Mapping[str, Any] | None", getattr(source, "error", None))
@@ -72,7 +72,7 @@ def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
 
 
 def _name(data: Any) -> str:
-    """The whole name of a span that is about nothing that names it."""
+    """The whole name of a span that has no subject to be named after, else ``""``."""
     if data.type in ("agent", "function", "handoff", "generation", "response"):
         return ""
     name = str(getattr(data, "name", None) or "")
@@ -84,6 +84,6 @@ def _model_of(data: Any) -> str:
 
 
 def _server_of(data: Any) -> str:
-    """Where the model is called, as far as the SDK says it."""
+    """The URL of the model's server, ``""`` where the SDK does not say it."""
     settings = cast("Mapping[str, Any]", getattr(data, "model_config", None) or {})
     return str(settings.get("base_url") or "")

@@ -1,4 +1,4 @@
-"""The trace processor: inside rollouts the SDK's spans become ours, outside they go where they went before."""
+"""The trace processor: records the SDK's spans inside rollouts, and forwards them to other processors outside."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
 from agl.tracing import ActiveAttempt, OpenSpan, current, current_span_id
-from agl_openai_agents._convert import about, about_error, is_passed, open_from
+from agl_openai_agents._convert import about, about_error, has_no_span, open_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,13 +17,13 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Open:
-    """A span or a trace of the SDK's that has started.
+class _StartedSpan:
+    """A span or a trace of the SDK that has started.
 
     Attributes:
-        span: Its span, ``None`` for one that gets none.
-        span_id: Id of the span in which its calls are made: its own, or the one around it.
-        raised: The exception that was being handled when it started: not one of its own.
+        span: The span that records it, ``None`` for one that is not recorded.
+        span_id: Id of the span that its calls belong to: its own, or the enclosing one.
+        raised: The exception that was already being handled when it started, and so is not its own.
     """
 
     attempt: ActiveAttempt
@@ -32,24 +32,24 @@ class _Open:
     raised: BaseException | None
 
 
-class RolloutProcessor(TracingProcessor):
-    """Takes the spans that start inside a rollout; ``others`` get all the rest.
+class AgentsProcessor(TracingProcessor):
+    """Records the spans that start inside a rollout; forwards all other spans to ``others``.
 
-    Nothing of ours is raised: the SDK calls it inside the agent's own run.
+    Its own failures are logged and never raised, because the SDK calls it inside the agent's own run.
 
     Attributes:
-        others: The processors that were there before.
+        others: The processors that were installed before.
         is_on: Whether rollouts are observed.
-        is_forwarding: Whether the others get what happens outside rollouts; not where tracing was turned off.
+        is_forwarding: Whether the others get spans from outside rollouts; False where the program disabled tracing.
     """
 
     def __init__(self) -> None:
         self.others: Sequence[TracingProcessor] = ()
         self.is_on = True
         self.is_forwarding = True
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, _StartedSpan] = {}
 
-    def current_open(self) -> _Open | None:
+    def current_started(self) -> _StartedSpan | None:
         """The innermost span of this context, or its trace, that belongs to the current attempt."""
         attempt = current()
         if attempt is None:
@@ -65,42 +65,42 @@ class RolloutProcessor(TracingProcessor):
         """A workflow began."""
         attempt = current()
         if attempt is None or not self.is_on:
-            self._tell("on_trace_start", trace)
+            self._forward("on_trace_start", trace)
         else:
             self._start(trace.trace_id, trace, attempt)
 
     def on_trace_end(self, trace: Trace) -> None:
         """A workflow ended."""
         if not self._end(trace.trace_id, trace):
-            self._tell("on_trace_end", trace)
+            self._forward("on_trace_end", trace)
 
     def on_span_start(self, span: Span[Any]) -> None:
         """An agent, a model call, a tool, a hand-off or a part of one began."""
         attempt = current()
         if attempt is None or not self.is_on:
-            self._tell("on_span_start", span)
+            self._forward("on_span_start", span)
         else:
             self._start(span.span_id, span, attempt)
 
     def on_span_end(self, span: Span[Any]) -> None:
-        """It ended."""
+        """An agent, a model call, a tool, a hand-off or a part of one ended."""
         if not self._end(span.span_id, span):
-            self._tell("on_span_end", span)
+            self._forward("on_span_end", span)
 
     def shutdown(self) -> None:
         """Shut the others down."""
-        self._tell("shutdown")
+        self._forward("shutdown")
 
     def force_flush(self) -> None:
         """Flush the others."""
-        self._tell("force_flush")
+        self._forward("force_flush")
 
-    def _tell(self, event: str, *values: Any) -> None:
+    def _forward(self, event: str, *values: Any) -> None:
         for other in self.others if self.is_forwarding else ():
             getattr(other, event)(*values)
 
     def forget(self, attempt: ActiveAttempt) -> None:
-        """The attempt has ended, and with it what it left open."""
+        """Forget the spans that an ended attempt left open."""
         for key, opened in tuple(self._open.items()):
             if opened.attempt is attempt:
                 self._open.pop(key, None)
@@ -108,25 +108,25 @@ class RolloutProcessor(TracingProcessor):
     def _start(self, key: str, source: Any, attempt: ActiveAttempt) -> None:
         try:
             parent = self._parent_of(source, attempt)
-            if is_passed(source):
+            if has_no_span(source):
                 span, span_id = None, parent or current_span_id() or attempt.root_span_id
             else:
                 span = open_from(source, attempt, parent)
                 span_id = span.span_id
-            self._open[key] = _Open(attempt=attempt, span=span, span_id=span_id, raised=sys.exception())
+            self._open[key] = _StartedSpan(attempt=attempt, span=span, span_id=span_id, raised=sys.exception())
         except Exception:  # noqa: BLE001  # isolation point
             _log.exception("The start of a span of the Agents SDK could not be observed.")
 
     def _parent_of(self, source: Any, attempt: ActiveAttempt) -> str | None:
-        """The SDK's parent; ``None`` where something that the SDK does not know may have been opened within it."""
+        """The SDK's parent; ``None`` where the context may know a nearer one, such as an operation."""
         above = getattr(source, "parent_id", None) or (source.trace_id if hasattr(source, "span_data") else "")
-        parent, here = self._open.get(above), self.current_open()
+        parent, here = self._open.get(above), self.current_started()
         if parent is None or parent.attempt is not attempt or (here is not None and here.span_id == parent.span_id):
             return None
         return parent.span_id
 
     def _end(self, key: str, source: Any) -> bool:
-        """Close what ended; returns whether it was ours."""
+        """Close the span; returns False if it did not start in a rollout."""
         opened, raised = self._open.pop(key, None), sys.exception()
         if opened is None:
             return False

@@ -1,4 +1,4 @@
-"""What this package registers; imports nothing of what it names."""
+"""Registers this package's tracer without importing it."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from agl.contracts import TracerEntry
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """The OpenAI Agents SDK."""
+    """The tracer of the OpenAI Agents SDK."""
     yield TracerEntry(
         name="openai-agents",
         factory="agl_openai_agents.tracer:OpenAIAgentsTracer",

@@ -1,9 +1,9 @@
-"""Who made each model call in the OpenAI Agents SDK, through its trace processors.
+"""Attributes model calls to agents in the OpenAI Agents SDK, through its trace processors.
 
-Ours takes the place of those that are there, among them the SDK's own exporter, which posts every prompt to its
-vendor. Outside rollouts it passes everything on to them, so that a program's own tracing goes on. The model calls
-themselves are recorded by the gateway or the wire hook; the ``chat`` spans made here say where they belong.
-Where a policy is in training, agents that chose no API speak chat completions instead of Responses.
+The tracer's processor replaces the installed ones, among them the SDK's own exporter, which posts every prompt to its
+vendor. Outside rollouts it forwards everything to them, so that a program's own tracing goes on. The gateway or the
+wire hook records the model calls themselves; the ``chat`` spans made here give their place. Where a policy is in
+training, agents without an explicit API use chat completions instead of Responses.
 """
 
 from collections.abc import Generator
@@ -14,48 +14,48 @@ from agl.contracts import Tracer
 from agl.tracing import ActiveAttempt, Undo, around_attempts
 
 if TYPE_CHECKING:
-    from agl_openai_agents._place import Place
-    from agl_openai_agents._processor import RolloutProcessor
+    from agl_openai_agents._processor import AgentsProcessor
+    from agl_openai_agents._sdk_settings import SdkSettings
 
 
 class OpenAIAgentsTracer(Tracer):
     """Observes the OpenAI Agents SDK; see the module."""
 
     def __init__(self) -> None:
-        self._processor: RolloutProcessor | None = None
-        self._place: Place | None = None
+        self._processor: AgentsProcessor | None = None
+        self._settings: SdkSettings | None = None
         self._undo: Undo | None = None
 
     def install(self) -> None:
-        """Take the place of the SDK's processors; idempotent."""
-        from agl_openai_agents._place import Place  # loads the SDK
-        from agl_openai_agents._processor import RolloutProcessor
+        """Replace the SDK's processors; idempotent."""
+        from agl_openai_agents._processor import AgentsProcessor
+        from agl_openai_agents._sdk_settings import SdkSettings  # loads the SDK
 
-        if self._place is None:
-            self._processor = RolloutProcessor()
-            self._place = Place(self._processor)
-            self._place.take()
+        if self._settings is None:
+            self._processor = AgentsProcessor()
+            self._settings = SdkSettings(self._processor)
+            self._settings.apply()
             self._undo = around_attempts(self._observe)
 
     def uninstall(self) -> None:
-        """Put the processors back that were there, and what the program added since."""
-        if self._place is not None and self._undo is not None:
+        """Restore the earlier processors; those that the program added since stay."""
+        if self._settings is not None and self._undo is not None:
             self._undo()
-            self._place.give_back()
-            self._place = self._undo = None
+            self._settings.restore()
+            self._settings = self._undo = None
 
     def current_span_id(self) -> str | None:
-        """Id of the span in which a call of this context is made."""
-        opened = None if self._processor is None else self._processor.current_open()
+        """Id of the span that a model call of this context belongs to."""
+        opened = None if self._processor is None else self._processor.current_started()
         return None if opened is None else opened.span_id
 
     @contextmanager
     def _observe(self, attempt: ActiveAttempt) -> Generator[None]:
-        """Take the place again for one attempt: a program that was imported since may have set processors."""
-        if self._place is not None:
-            self._place.take()
+        """Apply the settings again for one attempt: a program imported since may have set its own processors."""
+        if self._settings is not None:
+            self._settings.apply()
             if any(upstream.is_trained for upstream in attempt.upstreams):
-                self._place.speak_chat()
+                self._settings.prefer_chat_completions()
         try:
             yield
         finally:

@@ -1,6 +1,6 @@
 """Makes a component from its record: imports the lazy factory, checks the parameters against its signature, calls it.
 
-What goes wrong is told as an error of the person who can repair it: a module that is not installed, a plugin that is
+Each failure becomes an error for the person who can repair it: a module that is not installed, a plugin that is
 broken, a parameter that does not exist or has the wrong type.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, get_type_hints
 import msgspec
 
 from agl._entries import Entry
-from agl._plugins.status import Source, describe
+from agl._plugins.source import Source, describe
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
 
 _JSON = (str, bool, int, float, list, dict, type(None))
 
 
-def resolve(entry: Entry, label: str, source: Source) -> Callable[..., Any]:
-    """Import what the entry's factory names; ``label`` is the component in a sentence.
+def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
+    """Import the entry's factory; messages name it by ``component``, such as ``the reward 'x'``.
 
     Raises:
         PluginError: A module that it needs is not installed; the message has the ``pip install`` line.
@@ -33,23 +33,23 @@ def resolve(entry: Entry, label: str, source: Source) -> Callable[..., Any]:
     try:
         return _attribute(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
-        raise _not_installed(error, entry.factory, label, source) from error
+        raise _not_installed(error, entry.factory, component, source) from error
     except AglError:
         raise
     except Exception as error:  # a plugin's module may raise anything
         raise BrokenPluginError(
-            f"{label} cannot be built: importing {entry.factory!r} of the plugin {source.label} raised "
+            f"{component} cannot be built: importing {entry.factory!r} of the plugin {source.shown_name} raised "
             f"{describe(error)}; {source.remedy}"
         ) from error
 
 
-def build(entry: Entry, label: str, source: Source, params: Mapping[str, Any]) -> Any:
-    """The component; raises :class:`ConfigError` that names a wrong parameter and the accepted ones."""
-    factory = resolve(entry, label, source)
-    return factory(**checked_params(factory, label, params))
+def build(entry: Entry, component: str, source: Source, params: Mapping[str, Any]) -> Any:
+    """Make the component; raises :class:`ConfigError` that names a wrong parameter and the accepted ones."""
+    factory = resolve(entry, component, source)
+    return factory(**checked_params(factory, component, params))
 
 
-def checked_params(factory: Callable[..., Any], label: str, params: Mapping[str, Any]) -> dict[str, Any]:
+def checked_params(factory: Callable[..., Any], component: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """``params`` if the factory takes them, with JSON values converted to the annotated types."""
     try:
         parameters = inspect.signature(factory).parameters
@@ -59,14 +59,14 @@ def checked_params(factory: Callable[..., Any], label: str, params: Mapping[str,
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in params:
         if name not in named and not takes_any:
-            raise ConfigError(f"{label} takes no parameter {name!r}; {_accepted(name, list(named))}")
+            raise ConfigError(f"{component} takes no parameter {name!r}; {_accepted(name, list(named))}")
     required = [p.name for p in named.values() if p.default is p.empty]
     absent = [name for name in required if name not in params]
     if absent:
         needs = ", ".join(repr(name) for name in absent)
-        raise ConfigError(f"{label} needs the parameter {needs}; add it. Its parameters are: {', '.join(named)}")
-    hints = _hints(factory)
-    return {name: _converted(label, name, value, hints.get(name)) for name, value in params.items()}
+        raise ConfigError(f"{component} needs the parameter {needs}; add it. Its parameters are: {', '.join(named)}")
+    hints = _type_hints(factory)
+    return {name: _converted(component, name, value, hints.get(name)) for name, value in params.items()}
 
 
 def _attribute(module: Any, path: str) -> Any:
@@ -80,20 +80,20 @@ def _attribute(module: Any, path: str) -> Any:
     return found
 
 
-def _not_installed(error: ModuleNotFoundError, factory: str, label: str, source: Source) -> AglError:
+def _not_installed(error: ModuleNotFoundError, factory: str, component: str, source: Source) -> AglError:
     name = (error.name or "").partition(".")[0]
     if not name or name == factory.partition(".")[0].partition(":")[0]:
         return BrokenPluginError(
-            f"{label} cannot be built: the plugin {source.label} names {factory!r}, which does not exist "
+            f"{component} cannot be built: the plugin {source.shown_name} names {factory!r}, which does not exist "
             f"({describe(error)}); {source.remedy}"
         )
-    package = _package(name, source)
+    package = _package_for(name, source)
     kind = MissingExtraError if "[" in package else PluginError
-    return kind(f"{label} needs the Python module {name!r}, which is not installed; run: pip install {package}")
+    return kind(f"{component} needs the Python module {name!r}, which is not installed; run: pip install {package}")
 
 
-def _package(module: str, source: Source) -> str:
-    """What to install for a module: the plugin's own requirement or extra of that name, else the module's name."""
+def _package_for(module: str, source: Source) -> str:
+    """The package to install for a module: the plugin's requirement or extra of that name, else the module's name."""
     for line in source.requires:
         project = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         if project.lower().replace("-", "_").replace(".", "_") != module.lower():
@@ -110,7 +110,7 @@ def _accepted(name: str, accepted: list[str]) -> str:
     return f"{f'did you mean {near[0]!r}? Its' if near else 'its'} parameters are: {', '.join(accepted)}"
 
 
-def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
     target = getattr(factory, "__init__", factory) if inspect.isclass(factory) else factory
     try:
         own = get_type_hints(target)
@@ -119,12 +119,12 @@ def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _converted(label: str, name: str, value: Any, hint: Any) -> Any:
+def _converted(component: str, name: str, value: Any, hint: Any) -> Any:
     if hint is None or type(value) not in _JSON:
         return value
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{label}: the parameter {name!r} is wrong: {error}; got {value!r}") from error
+        raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {value!r}") from error
     except TypeError:  # a type that JSON cannot carry: the factory judges it
         return value

@@ -1,4 +1,4 @@
-"""The components by kind and name, who registered them, and what to say about one that cannot be had."""
+"""The registered components by kind and name, with their plugins, and the errors for missing ones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 from agl._entries import CommandEntry, Entry, Kind
 from agl._plugins.hooks import PROVIDERS
 from agl._plugins.packages import KNOWN
-from agl._plugins.status import DISABLED_VARIABLE, Source
+from agl._plugins.source import DISABLED_VARIABLE, Source
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
 E = TypeVar("E", bound=Entry)
@@ -21,16 +21,16 @@ RECORDS: dict[Kind, type[Entry]] = {kind: record for record, kind in KINDS.items
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quarantined:
-    """A plugin that failed: why, and the components that it had named by then."""
+class QuarantinedPlugin:
+    """A plugin that failed, with its error and the components that it had named by then."""
 
     source: Source
     error: PluginError
     keys: tuple[Key, ...] = ()
 
     def may_hold(self, key: Key) -> bool:
-        """Whether the component can be told to be this plugin's."""
-        return key in self.keys or belongs(key, self.source)
+        """True if the component may belong to this plugin."""
+        return key in self.keys or is_likely_home(key, self.source)
 
 
 def key_of(entry: Entry) -> Key:
@@ -40,13 +40,13 @@ def key_of(entry: Entry) -> Key:
     return kind, f"{parent} {entry.name}" if parent else entry.name
 
 
-def belongs(key: Key, source: Source) -> bool:
-    """Whether a plugin that was never imported is the likely home of a component."""
+def is_likely_home(key: Key, source: Source) -> bool:
+    """True if a plugin that was never imported is the likely home of a component."""
     return key[1] == source.name or (source.distribution != "" and KNOWN.get(key) == source.distribution)
 
 
 class Catalog:
-    """Components that were registered. Two plugins with one name are refused, and so is asking for that name."""
+    """The registered components. A name that two plugins register is refused, there and when it is looked up."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[Source, Entry]] = {}
@@ -88,7 +88,7 @@ class Catalog:
         return source if registered is entry else None
 
     def keys_of(self, source: Source) -> list[Key]:
-        """What a plugin registered, in order."""
+        """Keys of a plugin's components, in order of registration."""
         return [key for key, (owner, _) in self._entries.items() if owner is source]
 
     def names(self, kind: Kind) -> list[str]:
@@ -96,28 +96,30 @@ class Catalog:
         return sorted(name for found, name in self._entries if found == kind)
 
 
-def missing(key: Key, names: Sequence[str], broken: Sequence[Quarantined], disabled: Sequence[Source]) -> PluginError:
-    """The error for a component that nobody registered; ``names`` are the ones of its kind that somebody did."""
+def missing(
+    key: Key, names: Sequence[str], broken: Sequence[QuarantinedPlugin], disabled: Sequence[Source]
+) -> PluginError:
+    """The error for a component that is not registered; ``names`` are the registered ones of its kind."""
     kind, name = key
     for plugin in broken:
         if plugin.may_hold(key):
             return _quarantined(key, plugin)
     for source in disabled:
-        if belongs(key, source):
+        if is_likely_home(key, source):
             return UnknownComponentError(
-                f"the {kind} {name!r} is in the plugin {source.label}, which is disabled; "
+                f"the {kind} {name!r} is in the plugin {source.shown_name}, which is disabled; "
                 f"take it out of {DISABLED_VARIABLE} (or of --no-plugins) to use it"
             )
-    parts = [f"no {kind} named {name!r} is registered{_guess(key, names)}", *_advice(key, names)]
+    parts = [f"no {kind} named {name!r} is registered{_suggestion(key, names)}", *_advice(key, names)]
     if broken:
-        plugins = ", ".join(plugin.source.label for plugin in broken)
+        plugins = ", ".join(plugin.source.shown_name for plugin in broken)
         parts.append(f"it may be in a plugin that failed to load: {plugins} (see: agl plugins check)")
     error = UnknownComponentError("; ".join(parts))
     error.__cause__ = _cause(broken)
     return error
 
 
-def _guess(key: Key, names: Sequence[str]) -> str:
+def _suggestion(key: Key, names: Sequence[str]) -> str:
     kind, name = key
     installable = [known for known_kind, known in KNOWN if known_kind == kind]
     near = get_close_matches(name, [*names, *installable], n=1)
@@ -133,13 +135,13 @@ def _advice(key: Key, names: Sequence[str]) -> list[str]:
     return [f"available: {', '.join(names)}" if names else f"no {key[0]} is installed"]
 
 
-def _quarantined(key: Key, plugin: Quarantined) -> PluginError:
+def _quarantined(key: Key, plugin: QuarantinedPlugin) -> PluginError:
     error = BrokenPluginError(f"the {key[0]} {key[1]!r} cannot be used: {plugin.error}")
     error.__cause__ = plugin.error
     return error
 
 
-def _cause(broken: Sequence[Quarantined]) -> BaseException | None:
+def _cause(broken: Sequence[QuarantinedPlugin]) -> BaseException | None:
     if len(broken) < 2:
         return broken[0].error if broken else None
     return ExceptionGroup("plugins that failed to load", [plugin.error for plugin in broken])
@@ -147,8 +149,8 @@ def _cause(broken: Sequence[Quarantined]) -> BaseException | None:
 
 def _clash(key: Key, owner: Source, source: Source) -> str:
     if owner.name == source.name:
-        return f"the plugin {source.label} registers the {key[0]} {key[1]!r} twice; {source.remedy}"
+        return f"the plugin {source.shown_name} registers the {key[0]} {key[1]!r} twice; {source.remedy}"
     return (
-        f"the {key[0]} {key[1]!r} is registered by two plugins, {owner.label} and {source.label}; "
+        f"the {key[0]} {key[1]!r} is registered by two plugins, {owner.shown_name} and {source.shown_name}; "
         f"remove one of them, or leave one out with {DISABLED_VARIABLE}={source.name}"
     )

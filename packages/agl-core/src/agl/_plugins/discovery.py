@@ -1,11 +1,11 @@
-"""Finds plugins by entry point and checks, before anything of theirs is imported, that they fit this core."""
+"""Finds plugins by entry point, and checks that they fit this core before they are imported."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
 
 from agl._hookspecs import PROJECT
-from agl._plugins.status import CORE, Source
+from agl._plugins.source import CORE, Source
 from agl.errors import BrokenPluginError
 
 
@@ -32,14 +32,14 @@ def check_bound(source: Source, core_version: str) -> None:
         requirements = [Requirement(line) for line in _lines_about_core(source.requires)]
     except InvalidRequirement as error:
         raise BrokenPluginError(
-            f"the plugin {source.label} declares an unreadable requirement: {error}; {source.remedy}"
+            f"the plugin {source.shown_name} declares an unreadable requirement: {error}; {source.remedy}"
         ) from error
     for requirement in requirements:
         if canonicalize_name(requirement.name) != CORE or (requirement.marker and not requirement.marker.evaluate()):
             continue
         if not requirement.specifier.contains(core_version, prereleases=True):
             raise BrokenPluginError(
-                f"the plugin {source.label} requires {requirement}, but this is {CORE} {core_version}; "
+                f"the plugin {source.shown_name} requires {requirement}, but this is {CORE} {core_version}; "
                 f"install releases that fit together (pip install --upgrade {CORE} {source.distribution}), "
                 f"or {source.remedy}"
             )

@@ -1,7 +1,7 @@
-"""Reads one plugin: refuses hooks that would silently do nothing, and collects the components it registers.
+"""Reads one plugin: refuses hooks that would never be called, and collects the components it registers.
 
-pluggy accepts a misspelled hook, a function without the marker and a coroutine function, and each of them would
-silently do nothing; here they are errors that say what to write instead.
+pluggy accepts a misspelled hook, a function without the marker and a coroutine function, all of which would silently
+do nothing. Here they are errors with the remedy.
 """
 
 import inspect

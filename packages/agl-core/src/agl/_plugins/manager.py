@@ -1,4 +1,4 @@
-"""The plugin manager: which plugins are there, which components they bring, and who watches what happens.
+"""The plugin manager: loads plugins, builds their components and calls their observers.
 
 It never imports a framework: a plugin's entry point names a light module with records, and a component's own module
 is imported when :meth:`PluginManager.build` is called.
@@ -30,10 +30,10 @@ from agl._entries import (
 )
 from agl._hookspecs import PROJECT, AglSpec
 from agl._plugins.build import build, resolve
-from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, Quarantined, key_of, missing
+from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
 from agl._plugins.discovery import Candidate, candidates, check_bound
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
-from agl._plugins.status import (
+from agl._plugins.source import (
     CORE,
     DISABLED_VARIABLE,
     RUN,
@@ -73,7 +73,7 @@ class PluginManager:
         self._hooks.add_hookspecs(AglSpec)
         self._catalog = Catalog()
         self._loaded: dict[str, Source] = {}
-        self._broken: list[Quarantined] = []
+        self._broken: list[QuarantinedPlugin] = []
         self._skipped: list[Source] = []
         self._named: dict[Source, tuple[Key, ...]] = {}
         self._failures: dict[str, int] = {}
@@ -125,10 +125,10 @@ class PluginManager:
             self._admit(source, plugin)
         except Exception as error:  # noqa: BLE001  # raised again, with the plugin's name
             failure = _failure(source, error)
-            raise failure from _other(failure, error)
+            raise failure from _cause_of(failure, error)
 
     def tracer(self, name: str) -> TracerEntry:
-        """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for what cannot be had."""
+        """The tracer of that name. This lookup and its siblings raise :class:`PluginError` for a missing component."""
         return self._get(TracerEntry, name)
 
     def reward(self, name: str) -> RewardEntry:
@@ -175,7 +175,7 @@ class PluginManager:
 
     def resolve(self, entry: Entry, /) -> Any:
         """The entry's factory, imported; see :meth:`build`."""
-        return resolve(entry, _label(entry), self._source_of(entry))
+        return resolve(entry, _shown_name(entry), self._source_of(entry))
 
     def build(self, entry: Entry, /, **params: Any) -> Any:
         """Make the component.
@@ -184,16 +184,16 @@ class PluginManager:
             ConfigError: A parameter is unknown, missing or of the wrong type; all accepted ones are named.
             PluginError: Its module needs something that is not installed, or is broken.
         """
-        return build(entry, _label(entry), self._source_of(entry), params)
+        return build(entry, _shown_name(entry), self._source_of(entry), params)
 
     def notify(self, hook: str, /, **values: Any) -> None:
-        """Call the observers of a hook, plugin by plugin; one that raises is logged once and stops nobody.
+        """Call the observers of a hook, plugin by plugin; one that raises is logged once and does not stop the others.
 
         Raises:
-            PluginError: ``hook`` is no observer hook.
+            PluginError: ``hook`` is not an observer hook.
         """
         if hook not in OBSERVERS:
-            raise PluginError(f"{hook!r} is no observer hook; there is {', '.join(OBSERVERS)}")
+            raise PluginError(f"{hook!r} is not an observer hook; use one of {', '.join(OBSERVERS)}")
         for impl in hookimpls(self._hooks, hook):
             try:
                 impl.function(*(values[name] for name in impl.argnames))
@@ -214,7 +214,7 @@ class PluginManager:
 
     @property
     def unmatched(self) -> list[str]:
-        """Names that were to be disabled and that no installed plugin has."""
+        """Disabled names that match no installed plugin."""
         known = {EVERY} | {name for source in self._skipped for name in (source.name, source.distribution)}
         return sorted(self._disabled - known)
 
@@ -226,15 +226,15 @@ class PluginManager:
         except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:
-                raise failure from _other(failure, error)
+                raise failure from _cause_of(failure, error)
             if failure is not error:
                 failure.__cause__ = error
-            self._broken.append(Quarantined(source=source, error=failure, keys=self._named.get(source, ())))
+            self._broken.append(QuarantinedPlugin(source=source, error=failure, keys=self._named.get(source, ())))
             _log.warning("%s", failure)
 
     def _admit(self, source: Source, plugin: object) -> None:
         if source.name in self._loaded:
-            other = self._loaded[source.name].label
+            other = self._loaded[source.name].shown_name
             raise PluginError(f"another plugin has this name: {other}; remove one of the two")
         self._hooks.register(plugin, name=source.name)
         try:
@@ -265,7 +265,7 @@ class PluginManager:
                 "%s of the plugin %s raised; the run goes on, and further failures of this plugin are only counted "
                 "(see: agl plugins list); %s",
                 hook,
-                source.label,
+                source.shown_name,
                 source.remedy,
                 exc_info=error,
             )
@@ -283,7 +283,7 @@ class PluginManager:
         )
 
 
-def _label(entry: Entry) -> str:
+def _shown_name(entry: Entry) -> str:
     return f"the {key_of(entry)[0]} {entry.name!r}"
 
 
@@ -291,8 +291,8 @@ def _failure(source: Source, error: BaseException) -> PluginError:
     if isinstance(error, BrokenPluginError | DuplicateComponentError):
         return error
     what = str(error) if isinstance(error, PluginError) else describe(error)
-    return BrokenPluginError(f"the plugin {source.label} failed to load: {what}; {source.remedy}")
+    return BrokenPluginError(f"the plugin {source.shown_name} failed to load: {what}; {source.remedy}")
 
 
-def _other(failure: PluginError, error: BaseException) -> BaseException | None:
+def _cause_of(failure: PluginError, error: BaseException) -> BaseException | None:
     return None if failure is error else error

@@ -1,7 +1,4 @@
-"""The contracts between the parts: what every store, tracer, runner, policy, credit and algorithm promises.
-
-Also the records that plugins register.
-"""
+"""The contracts of stores, tracers, runners, policies, credits and algorithms, and the records of plugins."""
 
 from agl._entries import (
     AlgorithmEntry,

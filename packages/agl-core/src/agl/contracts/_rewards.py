@@ -1,4 +1,4 @@
-"""The contract of reward emitters, which judge a finished attempt from what was recorded."""
+"""The contract of reward emitters, which judge a finished attempt from its recorded spans."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from agl.schemas import LLM, Reward, Rollout, Span
 
 
 class RewardEmitter(Protocol):
-    """Computes rewards from what was recorded; sees the task's hidden fields."""
+    """Computes rewards from recorded spans; sees the task's hidden fields."""
 
     def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Sequence[Reward] | Reward | float | None:
         """Rewards of one finished attempt; ``None`` for no opinion. May be a coroutine function."""
@@ -21,7 +21,7 @@ class RewardSetup:
     """Given to a reward emitter besides its parameters, if its entry says ``takes_setup``.
 
     Attributes:
-        folder: What relative paths in the experiment are relative to.
+        folder: The base of relative paths in the experiment.
         policies: The experiment's model servers by name, at their own addresses: a call to one is not recorded as
             an agent's. They have no endpoint while an experiment is only checked.
         build: Makes another reward emitter from its name, or ``module:attribute``, and its parameters.

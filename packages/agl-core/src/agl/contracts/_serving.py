@@ -9,12 +9,12 @@ from agl.schemas import LLM, Json, Record, Resource, ResourceVersion
 
 
 class ServedModel(Record, frozen=True, kw_only=True):
-    """A model that a policy serves: where, under which name, and which version of its weights.
+    """A model that a policy serves: its addresses, its name and the version of its weights.
 
     Attributes:
         base_urls: Base URL of every server, with its ``/v1``. All of them serve the same weights.
         model: The name by which the servers know the weights.
-        version: The version of the weights; ``""`` where only the servers' answers say it.
+        version: The version of the weights; ``""`` where only the servers' answers name it.
         api_key_env: Environment variable that holds the servers' key; ``""`` if they need none.
         sampling_parameters: Defaults that agents find in their resource.
     """
@@ -50,8 +50,8 @@ class Policy(Protocol):
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve these weights; returns once all servers have them.
 
-        The servers stay where they are, and their name for the model may change. A policy raises for what it cannot
-        load; calls that it answers from then on are recorded with the version ``unverified-VERSION``.
+        The servers keep their addresses, and their name for the model may change. A policy raises for weights that it
+        cannot load; calls that it answers from then on are recorded with the version ``unverified-VERSION``.
         """
         ...
 
@@ -66,14 +66,14 @@ class Policy(Protocol):
 
 
 class Gateway(Protocol):
-    """The capture proxy. It runs its own event loop, so that an agent that blocks cannot block it."""
+    """The capture proxy. It runs its own event loop, which a blocking agent cannot block."""
 
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes) -> str:
         """Listen; returns the base URL without ``/v1``, such as ``http://127.0.0.1:4747``."""
         ...
 
     async def stop(self) -> None:
-        """Finish what is recorded, then close; idempotent."""
+        """Write the remaining records, then close; idempotent."""
         ...
 
     async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
@@ -83,10 +83,10 @@ class Gateway(Protocol):
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
         """Let held calls through; they carry ``model_version`` and ask the backend for ``model``.
 
-        What is empty stays as it was.
+        An empty value leaves the current one in place.
         """
         ...
 
     async def settle(self, attempt_id: str) -> None:
-        """Return once every call of the attempt that was answered is in the store."""
+        """Return once every answered call of the attempt is in the store."""
         ...

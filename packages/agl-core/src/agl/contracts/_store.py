@@ -1,15 +1,15 @@
-"""The store contract: where rollouts wait, spans land, and what experiments know is kept.
+"""The store contract: a queue of rollouts, the spans that they record, and the state of experiments.
 
 Invariants, each a test of ``agl_testing.StoreConformance``:
 
-- What was acknowledged survives ``kill -9`` (durable stores).
+- An acknowledged write survives ``kill -9`` (durable stores).
 - Ids come from the caller; a repeated write with equal content is harmless, with other content a
   :class:`~agl.errors.ConflictError`.
 - An attempt whose lease lapsed, or that outlived ``retry.timeout_s``, is ``lost`` or ``timeout``; its rollout is
-  queued again or failed by its retry policy. This happens while somebody waits, not only when somebody calls.
+  queued again or failed by its retry policy. This also happens while a caller waits, not only at the next call.
 - Late writes never change an outcome: ``finish`` of a decided attempt raises :class:`~agl.errors.FencedError`
   unless it repeats the recorded outcome; spans appended late are kept and marked ``is_late``.
-- Waiting is by wake-up. What is returned never aliases what is stored. Unknown ids raise
+- Waiting is by wake-up. Returned values never alias stored ones. Unknown ids raise
   :class:`~agl.errors.NotFoundError` with the id. No operation costs more because the store is larger.
 - One object may be used from several threads and event loops at once.
 """
@@ -23,7 +23,7 @@ PAGE_BYTES = 32 << 20
 """Bytes of spans after which a page of recordings ends."""
 
 SpanChoice = Literal["none", "deciding", "all"]
-"""Which spans come with a recording: none, those of the attempt that decides the rollout or runs, or all."""
+"""The spans that come with a recording: none, those of the deciding or running attempt, or all."""
 
 
 class Change(Record, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Change(Record, frozen=True, kw_only=True):
 
     Attributes:
         cursor: Position; strictly increasing over all changes of a store.
-        kind: What changed; ``spans`` says that spans were appended to the attempt.
+        kind: The kind of change; ``spans`` says that spans were appended to the attempt.
         key: The rollout id, or the resource's name.
         status: The rollout's status after the change, or the resource's version.
     """
@@ -45,7 +45,7 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class RolloutQuery(Record, frozen=True, kw_only=True):
-    """Which rollouts to list, in order of id; ``after`` is the last id of the page before."""
+    """Selects rollouts to list, in order of id; ``after`` is the last id of the page before."""
 
     experiment: str | None = None
     status: tuple[RolloutStatus, ...] = ()
@@ -58,7 +58,7 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
 
 
 class Recording(Record, frozen=True, kw_only=True):
-    """A rollout with its attempts, first to last, and its spans; what an episode is built from.
+    """A rollout with its attempts, first to last, and its spans, from which an episode is built.
 
     Attributes:
         is_whole: Whether these are all of the spans; :func:`agl.stores.read_recordings` reads the rest.
@@ -71,13 +71,13 @@ class Recording(Record, frozen=True, kw_only=True):
 
 
 class LabelMove(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A label, such as ``production``, was pointed at a version of a resource.
+    """One move of a label, such as ``production``, to a version of a resource.
 
     Attributes:
         name: The resource's name.
         moved_at: Unix seconds by the store's clock, increasing over the moves of a label.
-        is_back: Whether this is a roll-back to what the label pointed at before.
-        reason: Why, in the words of the one who did it.
+        is_back: Whether this is a roll-back to the version that the label pointed at before.
+        reason: The reason in words, given by the mover.
     """
 
     name: str
@@ -93,8 +93,8 @@ class VersionScore(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     Attributes:
         n: Tasks that were measured.
-        how: Which rewards these are, such as ``fresh rollouts``, or ``selection`` for those by which the version was
-            chosen among others, which flatter the chosen one.
+        how: The origin of the rewards, such as ``fresh rollouts``, or ``selection`` for those by which the version
+            was chosen among others, which flatter the chosen one.
     """
 
     name: str
@@ -136,14 +136,14 @@ class Trained(Record, frozen=True, kw_only=True):
 
 
 class Presence(Record, frozen=True, kw_only=True):
-    """A member of a running experiment says that it takes part.
+    """The sign of life of one member of a running experiment.
 
     Attributes:
-        member: ``""`` for the process that runs the experiment, a worker's name for a worker elsewhere.
+        member: ``""`` for the process that runs the experiment, a worker's name for any other process.
         session: Random; every start of the experiment has its own.
         since: Unix seconds by the member's clock.
-        beat: Counts while the member lives, so that a killed one is told apart without comparing clocks.
-        details: What others need to know to join, such as addresses and settings; never a key.
+        beat: Counts while the member lives, so that a killed one is recognised without comparing clocks.
+        details: The addresses and settings that others need to join; never a key.
     """
 
     experiment: str
@@ -206,9 +206,9 @@ class Store(Protocol):
         ...
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
-        """Remove finished rollouts with their attempts and spans; returns how many there were.
+        """Remove finished rollouts with their attempts and spans; returns how many it removed.
 
-        Raises :class:`~agl.errors.ConflictError` for one that is not finished, and removes none then.
+        Raises :class:`~agl.errors.ConflictError` for one that is not finished, and then removes none.
         """
         ...
 
@@ -225,8 +225,8 @@ class Store(Protocol):
     ) -> list[Recording]:
         """One page of rollouts with their attempts and spans: of the deciding or running attempt, of all, or none.
 
-        The page ends early, with at least one rollout, once its spans exceed ``max_bytes``; the rollouts behind the
-        last one are asked for with ``query.after``. With ``all``, spans that belong to no attempt come first.
+        The page ends early, with at least one rollout, once its spans exceed ``max_bytes``; request the rollouts
+        behind the last one with ``query.after``. With ``all``, spans that belong to no attempt come first.
         """
         ...
 
@@ -241,8 +241,8 @@ class Store(Protocol):
     ) -> list[Span]:
         """Spans of one attempt by ``sequence`` above ``after``; the deciding or running attempt by default.
 
-        With ``attempt_id=""`` the spans that belong to the rollout and to no attempt: late rewards from outside
-        of a rollout that was never started.
+        With ``attempt_id=""`` it returns the spans that belong to the rollout and to no attempt: late rewards from
+        outside for a rollout that was never started.
         """
         ...
 
@@ -257,7 +257,7 @@ class Store(Protocol):
     # Resources, their labels and scores
 
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
-        """Add resource versions; the newest published one of a name is what an unpinned rollout gets."""
+        """Add resource versions; an unpinned rollout gets the newest published one of a name."""
         ...
 
     async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
@@ -284,11 +284,11 @@ class Store(Protocol):
         ...
 
     async def save_scores(self, scores: Sequence[VersionScore]) -> None:
-        """Keep scores of versions that exist; what was kept of the same version is replaced."""
+        """Save scores of versions that exist; each replaces the earlier score of its version."""
         ...
 
     async def scores(self, name: str) -> list[VersionScore]:
-        """The scores of a resource's versions, sorted by version; without those that were never measured."""
+        """The scores of a resource's versions, sorted by version; versions that were never measured are left out."""
         ...
 
     # Experiments
@@ -318,23 +318,23 @@ class Store(Protocol):
     async def trained(
         self, experiment: str, *, run: int, algorithm: str, rollout_ids: Sequence[str] | None = None
     ) -> dict[str, int]:
-        """The step that trained on each rollout, by rollout id; of all rollouts in the ledger, or of those given."""
+        """The step that trained on each rollout, by rollout id; for all rollouts in the ledger, or for those given."""
         ...
 
     async def announce(self, presence: Presence) -> None:
-        """Say that a member takes part in an experiment; replaces what the member said before."""
+        """Announce a member of an experiment; replaces its earlier announcement."""
         ...
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
-        """Forget members; those that are not known are ignored."""
+        """Remove members; unknown ones are ignored."""
         ...
 
     async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
-        """The members of an experiment, sorted by name, or the one of that name; killed ones are among them."""
+        """The members of an experiment, sorted by name, or the one of that name; killed ones are included."""
         ...
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Log numbers."""
+        """Save numbers; one of the same experiment, algorithm, step and name replaces the earlier one."""
         ...
 
     async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:

@@ -1,4 +1,4 @@
-"""Contracts of capture: tracers report who acted, upstreams say where calls go, responders answer some of them."""
+"""Contracts of capture: tracers report actors, upstreams are the targets of calls, responders answer some of them."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +17,7 @@ class Tracer(Protocol):
     """
 
     def install(self) -> None:
-        """Start observing; idempotent, and equal whether the agent's module was imported before or after."""
+        """Start observing; idempotent. The agent's module may be imported before or after."""
         ...
 
     def uninstall(self) -> None:
@@ -25,14 +25,14 @@ class Tracer(Protocol):
         ...
 
     def current_span_id(self) -> str | None:
-        """Id of the span that is current by the framework's own context, ``None`` if that says nothing here.
+        """Id of the span that is current in the framework's own context, ``None`` if there is none.
 
-        The span in which a model call is made is the innermost of these and of the spans that were opened as current.
+        A model call belongs to the innermost of these spans and of those that were opened as current.
         """
         return None
 
     def flush(self, timeout_s: float) -> None:
-        """Return once every event so far is a recorded span, or the time is over."""
+        """Return once every event so far is a recorded span, or ``timeout_s`` seconds are over."""
 
     def worker_env(self) -> Mapping[str, str]:
         """Environment that worker processes need, such as a framework's telemetry opt-outs."""
@@ -40,11 +40,11 @@ class Tracer(Protocol):
 
 
 class CannedAnswer(Record, frozen=True, kw_only=True):
-    """An answer to a model call that no model gives.
+    """A prepared answer to a model call, given in place of a model's.
 
     Attributes:
-        content_type: Of ``body``, which is the whole HTTP body.
-        model_version: What the call's record names as the version that answered.
+        content_type: The content type of ``body``, the whole HTTP body.
+        model_version: The version that the call's record names as the one that answered.
     """
 
     content_type: str
@@ -56,12 +56,12 @@ class Responder(Protocol):
     """Answers model calls of an attempt in place of the model, before they leave the agent's process."""
 
     def respond(self, request: "Request", *, agent: str) -> CannedAnswer | None:
-        """The answer to a request of ``agent``; ``None`` when a model has to give it. Thread-safe."""
+        """Answer a request of ``agent``; ``None`` when a model must answer. Thread-safe."""
         ...
 
 
 class Upstream(Record, frozen=True, kw_only=True):
-    """Where the gateway sends the calls of one policy.
+    """The target to which the gateway sends the calls of one policy.
 
     Attributes:
         name: The policy resource's name.
@@ -69,11 +69,11 @@ class Upstream(Record, frozen=True, kw_only=True):
         model: Model name the backend knows; ``""`` to pass the request's through.
         aliases: Model names (``fnmatch`` patterns) in requests that mean this policy, besides name and model.
         api_key_env: Environment variable with the backend's key; the key stays in the gateway.
-        is_trained: Whether an algorithm tunes it; then token ids are asked for, and their absence is an error.
-        model_version: Version that serves now, when the backend does not say it in its answers.
+        is_trained: Whether an algorithm tunes it; then token ids are requested, and their absence is an error.
+        model_version: Version that serves now, when the backend does not name it in its answers.
         agents: Regular expression: calls made by agents, nodes or roles whose whole name it matches go here,
             whatever their model name is; ``""`` for none.
-        replicas: Base URLs of further servers with the same weights; all calls of a rollout go to one of them, and
+        replicas: Base URLs of further servers with the same weights; all calls of a rollout go to one server, and
             to another only where that one does not answer.
     """
 

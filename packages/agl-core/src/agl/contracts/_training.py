@@ -22,11 +22,11 @@ class Runner(Protocol):
     """Executes attempts. The worker loop around it claims, renews leases and writes outcomes."""
 
     async def start(self) -> None:
-        """Acquire what attempts share, such as a pool of processes."""
+        """Acquire the resources that attempts share, such as a pool of processes."""
         ...
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Run one attempt to its end; never raises for what the agent does. Cancelling it stops the agent."""
+        """Run one attempt to its end; never raises for the agent's failures. Cancelling it stops the agent."""
         ...
 
     async def stop(self) -> None:
@@ -44,7 +44,7 @@ class StepReport(Record, frozen=True, kw_only=True):
         trained: Ids of the rollouts that the step's update consumed; the driver refuses one that was trained
             before by this algorithm.
         published: ``name@version`` of resources that the step published.
-        stop_reason: Why it finished, in words; ``""`` while it has not.
+        stop_reason: The reason why it finished, in words; ``""`` while it has not.
     """
 
     step: int
@@ -91,37 +91,37 @@ class CollectFn(Protocol):
     ) -> Collected:
         """Run every task ``n`` times as one group each.
 
-        Rollout ids follow from (experiment, algorithm, step, mode, key, position), so that a step that is repeated
-        after a crash finds what it had already paid for.
+        Rollout ids follow from (experiment, algorithm, step, mode, key, position), so that a step repeated after a
+        crash finds the rollouts that it had already paid for.
 
         Args:
-            tasks: What to run.
-            step: The step that asks.
+            tasks: The tasks to run.
+            step: The step that collects.
             n: Rollouts per task.
-            mode: What they are for.
-            resources: Versions to pin by name; the live ones elsewhere.
-            key: Tells several requests of one step and mode apart, which may then run at the same time; letters,
+            mode: The purpose of the rollouts.
+            resources: Versions to pin by name; other resources use their live version.
+            key: Separates several requests of one step and mode, which may then run at the same time; letters,
                 digits, ``_`` and ``-``.
-            keeps_all: Give failed and unrewarded training rollouts as they are, instead of applying the
+            keeps_all: Return failed and unrewarded training rollouts as they are, instead of applying the
                 experiment's policies for them; validation and test rollouts always come as they are.
         """
         ...
 
 
 class Recorded(Record, frozen=True, kw_only=True):
-    """Finished training rollouts that others paid for.
+    """Finished training rollouts that other algorithms or experiments collected.
 
     Those of other algorithms of the run are in order of their ids, those of other experiments in the order in which
     they finished.
 
-    Who paid is in each rollout's ``metadata`` (``algorithm`` and ``step``), with what in its ``resources``.
+    A rollout's ``metadata`` name its collector (``algorithm`` and ``step``), its ``resources`` the versions it used.
 
     Attributes:
-        episodes: Those that the experiment's policies for failed rollouts and missing rewards keep.
-        dropped: Rollouts per reason that were left out; ``stale`` for those older than was asked for.
-        steps: The last finished step of every source, or the place in the feed of another experiment, for the next
+        episodes: The rollouts that the experiment's policies for failed rollouts and missing rewards keep.
+        dropped: Number of rollouts left out per reason; ``stale`` for those older than ``max_age``.
+        steps: The last finished step of every source, or the position in the feed of another experiment, for the next
             request's ``after``.
-        is_over: No source will take another step; of other experiments, nothing more has finished.
+        is_over: No source will take another step; other experiments have no further finished rollouts.
     """
 
     episodes: tuple[Episode, ...] = ()
@@ -130,7 +130,7 @@ class Recorded(Record, frozen=True, kw_only=True):
     is_over: bool = False
 
     def groups(self) -> list[list[Episode]]:
-        """The episodes by who paid, step and group id, in order of first appearance."""
+        """The episodes by collecting algorithm, step and group id, in order of first appearance."""
         groups: dict[tuple[str, str, str], list[Episode]] = {}
         for episode in self.episodes:
             who = episode.rollout.metadata
@@ -140,7 +140,7 @@ class Recorded(Record, frozen=True, kw_only=True):
 
 
 class RecordedFn(Protocol):
-    """Reads what the algorithms named in ``source`` paid for, so that another learns from it."""
+    """Reads the rollouts of the algorithms named in ``source``, so that another learns from them."""
 
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
         """The rollouts of the sources' finished steps above ``after``, a step by source.
@@ -149,7 +149,7 @@ class RecordedFn(Protocol):
         algorithms take turns it returns at once.
 
         Args:
-            after: ``steps`` of the answer before; nothing to read from the beginning.
+            after: ``steps`` of the previous answer; ``None`` to read from the beginning.
             max_age: Staleness: how many versions of a tuned resource may have followed the one that a rollout
                 ran with; ``None`` for any number.
         """
@@ -162,7 +162,7 @@ class PublishFn(Protocol):
     async def __call__(
         self, name: str, resource: Resource, *, step: int, metadata: Mapping[str, Json] | None = None
     ) -> ResourceVersion:
-        """Returns once new rollouts get this version and, for weights, the policy serves it.
+        """Publish; returns once new rollouts get this version and, for weights, the policy serves it.
 
         The version is ``<experiment>-<run>-<algorithm>-<step>``. Refuses a name that the algorithm does not tune.
         """
@@ -182,7 +182,7 @@ class ProposeFn(Protocol):
         parent: str = "",
         metadata: Mapping[str, Json] | None = None,
     ) -> ResourceVersion:
-        """Returns the version, which ``collect(resources={name: version})`` can pin.
+        """Store the version and return it; ``collect(resources={name: version})`` can pin it.
 
         The version is ``<experiment>-<run>-<algorithm>-<step>-<key>``, and its metadata say ``candidate: true``.
         The same content again is harmless. Refuses a name that the algorithm does not tune.
@@ -197,24 +197,24 @@ class AlgorithmContext:
     Attributes:
         experiment: The experiment's name.
         name: This algorithm's name, unique within the experiment.
-        tunes: Names of the resources that it owns now.
+        tunes: Names of the resources that it tunes.
         train: Training tasks; ``val`` validation tasks.
         seed: The experiment's seed; derive random state from (seed, step, purpose), keep none in globals.
         workdir: This algorithm's directory for checkpoints; exists.
-        folder: What relative paths in the experiment are relative to.
+        folder: The base of relative paths in the experiment.
         store: The experiment's store.
         credit: The configured credit assignment.
         collect: See :class:`CollectFn`.
-        sources: Names of the algorithms whose rollouts it was told to learn from; ``()`` for its own.
+        sources: Names of the algorithms whose rollouts it learns from; ``()`` for its own.
         recorded: See :class:`RecordedFn`; refuses without ``sources``.
         publish: See :class:`PublishFn`.
         propose: See :class:`ProposeFn`.
         live: Name and live version of every resource, tuned or not.
-        endpoint: Where a policy of the experiment serves, by name: for algorithms that ask a model themselves.
+        endpoint: The address of a policy of the experiment by name, for algorithms that call a model themselves.
         current: The live version of a resource by name.
         policy: The running policy by name.
         progress: ``progress(done, total, text)``: drives this algorithm's progress bar within a step.
-        say: Tells the person one line, such as what the algorithm plans to spend.
+        say: Shows the user one line, such as the planned number of rollouts.
         clock: Unix seconds.
     """
 
@@ -250,7 +250,7 @@ class Algorithm(Protocol):
     """
 
     async def setup(self, context: AlgorithmContext) -> None:
-        """Check what can be checked before anything is paid; raise :class:`~agl.errors.ConfigError`."""
+        """Check everything that can be checked before the first rollout; raise :class:`~agl.errors.ConfigError`."""
         ...
 
     async def step(self) -> StepReport:
@@ -258,7 +258,7 @@ class Algorithm(Protocol):
         ...
 
     def state(self) -> Mapping[str, Json]:
-        """The state that ``restore`` needs: JSON, with paths of checkpoint files that were written whole before."""
+        """The state that ``restore`` needs: JSON, with paths of checkpoint files that are already complete."""
         ...
 
     async def restore(self, state: Mapping[str, Json]) -> None:
@@ -272,37 +272,37 @@ class Algorithm(Protocol):
 
 @runtime_checkable
 class CheckedAlgorithm(Algorithm, Protocol):
-    """An algorithm that can check what it needs while another one still has its turn.
+    """An algorithm that can check its needs while another one still has its turn.
 
-    Where algorithms follow each other, a later one is set up when its turn comes. This says before anything is paid
-    what would fail then.
+    Where algorithms follow each other, a later one is set up when its turn comes. The check finds before the first
+    rollout what would fail then.
     """
 
     async def check(self, context: AlgorithmContext) -> None:
-        """Raise :class:`~agl.errors.ConfigError` for what ``setup`` would refuse, as far as that is known by now.
+        """Raise the :class:`~agl.errors.ConfigError` that ``setup`` would raise, as far as that is known by now.
 
-        Called on an object that is not set up and is closed afterwards. Takes no memory that matters and says nothing
-        to the person; the resources that it tunes may have other versions when its turn comes.
+        Called on an object that is not set up and is closed afterwards. Takes little memory and shows nothing to the
+        user; the resources that it tunes may have other versions when its turn comes.
         """
         ...
 
 
 @runtime_checkable
 class ExtendableAlgorithm(Algorithm, Protocol):
-    """An algorithm that can go on beyond its last step when its parameters ask for more.
+    """An algorithm that can continue beyond its last step when its parameters allow more steps.
 
-    Steps that were taken in two sittings do what the same number in one does. Where they cannot, such as with a
-    learning rate that falls over the steps, the algorithm's documentation says what happens instead.
+    Steps taken in two sessions have the same effect as the same number in one. Where they cannot, such as with a
+    learning rate that falls over the steps, the algorithm's documentation describes the difference.
     """
 
     def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
         """True if steps are left after those of ``state``, the last state of a run that had finished.
 
-        Asked of an object that is not set up. A run that goes on is set up and restored from that state as usual.
+        Called on an object that is not set up. A run that continues is set up and restored from that state as usual.
 
         Args:
-            state: What :meth:`Algorithm.state` gave after the last step.
-            tasks: How many training tasks there are.
-            sources_go_on: Whether an algorithm takes further steps that this one was told to learn from.
+            state: The value of :meth:`Algorithm.state` after the last step.
+            tasks: Number of training tasks.
+            sources_go_on: Whether an algorithm that this one learns from takes further steps.
         """
         ...

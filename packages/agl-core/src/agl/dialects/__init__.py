@@ -1,7 +1,7 @@
 """The wire formats of model calls as pure functions on bytes, shared by the gateway and the in-process tracer.
 
-OpenAI's chat completions, completions and responses, Anthropic's messages, and embeddings; plain bodies and
-streams; whole, cut or garbage. Nothing here does any input or output, and nothing raises for what a backend sends.
+They cover OpenAI's chat completions, completions and responses, Anthropic's messages, and embeddings, as plain bodies
+and as streams, whole, cut or garbage. Nothing here does any input or output, and no answer of a backend makes it raise.
 """
 
 from agl.dialects._calls import calls_of

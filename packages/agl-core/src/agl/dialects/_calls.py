@@ -1,4 +1,4 @@
-"""From an exchange to model calls: one record per sampled choice, with its tokens or the reason why it has none."""
+"""Turns an exchange into model calls: one per sampled choice, with its tokens or the reason why it has none."""
 
 import struct
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ from agl.schemas import Dialect, Json, ModelCall
 
 _READERS = {
     "chat": (chat.read_body, chat.read_stream),
-    "completions": (partial(chat.read_body, says="text"), partial(chat.read_stream, says="text")),
+    "completions": (partial(chat.read_body, content_key="text"), partial(chat.read_stream, content_key="text")),
     "responses": (responses.read_body, responses.read_stream),
     "messages": (messages.read_body, messages.read_stream),
 }
 
 NOT_ASKED = "token ids were not asked for: the policy is not in training"
 NO_IDS = (
-    "the backend returned no token ids although they were asked for; serve the model with vLLM >= 0.10.2, with "
+    "the backend returned no token ids although they were requested; serve the model with vLLM >= 0.10.2, with "
     "SGLang, or with agl's own policy server"
 )
 NO_IDS_IN_MESSAGES = (
@@ -39,13 +39,13 @@ _MAX_ERROR = 2000
 def calls_of(
     exchange: Exchange, *, policy: str = "", model_version: str = "", want_ids: bool = True
 ) -> list[ModelCall]:
-    """The model calls of one exchange, at least one; never raises for what a backend sends.
+    """The model calls of one exchange, at least one; no answer of a backend makes it raise.
 
     Args:
-        exchange: A request and what came back for it.
+        exchange: A request and its answer.
         policy: Name of the policy that served it.
         model_version: Its version, used where the backend does not name one.
-        want_ids: Whether token ids were asked for; decides what ``ids_missing`` says.
+        want_ids: Whether token ids were requested; ``ids_missing`` is worded accordingly.
 
     Returns:
         One call per choice, by index. ``ids_missing`` is set when ids or log-probabilities are absent, or when
@@ -99,7 +99,7 @@ def _http_error(exchange: Exchange) -> str:
 
 
 def _base(exchange: Exchange, answer: Answer) -> ModelCall:
-    """What the choices of one exchange share."""
+    """The fields that the choices of one exchange share."""
     dialect, request = exchange.request.dialect, exchange.request.to_dict()
     stored, inputs = _stored_request(exchange.request, request)
     given = request or {}
@@ -124,9 +124,9 @@ def _base(exchange: Exchange, answer: Answer) -> ModelCall:
 
 
 def _is_whole(exchange: Exchange, choices: Sequence[Choice]) -> bool:
-    """Whether a stream brought every choice to its end: what broke afterwards took nothing from the answer.
+    """True if a stream brought every choice to its end, even if it broke afterwards.
 
-    Clients hang up when they have read the last event, which may be before the end of the body.
+    Clients hang up after reading the last event, which may be before the end of the body.
     """
     return exchange.is_streamed and bool(choices) and all(choice.is_finished for choice in choices)
 
@@ -147,7 +147,7 @@ def _plain_response(exchange: Exchange, dialect: Dialect) -> Json:
 
 
 def _object(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``, an empty one if it is none."""
+    """The JSON object in ``data``, an empty one if there is none."""
     try:
         return as_dict(msgspec.json.decode(data))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -184,7 +184,7 @@ def _pack(choice: Choice) -> tuple[bytes, bytes, str]:
             "",
         )
     except struct.error as error:
-        return b"", b"", f"the backend's token ids are no 32-bit integers: {error}"
+        return b"", b"", f"the backend's token ids are not 32-bit integers: {error}"
 
 
 def _pack_logprobs(values: list[float | None] | None) -> tuple[bytes, str]:
@@ -197,15 +197,15 @@ def _pack_logprobs(values: list[float | None] | None) -> tuple[bytes, str]:
 
 
 def _missing(dialect: Dialect, choice: Choice, *, want_ids: bool) -> str:
-    """Why the tokens of a choice cannot be trained on; ``""`` when they can."""
+    """The reason why the tokens of a choice cannot be trained on; ``""`` when they can."""
     if choice.response_ids is None and choice.prompt_ids is None:
         if not want_ids:
             return NOT_ASKED
         return NO_IDS_IN_MESSAGES if dialect == "messages" else NO_IDS
     if choice.response_ids is None:
-        return "the backend returned the prompt's token ids and not the response's"
+        return "the backend returned the prompt's token ids but not the response's"
     if not choice.prompt_ids:
-        return "the backend returned the response's token ids and not the prompt's"
+        return "the backend returned the response's token ids but not the prompt's"
     if choice.logprobs is None and choice.response_ids:
         return "the backend returned token ids without log-probabilities"
     given, expected = len(choice.logprobs or ()), len(choice.response_ids)

@@ -2,7 +2,7 @@
 
 vLLM: ``prompt_token_ids`` at the top of a chat completion (in a stream on the first chunk) and in each choice of a
 completion, ``choices[i].token_ids`` (in a stream the delta's ids). SGLang: ``choices[i].prompt_token_ids`` and
-``choices[i].response_token_ids``. The two APIs differ in what a choice says, a ``message`` or a ``text``.
+``choices[i].response_token_ids``. The two APIs differ in the content of a choice, a ``message`` or a ``text``.
 """
 
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from agl.dialects._sse import decode_events, payloads
 from agl.dialects._versions import version_of
 from agl.schemas import Json
 
-Says = Literal["message", "text"]
+ContentKey = Literal["message", "text"]
 
 
 class _Token(msgspec.Struct, gc=False):
@@ -71,19 +71,19 @@ _CHUNKS = msgspec.json.Decoder(list[_Chunk])
 _HEAD_FIELDS = ("id", "object", "created", "model", "system_fingerprint", "service_tier", "usage")
 
 
-def read_body(data: bytes, says: Says = "message") -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+def read_body(data: bytes, content_key: ContentKey = "message") -> Answer:
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
     body = _BODY.decode(data)
-    choices = tuple(_plain_choice(body, choice, says) for choice in body.choices)
+    choices = tuple(_plain_choice(body, choice, content_key) for choice in body.choices)
     return Answer(choices=choices, model_version=_version(body), error=error_text(body.error))
 
 
-def _plain_choice(body: _Body, choice: _Choice, says: Says) -> Choice:
+def _plain_choice(body: _Body, choice: _Choice, content_key: ContentKey) -> Choice:
     reason = choice.finish_reason
-    said = choice.message if says == "message" else choice.text or ""
+    content = choice.message if content_key == "message" else choice.text or ""
     return Choice(
         index=choice.index,
-        response=_response(body, choice.index, {says: said}, choice.stop_reason, reason),
+        response=_response(body, choice.index, {content_key: content}, choice.stop_reason, reason),
         finish_reason=reason if isinstance(reason, str) else "",
         prompt_ids=body.prompt_token_ids if choice.prompt_token_ids is None else choice.prompt_token_ids,
         response_ids=choice.ids(),
@@ -96,10 +96,10 @@ def _version(body: _Body) -> str:
 
 
 def _response(
-    body: _Body, index: int, said: dict[str, Json], stop_reason: Json, finish_reason: Json
+    body: _Body, index: int, content: dict[str, Json], stop_reason: Json, finish_reason: Json
 ) -> dict[str, Json]:
     head = {name: value for name in _HEAD_FIELDS if (value := getattr(body, name)) is not None}
-    choice = {"index": index, **said, "finish_reason": finish_reason}
+    choice = {"index": index, **content, "finish_reason": finish_reason}
     if stop_reason is not None:
         choice["stop_reason"] = stop_reason
     return {**head, "choices": [choice]}
@@ -112,8 +112,8 @@ def error_text(error: object) -> str:
     return str(as_dict(error).get("message") or error)
 
 
-class _Growing:
-    """One choice of a stream while its deltas are put together."""
+class _ChoiceBuilder:
+    """Builds one choice of a stream from its deltas."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
@@ -126,7 +126,7 @@ class _Growing:
         self.stop_reason: Json = None
 
     def add(self, choice: _Choice) -> None:
-        """Take one delta with its tokens."""
+        """Add one delta with its tokens."""
         self._add_delta(choice.delta or {"text": choice.text})
         if (ids := choice.ids()) is not None:
             self.ids = _extended(self.ids or [], ids)
@@ -159,10 +159,10 @@ class _Growing:
                 function[key] += given[key]
         call.update({key: value for key, value in part.items() if key not in ("index", "function") and value})
 
-    def said(self, says: Says) -> dict[str, Json]:
+    def content(self, content_key: ContentKey) -> dict[str, Json]:
         """The text, or the assistant's message, as a plain body would hold it."""
         texts = {key: "".join(parts) for key, parts in self.texts.items()}
-        if says == "text":
+        if content_key == "text":
             return {"text": texts.get("text", "")}
         message: dict[str, Json] = {"role": "assistant", "content": None, **self.fields, **texts}
         if self.calls:
@@ -176,27 +176,29 @@ def _extended(values: list[Any], more: list[Any]) -> list[Any]:
     return values
 
 
-def read_stream(data: bytes, says: Says = "message") -> Answer:
-    """The answer in a stream, as far as it came."""
+def read_stream(data: bytes, content_key: ContentKey = "message") -> Answer:
+    """The answer in a stream, as far as it arrived."""
     found, is_done = payloads(data)
     chunks = decode_events(found, _CHUNK, _CHUNKS)
-    growing: dict[int, _Growing] = {}
+    builders: dict[int, _ChoiceBuilder] = {}
     for chunk in chunks:
         for choice in chunk.choices:
-            state = growing.get(choice.index)
-            if state is None:
-                state = growing[choice.index] = _Growing()
-            state.add(choice)
+            builder = builders.get(choice.index)
+            if builder is None:
+                builder = builders[choice.index] = _ChoiceBuilder()
+            builder.add(choice)
     error = next((text for chunk in chunks if (text := error_text(chunk.error))), "")
-    if not growing:
+    if not builders:
         return Answer(error=error)
     body = _merged(_head(found), chunks)
-    choices = tuple(_grown_choice(body, index, growing[index], says, is_done=is_done) for index in sorted(growing))
+    choices = tuple(
+        _streamed_choice(body, index, builders[index], content_key, is_done=is_done) for index in sorted(builders)
+    )
     return Answer(choices=choices, model_version=_version(body), error=error)
 
 
 def _head(found: list[bytes]) -> _Body:
-    """The first event that can be read as a chunk, which names id and model."""
+    """The first event that is a readable chunk; it names id and model."""
     for data in found:
         try:
             return _BODY.decode(data)
@@ -206,7 +208,7 @@ def _head(found: list[bytes]) -> _Body:
 
 
 def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
-    """The first chunk's head with what the others say: the first prompt ids, the last usage and versions."""
+    """The first chunk's head with the other chunks' fields: the first prompt ids, the last usage and versions."""
     for chunk in chunks:
         body.prompt_token_ids = body.prompt_token_ids or chunk.prompt_token_ids
         body.usage = chunk.usage or body.usage
@@ -217,14 +219,16 @@ def _merged(body: _Body, chunks: list[_Chunk]) -> _Body:
     return body
 
 
-def _grown_choice(body: _Body, index: int, state: _Growing, says: Says, *, is_done: bool) -> Choice:
-    reason = state.finish_reason
+def _streamed_choice(
+    body: _Body, index: int, builder: _ChoiceBuilder, content_key: ContentKey, *, is_done: bool
+) -> Choice:
+    reason = builder.finish_reason
     return Choice(
         index=index,
-        response=_response(body, index, state.said(says), state.stop_reason, reason),
+        response=_response(body, index, builder.content(content_key), builder.stop_reason, reason),
         finish_reason=reason if isinstance(reason, str) else "",
-        prompt_ids=body.prompt_token_ids if state.prompt_ids is None else state.prompt_ids,
-        response_ids=state.ids,
-        logprobs=state.logprobs,
+        prompt_ids=body.prompt_token_ids if builder.prompt_ids is None else builder.prompt_ids,
+        response_ids=builder.ids,
+        logprobs=builder.logprobs,
         is_finished=is_done or reason is not None,
     )

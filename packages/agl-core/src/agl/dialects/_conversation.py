@@ -1,4 +1,4 @@
-"""Any dialect's call as OpenAI chat messages: what exports, fine-tuning and prompt optimisers read."""
+"""Converts any dialect's call to OpenAI chat messages, for exports, fine-tuning and prompt optimisers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ def call_messages(call: ModelCall) -> list[Message]:
     """The conversation of ``call``, its answer included when there is one, as OpenAI chat messages.
 
     Text parts are joined where a dialect splits them, tool calls and results keep their ids, media stay parts
-    with their references. What has no place in chat messages (reasoning items, server tools) is left out.
+    with their references. Parts without a place in chat messages (reasoning items, server tools) are left out.
     """
     request, response = as_dict(call.request), as_dict(call.response)
     match call.dialect:
@@ -32,7 +32,7 @@ def call_messages(call: ModelCall) -> list[Message]:
 
 
 def comparable(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as they compare: whether an empty part is there, null or empty depends on the client alone."""
+    """Messages in a form that compares equal: clients differ in whether an empty part is absent, null or empty."""
     return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
 
 
@@ -83,7 +83,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
 
 
 def _add_call(messages: list[Message], call: Json) -> None:
-    """Put a call onto the assistant's message that it belongs to, which is made if there is none."""
+    """Add a call to the assistant's message that it belongs to; adds that message if there is none."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": None})
     messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]}
@@ -95,7 +95,7 @@ def _tool_call(call_id: Any, name: Any, arguments: Any) -> Json:
 
 
 def _content(content: Any) -> Json:
-    """Text when all parts are text, else chat's parts."""
+    """A text when all parts are text, else a list of chat parts."""
     if not is_list(content):
         return content
     parts = [_chat_part(part) for part in dicts_in(content)]

@@ -1,4 +1,4 @@
-"""One HTTP exchange with a model server, as bytes: what a proxy or a wire hook saw, before anybody parses it."""
+"""One HTTP exchange with a model server, as the bytes that a proxy or a wire hook saw."""
 
 from collections.abc import Mapping
 
@@ -26,20 +26,20 @@ def dialect_of(path: str) -> Dialect | None:
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A request and what came back for it.
+    """A request and its response.
 
     Attributes:
-        request: What the client sent.
+        request: The client's request.
         status: HTTP status; 0 when no response came.
-        headers: Of the response, names in lower case.
+        headers: The response's headers, names in lower case.
         response: The body's bytes, as many as arrived, content encodings undone.
         is_streamed: Whether the body is a stream of server-sent events.
-        is_complete: Whether the body's end arrived and nobody cut it.
+        is_complete: Whether the whole body arrived.
         latency_s: From the request's last byte to the response's last byte.
         first_token_s: To the first byte of the body.
         request_id: Shared by the retries of one request.
         retry_count: The client's count of retries.
-        error: What went wrong on the way, ``""`` if nothing.
+        error: The failure of the exchange in words, ``""`` if there is none.
     """
 
     request: Request
@@ -56,7 +56,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One sampled answer as a dialect's reader found it; ``None`` where the backend said nothing.
+    """One sampled answer as a dialect's reader found it; ``None`` for fields that the backend did not send.
 
     Attributes:
         response: The whole body as plain JSON with this choice only, without ids and log-probabilities.
@@ -73,7 +73,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a dialect's reader made of a body.
+    """A body as a dialect's reader parsed it.
 
     Attributes:
         choices: By index; empty when the body holds none.

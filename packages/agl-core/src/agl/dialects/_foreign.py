@@ -1,10 +1,10 @@
-"""Foreign JSON, which may be anything, as the types that a reader hopes for."""
+"""Converts foreign JSON, which may be anything, to the types that a reader expects."""
 
 from typing import Any, cast
 
 
 def is_list(value: object) -> bool:
-    """Whether ``value`` is an array."""
+    """True if ``value`` is an array."""
     return isinstance(value, list)
 
 
@@ -14,7 +14,7 @@ def as_text(value: object) -> str:
 
 
 def as_index(value: object) -> int:
-    """``value`` if it is a number of an item, else 0."""
+    """``value`` if it is an index, else 0."""
     return value if isinstance(value, int) else 0
 
 

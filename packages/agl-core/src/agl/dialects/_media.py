@@ -1,7 +1,7 @@
 """Inputs that are not tokens: images, audio, files. They are recorded by reference, never by content.
 
-A payload that came inside the request is replaced by the SHA-256 digest of its bytes, so that two calls with one
-image say the same and a store does not keep it a hundred times.
+A payload inside the request is replaced by the SHA-256 digest of its bytes, so that two calls with one image have
+equal records and a store does not keep it a hundred times.
 """
 
 import base64
@@ -20,7 +20,7 @@ _MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 
 
 def may_hold_media(body: bytes) -> bool:
-    """Whether it is worth looking for media in the parsed request; quick, and never wrong when it says no."""
+    """True if the request may hold media; quick, and never False for one that does."""
     return b'"type"' in body and any(marker in body for marker in _MARKERS)
 
 

@@ -1,7 +1,7 @@
 """Anthropic messages: blocks and named events.
 
-The format has no token ids; a server that adds ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of
-numbers) to the body, or in a stream to ``message_start`` and ``message_delta``, is understood.
+The format has no token ids. The readers also accept ``prompt_token_ids``, ``token_ids`` and ``logprobs`` (a list of
+numbers) that a server adds to the body, or in a stream to ``message_start`` and ``message_delta``.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _DROPPED = ("prompt_token_ids", "token_ids", "logprobs")
 
 
 def read_body(data: bytes) -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
     return _answer(BODY.decode(data), is_finished=True)
 
 
@@ -43,7 +43,7 @@ def _list(value: Any) -> list[Any] | None:
 
 
 def read_stream(data: bytes) -> Answer:
-    """The answer in a stream, as far as it came."""
+    """The answer in a stream, as far as it arrived."""
     events = objects(data)
     message: dict[str, Any] = {}
     blocks: dict[int, dict[str, Any]] = {}

@@ -17,11 +17,11 @@ _decode = msgspec.json.decode
 class Request:
     """The body of a model call, parsed at most once on its way from the client to the record.
 
-    Its top level is read when something is first asked of it, each field when that field is; both are kept. Whatever
-    reads a request therefore passes this object on instead of bytes.
+    The top level is parsed on first use, and each field on its own first use; both are cached. Pass this object on
+    instead of bytes.
 
     Attributes:
-        dialect: The API that it is written for.
+        dialect: The API of the request.
         body: The bytes as the client sent them.
     """
 
@@ -35,16 +35,16 @@ class Request:
 
     @property
     def is_object(self) -> bool:
-        """Whether the body is a JSON object, as every API's requests are."""
+        """True if the body is a JSON object, as every API's requests are."""
         return self._fields() is not _NO_OBJECT
 
     @property
     def model(self) -> str:
-        """The model that is asked for, ``""`` if none or not text."""
+        """The requested model, ``""`` if it is missing or not text."""
         return as_text(self.get("model"))
 
     def get(self, key: str) -> Any:
-        """The value of a field at the top; ``None`` where it is missing or broken. Do not change it."""
+        """The value of a top-level field; ``None`` where it is missing or broken. Do not change it."""
         if key not in self._values and (raw := self._fields().get(key)) is not None:
             try:
                 self._values[key] = _decode(raw)
@@ -59,10 +59,10 @@ class Request:
         return found if self.is_object and len(self._values) == len(fields) else None
 
     def prepared(self, *, want_ids: bool, model: str = "") -> bytes:
-        """The body to send upstream: with the fields that ask for token ids, and with ``model`` in place of its own.
+        """The body to send upstream, with the fields that request token ids, and with ``model`` in place of its own.
 
         The values of all other fields keep their exact bytes. The body comes back untouched when there is nothing to
-        change, and when it is no JSON object: the backend's own error is the best answer to that.
+        change, and when it is not a JSON object, so that the backend answers with its own error.
         """
         if not (want_ids or model) or not self.is_object:
             return self.body
@@ -101,7 +101,7 @@ _NO_OBJECT: dict[str, msgspec.Raw] = {}
 
 
 def sampling_of(request: dict[str, Any]) -> Sampling:
-    """The sampling parameters of a request in any dialect; what is not a number where one belongs is left out."""
+    """The sampling parameters of a request in any dialect; a value that is not a number is left out."""
     stop = request.get("stop", request.get("stop_sequences"))
     stops = [stop] if isinstance(stop, str) else as_list(stop)
     return Sampling(

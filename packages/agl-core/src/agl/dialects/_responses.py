@@ -1,7 +1,7 @@
 """Responses: typed items and events. vLLM gives ids as raw messages when ``enable_response_messages`` is set.
 
 Log-probabilities come with text parts only, so an answer with tool calls or with marker tokens has fewer of them
-than ids; the call says so.
+than ids; the call's ``ids_missing`` reports it.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _DROPPED = ("input_messages", "output_messages", "prompt_token_ids", "token_ids"
 
 
 def read_body(data: bytes) -> Answer:
-    """The answer in a plain body; raises :class:`msgspec.DecodeError` for what is none."""
+    """The answer in a plain body; raises :class:`msgspec.DecodeError` if there is none."""
     return _answer(BODY.decode(data), is_finished=True)
 
 
@@ -90,7 +90,7 @@ def _tokens(messages: Any, plain: Any) -> list[int] | None:
 
 
 def _items(events: list[dict[str, Any]]) -> list[Any]:
-    """Output items of a stream that ended early: whole ones as they came, the open one from its deltas."""
+    """Output items of a stream that ended early: whole ones as they arrived, the open one from its deltas."""
     items: dict[int, Any] = {}
     for event in events:
         index, kind = event.get("output_index"), event.get("type")

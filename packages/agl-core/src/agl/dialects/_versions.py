@@ -1,10 +1,10 @@
-"""Which weights answered, in the words of the backends that say it."""
+"""The version of the weights that answered, as backends report it."""
 
 from agl.dialects._foreign import as_dict, as_list
 
 
 def version_of(model_version: object, *spans: object) -> str:
-    """The version that a body names.
+    """The version that a body names, ``""`` if it names none.
 
     Args:
         model_version: A text or a number, or ``None``.

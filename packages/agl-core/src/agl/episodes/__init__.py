@@ -1,6 +1,6 @@
-"""Episodes: from recorded spans to what algorithms train on: the call forest, transitions, rows, scores and credit."""
+"""Turns recorded spans into training data: the call forest, transitions, rows, scores and credit."""
 
-from agl._who import Enclosing, Who
+from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, client_of, find_disagreement
 from agl.episodes._credit import EpisodeCredit
 from agl.episodes._forest import Forest, ForestOptions, build_forest

@@ -1,12 +1,12 @@
-"""Whether those who say who called a model and those who recorded the calls have seen the same ones.
+"""Compares the model calls that frameworks report with those that were recorded.
 
-A framework's ``chat`` span without a recorded call means that the call went past the gateway and the wire hook: its
-client speaks another protocol or another library. A recorded call outside of everything that a framework reported,
-in an attempt where it reported something, means that some part of the agent is not observed. Both are told apart by
-the links between spans, never by names.
+A framework's ``chat`` span without a recorded call means that the call bypassed the gateway and the wire hook: its
+client uses another protocol or another library. A recorded call outside every span of a framework, in an attempt
+where a framework has spans, means that some part of the agent is not observed. Both are found by the links between
+spans, never by names.
 
-A program that reports over OTLP may not say which call belongs to which of its spans. There, and only there, a
-``chat`` span counts as seen when a call that names no span began while it was open.
+A program that reports over OTLP may not link its calls to its spans. There, and only there, a ``chat`` span counts as
+seen when a call that names no span began while it was open.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from itertools import takewhile
 from typing import Literal
 
 from agl import semconv
-from agl._who import Enclosing
+from agl._actors import Enclosing
 from agl.schemas import LooseCall, Record, Span
 
 _CHATS = frozenset({semconv.OP_CHAT, semconv.OP_TEXT_COMPLETION, "generate_content"})
@@ -22,15 +22,15 @@ _OURS = frozenset({semconv.OP_EVALUATE})
 _TOLERANCE_NS = 5_000_000
 
 Verdict = Literal["drop", "accept"]
-"""The treatment of rollouts with calls that only one side saw: left out, or used with what is known."""
+"""The treatment of rollouts with calls that only one side saw: left out, or trained on as they are known."""
 
 
 class Agreement(Record, frozen=True, kw_only=True):
-    """The model calls that one side saw and the other did not, in order of time.
+    """The model calls that only one side saw, in order of time.
 
     Attributes:
-        unseen: Calls that a framework reported and nobody recorded. One that failed is not among them: it may never
-            have left.
+        unseen: Calls that a framework reported and that were not recorded. Failed ones are left out, as they may never
+            have left the agent.
         unattributed: Recorded calls that lie in no framework's span, where a framework reported others.
     """
 
@@ -47,17 +47,17 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     own.sort(key=lambda span: (span.start_ns, span.sequence))
     by_id = {span.span_id: span for span in own}
     calls = [span for span in own if span.call is not None]
-    loose = [span for span in calls if _above(span, by_id) is None]
-    unseen = _unjoined(_unseen(own, calls, by_id), [span for span in loose if not _names_a_span(span)])
+    loose = [span for span in calls if _enclosing_span(span, by_id) is None]
+    unseen = _without_overlapping_call(_unseen(own, calls, by_id), [span for span in loose if not _names_a_span(span)])
     enclosing = Enclosing(own)
     return Agreement(
-        unseen=tuple(_loose(span, enclosing) for span in unseen),
-        unattributed=tuple(_loose(span, enclosing) for span in loose),
+        unseen=tuple(_loose_call(span, enclosing) for span in unseen),
+        unattributed=tuple(_loose_call(span, enclosing) for span in loose),
     )
 
 
 def client_of(span: Span) -> str:
-    """The client that made a call, as well as it is known: class or library, and where it called."""
+    """The client that made a call, as far as it is known: its class or library, and the server."""
     attributes = span.attributes
     keys = (semconv.CLIENT, semconv.USER_AGENT, "otel.scope.name", semconv.PROVIDER)
     name = next((str(attributes[key]) for key in keys if attributes.get(key)), "an unknown client")
@@ -66,13 +66,13 @@ def client_of(span: Span) -> str:
 
 
 def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span]) -> list[Span]:
-    """Chat spans without a call below them; of two such around one another only the outer one."""
+    """Chat spans without a call below them; of two nested ones only the outer one."""
     seen: set[str] = set()
     for call in calls:
-        above = _above(call, by_id)
+        above = _enclosing_span(call, by_id)
         while above is not None and above.span_id not in seen:
             seen.add(above.span_id)
-            above = _above(above, by_id)
+            above = _enclosing_span(above, by_id)
     found: dict[str, Span] = {}
     for span in own:
         if (
@@ -87,17 +87,17 @@ def _unseen(own: Sequence[Span], calls: Sequence[Span], by_id: Mapping[str, Span
 
 def _is_within(span: Span, found: Mapping[str, Span], by_id: Mapping[str, Span]) -> bool:
     visited = {span.span_id}
-    above = _above(span, by_id)
+    above = _enclosing_span(span, by_id)
     while above is not None and above.span_id not in visited:
         if above.span_id in found:
             return True
         visited.add(above.span_id)
-        above = _above(above, by_id)
+        above = _enclosing_span(above, by_id)
     return False
 
 
-def _unjoined(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
-    """The chat spans left when each call that names no span is taken for one that was open when it began."""
+def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
+    """The chat spans that are left after each call is matched with one that was open when it began."""
     left = list(chats)
     for call in calls:
         begun = takewhile(lambda chat: chat.start_ns - _TOLERANCE_NS <= call.start_ns, left)  # noqa: B023  # used at once
@@ -107,8 +107,8 @@ def _unjoined(chats: Sequence[Span], calls: Sequence[Span]) -> list[Span]:
     return left
 
 
-def _above(span: Span, by_id: Mapping[str, Span]) -> Span | None:
-    """The span around ``span``, the attempt's root left out."""
+def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
+    """The span around ``span``, ``None`` if that is the attempt's root."""
     framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
     found = by_id.get(framework) if isinstance(framework, str) else None
     found = found or by_id.get(span.parent_id or "")
@@ -124,12 +124,12 @@ def _is_chat(span: Span) -> bool:
 
 
 def _is_reported(span: Span) -> bool:
-    """Whether a framework's tracer, or its own OpenTelemetry, made the span."""
+    """True if a framework's tracer, or its own OpenTelemetry, made the span."""
     operation = span.attributes.get(semconv.OPERATION)
     return span.call is None and span.reward is None and operation is not None and operation not in _OURS
 
 
-def _loose(span: Span, enclosing: Enclosing) -> LooseCall:
+def _loose_call(span: Span, enclosing: Enclosing) -> LooseCall:
     return LooseCall(
         span_id=span.span_id,
         agent=enclosing.who(span).agent,

@@ -1,8 +1,8 @@
 """Credit assignment ``episode``: every model call gets the episode's return.
 
 The values are returns, not advantages; an algorithm's estimator compares those with one ``baseline`` key, each rollout
-counting once in its statistics. An episode that trains and has no reward is refused: what a missing reward means is
-the experiment's declared policy, applied before credit is assigned.
+counting once in its statistics. An episode that trains and has no reward is refused: the experiment's declared policy
+for missing rewards applies before credit is assigned.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Drift: a prompt that repeats a conversation up to an answer of the model and then has other tokens there.
+"""Drift: a prompt repeats a conversation up to an answer of the model, and has other tokens at that answer.
 
-Chat templates that drop reasoning, tool-call JSON that is printed anew and text that is tokenised again all lead to
-prompts that mean the same and whose ids differ. Such a prompt starts a new branch, which is exact but costs a row;
-the words made here say where and how it differs, so that the cause can be found.
+Chat templates that drop reasoning, tool-call JSON that is printed again and text that is tokenised again all lead to
+prompts of equal meaning with different ids. Such a prompt starts a new branch, which is exact but costs a row. The
+description made here says where and how it differs, so that the cause can be found.
 """
 
 from bisect import bisect_right
@@ -13,7 +13,7 @@ from agl.episodes._prefix import NONE, common_prefix
 from agl.schemas import ModelCall, unpack_ids
 
 SHOWN = 8
-"""How many tokens of either side are shown."""
+"""Number of tokens shown of either side."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,19 +31,19 @@ class Branch:
 
 
 def end_of(call: ModelCall) -> int:
-    """Tokens of the call's prompt and response: where its answer ends in its branch's row."""
+    """Number of tokens of the call's prompt and response: the end of its answer in its branch's row."""
     return call.prompt_len + call.response_len
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DriftFinder:
-    """Finds and words drift among the calls of one forest.
+    """Finds and describes drift among the calls of one forest.
 
     Attributes:
-        calls: All calls; the others are indices into it.
+        calls: All calls; the other attributes hold indices into it.
         branch_of: The branch of each call that was placed.
-        name_of: What to call a call.
-        slack: How many tokens before an answer count as its own, at most an eighth of what precedes it.
+        name_of: Names a call in descriptions.
+        slack: Number of tokens before an answer that count as its own, at most an eighth of what precedes it.
         decode: Shows tokens as text; ``None`` for ids alone.
     """
 
@@ -54,7 +54,7 @@ class DriftFinder:
     decode: Callable[[Sequence[int]], str] | None
 
     def describe(self, prompt: bytes, neighbours: Sequence[tuple[int, bytes]], *, floor: int) -> str:
-        """How ``prompt`` nearly continues one of ``neighbours``, in words; ``""`` if it does not.
+        """Describe how ``prompt`` nearly continues one of ``neighbours``; ``""`` if it does not.
 
         ``neighbours`` are earlier calls and their prompt + response, one of which shares the longest prefix with
         ``prompt``; ``floor`` is the length in bytes of what the prompt extends exactly.

@@ -1,10 +1,10 @@
-"""The call forest: which model calls of an attempt continue each other, by exact token ids.
+"""The call forest: branches of model calls that continue each other, by exact token ids.
 
 A call whose prompt starts with an earlier call's prompt + response extends that call's branch. Interleaved agents,
 forks and compaction need no special case: several branches live side by side, a second call that extends the same
 call starts a branch of its own, and so does a prompt that extends nothing. Nothing is compared as text, and calls
 with equal prompts stay separate samples. Calls of different policies never share a branch: their ids mean different
-tokens. Who made a call plays no role; two agents that share a conversation share its branch.
+tokens. Agents play no role; two agents that share a conversation share its branch.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ class ForestOptions:
     """The settings by which a forest is built and described.
 
     Attributes:
-        drift_slack: How many tokens before a recorded answer a prompt may differ and still count as a drifted
-            continuation: templates that drop a generation prompt such as ``<think>`` differ there. At most an
-            eighth of the tokens before the answer; 0 counts differences within answers only.
+        drift_slack: Number of tokens before a recorded answer at which a prompt may differ and still count as a
+            drifted continuation: templates that drop a generation prompt such as ``<think>`` differ there. At most
+            an eighth of the tokens before the answer; 0 counts differences within answers only.
         decode: Shows both sides of a drift as text; ids alone without it.
     """
 
@@ -40,9 +40,9 @@ class Forest(Record, frozen=True, kw_only=True):
     Attributes:
         branch: For each call the index of its branch, numbered in order of the branches' first calls.
         parent: For each call the one that it extends, -1 for none.
-        branches: Per branch its calls, in order. The row of a branch is the last one's prompt and response; what
-            other branches sampled in it is there as context only.
-        drift: How a call's prompt nearly continues a branch, in words, for those that do.
+        branches: Per branch its calls, in order. The row of a branch is the last one's prompt and response; tokens
+            that other branches sampled are in it as context only.
+        drift: Descriptions of drift by call, for calls whose prompt nearly continues a branch.
     """
 
     branch: list[int] = []
@@ -64,10 +64,10 @@ def build_forest(spans: Sequence[Span], *, options: ForestOptions | None = None)
         raise CaptureError(
             f"build_forest got {len(spans)} spans and only {len(calls)} hold a model call; filter the others out first"
         )
-    grower = _Grower(spans, calls, options or ForestOptions())
+    builder = _ForestBuilder(spans, calls, options or ForestOptions())
     for members in _by_policy(calls):
-        grower.grow(members)
-    return grower.forest()
+        builder.grow(members)
+    return builder.forest()
 
 
 def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
@@ -78,8 +78,8 @@ def _by_policy(calls: Sequence[ModelCall]) -> list[list[int]]:
     return list(found.values())
 
 
-class _Grower:
-    """Places the calls of one policy after the other, then numbers branches by their first calls."""
+class _ForestBuilder:
+    """Places calls in branches, one policy after the other, then numbers the branches by their first calls."""
 
     def __init__(self, spans: Sequence[Span], calls: Sequence[ModelCall], options: ForestOptions) -> None:
         self._calls = calls

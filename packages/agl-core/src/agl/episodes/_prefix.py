@@ -1,9 +1,9 @@
-"""Which earlier byte strings a string begins with, for many strings at once.
+"""Finds the earlier byte strings that a string begins with, for many strings at once.
 
 The call forest asks, for every prompt, for the longest earlier prompt + response that it starts with. Comparing each
 with each is quadratic, walking tokens in Python is slow, and a table by length degenerates when all lengths differ.
-So all strings are sorted once (comparisons run in C), a stack sweep finds what encloses what, and a pass backwards
-in time takes strings away again, jumping over the gaps as union-find does. The cost is O(n log n) comparisons, each of
+So all strings are sorted once (comparisons run in C), a stack sweep finds the enclosing strings, and a pass backwards
+in time removes strings again, jumping over the gaps as union-find does. The cost is O(n log n) comparisons, each of
 at most the length of the prefix that two strings share; time is near linear in the number of strings whatever
 their order, depth or fan-out.
 """
@@ -17,7 +17,7 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What the strings have to do with each other, by index; :data:`NONE` where there is nothing.
+    """Relations between the strings, by index; :data:`NONE` where there is none.
 
     Attributes:
         anchor: For each query the longest earlier entry that it starts with (equality included), [n].
@@ -78,7 +78,7 @@ def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
 
     Sorting is stable and entries come first, so an entry precedes the queries that equal it. An entry's own query
     precedes it directly or with strings in between that start with the query too, so that the neighbours of the
-    entry, itself taken away, are neighbours of the query among earlier entries that share the most with either.
+    entry, without the entry, are the query's neighbours among earlier entries that share the most with either.
     """
     n = len(queries)
     keys = [*entries, *queries]
@@ -107,7 +107,7 @@ def _sweep(queries: Sequence[bytes], entries: Sequence[bytes]) -> _Sweep:
 def _earlier(links: list[int], j: int, i: int) -> int:
     """Follow ``links`` from ``j`` to an index below ``i``, halving the path on the way.
 
-    ``i`` only falls from call to call, so that what is skipped once is never wanted again.
+    ``i`` only falls from call to call, so that a skipped index is never needed again.
     """
     while j >= i:
         above = links[j]

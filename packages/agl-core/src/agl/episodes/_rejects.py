@@ -1,36 +1,36 @@
-"""Why a recorded call reaches no row: exactly one reason, found once per attempt."""
+"""Finds the reason why a recorded call reaches no row: exactly one per rejected call."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-from agl._who import Who
+from agl._actors import Who
 from agl.errors import ConfigError
 from agl.schemas import ModelCall, Record, RejectReason, Span
 
 
 class Reject(Record, frozen=True, kw_only=True):
-    """A reason and its words."""
+    """A reason, and its details in words."""
 
     reason: RejectReason
     detail: str
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """The choice of calls that are wanted.
+    """Selects the calls that train.
 
     Attributes:
         agent_match: Regular expression on the agent's name and on the nodes and tools within that agent; ``None``
             selects all. It selects by :func:`re.search`, as Agent Lightning does: ``write|rewrite`` finds
             ``write_query`` too, and ``^write$`` finds ``write`` alone. An agent inside another is its own agent:
             the outer one's name does not select it.
-        policy: Name of the policy whose calls are wanted; ``None`` for any.
+        policy: Name of the policy whose calls train; ``None`` for any.
     """
 
     agent_match: str | None = None
     policy: str | None = None
 
     def pattern(self) -> re.Pattern[str] | None:
-        """The compiled ``agent_match``; raises :class:`ConfigError` when it is no regular expression."""
+        """The compiled ``agent_match``; raises :class:`ConfigError` when it is not a regular expression."""
         try:
             return None if self.agent_match is None else re.compile(self.agent_match)
         except re.error as error:
@@ -43,9 +43,9 @@ class Selection(Record, frozen=True, kw_only=True):
 def find_rejects(
     spans: Sequence[Span], *, attempt_id: str | None, selection: Selection, who: Mapping[str, Who]
 ) -> dict[int, Reject]:
-    """The rejected ones among model calls in order of time, by index in ``spans``.
+    """The rejects among model calls in order of time, by index in ``spans``.
 
-    ``attempt_id`` is the deciding attempt's; ``who`` says by span id who made the calls.
+    ``attempt_id`` is the deciding attempt's; ``who`` holds the actors of each call by span id.
     """
     superseded = _superseded(spans)
     pattern = selection.pattern()
@@ -93,11 +93,11 @@ def _superseded(spans: Sequence[Span]) -> dict[int, Reject]:
     found: dict[int, Reject] = {}
     for members in exchanges.values():
         if len(members) > 1:
-            found.update(_losers(spans, members))
+            found.update(_replaced_by_retry(spans, members))
     return found
 
 
-def _losers(spans: Sequence[Span], members: Sequence[int]) -> dict[int, Reject]:
+def _replaced_by_retry(spans: Sequence[Span], members: Sequence[int]) -> dict[int, Reject]:
     answered: dict[int, int] = {}
     retry = -1
     for index in members:
@@ -120,7 +120,7 @@ def _losers(spans: Sequence[Span], members: Sequence[int]) -> dict[int, Reject]:
 
 
 def _is_cut_choice(call: ModelCall | None, retry: int, answered: Mapping[int, int]) -> bool:
-    """Whether this is a choice of the winning exchange that failed by itself."""
+    """True for a choice of the winning exchange that failed by itself."""
     return call is not None and call.retry_count == retry and call.choice not in answered
 
 

@@ -13,7 +13,7 @@ from agl.schemas import ModelCall, Reward, Rollout, Span
 class ExactMatch:
     """1.0 when the final text equals the task's answer, else 0.0.
 
-    Texts are compared after runs of white space became one space and, unless ``case``, without regard to case.
+    White space is normalised to single spaces before the comparison, and case is ignored unless ``case``.
     A task without the answer is an error, because its reward would be silently 0; an attempt that ended without any
     text gets 0.0.
 

@@ -32,7 +32,7 @@ def make_rows(transitions: Sequence[Transition], *, group_id: str) -> tuple[Row,
 def attach(episode: Episode, credits: Iterable[CallCredit]) -> tuple[Row, ...]:
     """The episode's rows with ``advantages``: each call's value on its tokens, 0.0 where the mask is 0.
 
-    Give credits whose values are final, that is after an estimator has compared them with their baselines.
+    Pass credits whose values are final, that is after an estimator has compared them with their baselines.
     Raises :class:`ConfigError` when a trained call has no credit.
     """
     values = {credit.span_id: credit.value for credit in credits}
@@ -42,10 +42,10 @@ def attach(episode: Episode, credits: Iterable[CallCredit]) -> tuple[Row, ...]:
 def split_row(row: Row, max_tokens: int, *, context: int | None = None) -> tuple[Row, ...]:
     """Cut a row into pieces of at most ``max_tokens`` tokens; every sampled token is trained in exactly one piece.
 
-    A piece repeats at least ``context`` tokens (default: a quarter of ``max_tokens``) before what it trains, and
-    more where they fit, with mask 0; tokens further back are lost to it, so the model conditions on less than it
-    had when it sampled. A piece ends between two calls where it can; a call longer than a piece is cut. A row that
-    fits is returned as it is. The pieces' recorded logprobs are those of the unsplit row.
+    A piece repeats at least ``context`` tokens (default: a quarter of ``max_tokens``) before its trained tokens, and
+    more where they fit, with mask 0. It lacks the tokens further back, so the model conditions on less than it had
+    when it sampled. A piece ends between two calls where it can; a call longer than a piece is cut. A row that fits
+    is returned as it is. The pieces' recorded logprobs are those of the unsplit row.
     """
     kept = max(1, max_tokens // 4) if context is None else context
     if not 1 <= kept < max_tokens:
@@ -71,7 +71,7 @@ def rollout_weights(
 
     Both depend on how many tokens a rollout has, not on how they are spread over rows: splitting a rollout changes
     neither its share nor the loss. ``rollouts`` is N where some rollouts have no row and still count; by default
-    the number of rollouts in ``rows``. A row without a sampled token weighs 0. Give all rows of an update at once.
+    the number of rollouts in ``rows``. A row without a sampled token weighs 0. Pass all rows of an update at once.
     """
     tokens: dict[str, int] = {}
     for row in rows:

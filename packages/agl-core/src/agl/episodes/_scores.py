@@ -1,4 +1,4 @@
-"""Which recorded rewards count: for the whole episode, and for single calls.
+"""Selects the recorded rewards that count, for the whole episode and for single calls.
 
 A reward that came with an agent's own token has the source ``agent`` and counts only where that is trusted.
 A reward that was appended after the attempt was decided counts only when it comes from outside the attempt: from an
@@ -8,7 +8,7 @@ evaluator, a hook or a person. ``None`` stays ``None``; nothing here turns a mis
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
-from agl._who import Enclosing
+from agl._actors import Enclosing
 from agl.episodes._timeline import Moment, Timeline
 from agl.schemas import Record, Reward, Span
 
@@ -18,7 +18,7 @@ _FROM_OUTSIDE = frozenset({"evaluator", "hook", "human"})
 
 
 class ScoreOptions(Record, frozen=True, kw_only=True):
-    """The choice of rewards that train.
+    """Selects the rewards that train.
 
     Attributes:
         key: Name of the reward, or of a dimension, that is the episode's scalar; ``None`` to choose by rule.
@@ -32,7 +32,7 @@ class ScoreOptions(Record, frozen=True, kw_only=True):
 
 
 class Score(Record, frozen=True, kw_only=True):
-    """An episode's scalar and, in words, why it is that one or why there is none."""
+    """An episode's scalar, and the reason for it, or for its absence, in words."""
 
     value: float | None
     note: str
@@ -59,7 +59,7 @@ def counts(span: Span, options: ScoreOptions) -> bool:
 
 
 def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
-    """The scalar of rewards in order of time; only those of scope ``rollout`` are looked at.
+    """The scalar of rewards in order of time; only those of scope ``rollout`` count.
 
     Of one name the best source wins (evaluator, then environment, then the others), and of one source the last.
     Then: the reward called ``key``; or the weighted sum; or, of the best source, the unnamed reward, else the
@@ -78,7 +78,7 @@ def score(rewards: Sequence[Reward], *, options: ScoreOptions) -> Score:
         names = ", ".join(sorted(choice))
         return Score(value=None, note=f"several rewards were recorded ({names}); declare a key or weights for them")
     chosen = choice.get("") or next(iter(choice.values()))
-    return Score(value=chosen.value, note=_says(chosen, chosen.name))
+    return Score(value=chosen.value, note=_shown_name(chosen, chosen.name))
 
 
 def call_rewards(
@@ -90,7 +90,7 @@ def call_rewards(
     call before it. A reward about a span that is no model call is about the newest call that the same agent began
     before that span's end, such as the one that asked for the tool; without one of that agent, any agent's.
     """
-    finder = _Finder(timeline, calls, enclosing)
+    finder = _CallFinder(timeline, calls, enclosing)
     found: dict[str, dict[str, float]] = {}
     for span in timeline.spans:
         reward = span.reward
@@ -106,7 +106,7 @@ def call_rewards(
     return {span_id: sum(named.values()) for span_id, named in found.items() if named}
 
 
-class _Finder:
+class _CallFinder:
     """Finds the call that a reward is about."""
 
     def __init__(self, timeline: Timeline, calls: Sequence[Span], enclosing: Enclosing) -> None:
@@ -131,7 +131,7 @@ class _Finder:
         return self._newest(self._timeline.end(about), self._enclosing.who(about).agent)
 
     def _newest(self, moment: Moment, agent: str) -> str | None:
-        """The newest call begun at ``moment`` or before, by ``agent`` if it made one."""
+        """The newest call that began at ``moment`` or before; one of ``agent``, if it made any."""
         if self._agents is None:
             self._agents = {}
             for index, call in enumerate(self._calls):
@@ -164,7 +164,7 @@ def _keyed(named: Mapping[str, Reward], key: str) -> Score:
         names = ", ".join(repr(name) for name in sorted(named))
         return Score(value=None, note=f"no reward or dimension {key!r} was recorded; recorded: {names}")
     reward, value = found
-    return Score(value=value, note=_says(reward, key))
+    return Score(value=value, note=_shown_name(reward, key))
 
 
 def _weighted(named: Mapping[str, Reward], weights: Mapping[str, float]) -> Score:
@@ -188,5 +188,5 @@ def _lookup(named: Mapping[str, Reward], key: str) -> tuple[Reward, float | None
     return best, best.dimensions[key]
 
 
-def _says(reward: Reward, name: str) -> str:
+def _shown_name(reward: Reward, name: str) -> str:
     return f"reward {name!r} of the {reward.source}" if name else f"the {reward.source}'s reward"

@@ -10,7 +10,7 @@ Moment = tuple[int, int]
 
 
 class Timeline(NamedTuple):
-    """Spans in order of time, and when each begins and ends."""
+    """Spans in order of time, with the moments at which each begins and ends."""
 
     spans: list[Span]
     start: Callable[[Span], Moment]

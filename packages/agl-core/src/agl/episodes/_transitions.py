@@ -1,11 +1,11 @@
-"""From an attempt's spans to an episode: every recorded call as a transition, and the rows that train.
+"""Turns an attempt's spans into an episode: every recorded call as a transition, and the rows that train.
 
 Everything is iterative and sorts once, so that an attempt may have a hundred thousand spans of any depth.
 """
 
 from collections.abc import Mapping, Sequence
 
-from agl._who import Enclosing, Who
+from agl._actors import Enclosing, Who
 from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._forest import ForestOptions, build_forest
 from agl.episodes._rejects import Reject, Selection, find_rejects
@@ -23,10 +23,10 @@ class EpisodeOptions(Record, frozen=True, kw_only=True):
     """The settings by which an episode is built.
 
     Attributes:
-        score: Which rewards train.
-        forest: How branches are found.
-        unseen: Whether the calls of an attempt train of which others went past the gateway.
-        unattributed: Whether they train where some lie in no framework's span, and others do.
+        score: The choice of rewards that train.
+        forest: The settings of the call forest.
+        unseen: Whether an attempt's calls train if others of its calls bypassed the gateway.
+        unattributed: Whether they train if some of them lie in no framework's span while others do.
     """
 
     score: ScoreOptions = ScoreOptions()
@@ -51,7 +51,7 @@ def build_episode(
         attempt: The deciding attempt; ``None`` if none was started. Calls of others are rejected, and their
             rewards do not count.
         spans: May hold late ones, which are rejected; a late reward counts if it comes from outside the attempt.
-        agent_match: Regular expression that selects agents, see :class:`agl.episodes._rejects.Selection`.
+        agent_match: Regular expression that selects agents, see :class:`agl.episodes.Selection`.
         policy: Name of the policy that is trained; ``None`` for all.
         options: See :class:`EpisodeOptions`.
 
@@ -91,7 +91,7 @@ def to_transitions(
 ) -> tuple[Transition, ...]:
     """Every model call of ``spans`` in order of time, placed in the forest or with its reject reason.
 
-    ``reject`` is a reason against all of them; one that a call has of its own comes first.
+    ``reject`` is a reason against all of them; a call's own reason comes first.
     """
     timeline = chronological(spans)
     calls = [span for span in timeline.spans if span.call is not None]
@@ -121,18 +121,18 @@ def to_transitions(
 
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
-    """Why no call of the attempt trains: what was recorded of it is not all that happened."""
+    """The reason why no call of an incompletely recorded attempt trains."""
     if found.unseen and options.unseen == "drop":
         detail = f"{len(found.unseen)} model calls of the attempt were not recorded; {found.unseen[0].client} made one"
         return Reject(reason="unseen_calls", detail=detail)
     if found.unattributed and options.unattributed == "drop":
-        detail = f"{len(found.unattributed)} recorded calls lie outside of what the framework reported"
+        detail = f"{len(found.unattributed)} recorded calls lie outside the framework's spans"
         return Reject(reason="unattributed", detail=detail)
     return None
 
 
 def recorded_rewards(spans: Sequence[Span], attempt_id: str | None) -> list[Span]:
-    """The deciding attempt's reward spans in order of time, whoever reported them."""
+    """The deciding attempt's reward spans in order of time, from every source."""
     own = [span for span in spans if span.reward is not None and span.attempt_id == attempt_id]
     return chronological(own).spans
 
@@ -159,7 +159,7 @@ def _rewards_of_calls(
 
 
 def _turns(calls: Sequence[Span], who: Mapping[str, Who]) -> list[int]:
-    """Each call's position among its agent's in its attempt; retries and choices of one request share a turn."""
+    """Each call's position among its agent's calls; retries and choices of one request share a turn."""
     requests: dict[tuple[str, str], dict[str, int]] = {}
     turns: list[int] = []
     for span in calls:

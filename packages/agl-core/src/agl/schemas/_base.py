@@ -1,4 +1,4 @@
-"""What all records share: frozen, keyword-only, versioned, tolerant of fields that a newer writer added."""
+"""The base of all records: frozen, keyword-only, versioned, tolerant of fields that a newer writer added."""
 
 from typing import Any, TypeAlias
 

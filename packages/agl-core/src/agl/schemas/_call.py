@@ -1,4 +1,4 @@
-"""A model call: what was asked, what was answered, and the exact tokens in between.
+"""A model call: the request, the response, and the exact tokens of both.
 
 Token ids are packed little-endian int32, log-probabilities packed little-endian float32: ``bytes`` from the
 capture point to the trainer, because a list of Python numbers costs a hundred times more.
@@ -14,8 +14,8 @@ import msgspec
 from agl.schemas._base import Json, Record
 
 Dialect = Literal["chat", "completions", "responses", "messages", "embeddings"]
-"""The APIs of models that are understood: OpenAI's chat completions, completions and responses, Anthropic's messages,
-and embeddings."""
+"""The supported model APIs: OpenAI's chat completions, completions and responses, Anthropic's messages, and
+embeddings."""
 
 
 class Sampling(Record, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     """One sampled answer of a model. A request with ``n > 1`` gives one record per choice.
 
     Attributes:
-        request_id: Of the HTTP exchange; a client's retries of one request share it, and so do the choices.
+        request_id: Id of the HTTP exchange; a client's retries of one request share it, and so do the choices.
         dialect: The wire format of ``request`` and ``response``.
         policy: Name of the policy resource that served it; ``""`` if no configured one did.
         model: The model name in the request.
@@ -60,16 +60,16 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
         prompt_ids: Packed int32, [P].
         response_ids: Packed int32, [R], stop token included where the backend reports it.
         logprobs: Packed float32, [R]: behaviour log-probability of each response token.
-        ids_missing: Why ids are absent; ``""`` when they are present.
-        finish_reason: As the backend said: ``stop``, ``length``, ``tool_calls`` ...
-        choice: Index of this choice; ``choices`` is how many the request asked for.
+        ids_missing: The reason why ids are absent; ``""`` when they are present.
+        finish_reason: In the backend's words: ``stop``, ``length``, ``tool_calls`` ...
+        choice: Index of this choice; ``choices`` is the number that the request asked for.
         retry_count: The client's own count of retries for this request.
         status_code: HTTP status; 0 when no response came.
         is_complete: False when the answer was cut: by the client, the backend or the network.
         latency_s: From the request's last byte to the response's last byte.
         first_token_s: To the first byte of the body; equals ``latency_s`` when not streamed.
         inputs: References (URL or content digest) to inputs that are not tokens, such as images.
-        error: What went wrong, ``""`` if nothing.
+        error: The failure in words, ``""`` if there is none.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""Bytes in and out: msgpack for stores and wires between our own parts, JSON for people and foreign programs.
+"""Encodes and decodes records: msgpack for stores and agl's own connections, JSON for people and foreign programs.
 
 Packed ids travel as raw bytes in msgpack and as base64 in JSON. Unknown fields are ignored on reading, so that an
-older reader accepts what a newer writer added.
+older reader accepts a newer writer's records.
 """
 
 from typing import Any, TypeVar

@@ -1,7 +1,7 @@
 """Ids: sortable by time for rollouts, random for spans and traces.
 
-Spans and traces take theirs from a generator of this module's own, seeded by the system, also after a fork: a call of
-``os.urandom`` gives the interpreter's lock away, and a busy process waits long to get it back. They are unique, not
+Ids of spans and traces come from a generator of this module, which the system seeds, also after a fork: a call of
+``os.urandom`` releases the interpreter's lock, and a busy process waits long to get it back. They are unique, not
 secret, and ``random.seed`` does not repeat them.
 """
 
@@ -30,10 +30,10 @@ def rollout_id_of(attempt_id: str) -> str:
 
 
 def new_span_id() -> str:
-    """16 random hex digits."""
+    """A new id of a span: 16 random hex digits."""
     return f"{_random.getrandbits(64):016x}"
 
 
 def new_trace_id() -> str:
-    """32 random hex digits."""
+    """A new id of a trace: 32 random hex digits."""
     return f"{_random.getrandbits(128):032x}"

@@ -1,7 +1,7 @@
-"""A check that a model server serves the weights that it was given: a text, and how probable they find its tokens.
+"""Checks that a model server serves the weights it was given, by the log-probabilities of a fixed text.
 
-Who exports weights writes the file beside them; who loads them into a server asks the server the same. Servers have
-been seen to answer a reload with success and to go on with other weights.
+The exporter of weights writes a file with them beside the weights; the loader compares them with the server's. Some
+servers report a reload as successful and go on serving other weights.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ def read_probe(folder: Path) -> WeightsProbe | None:
     """The probe beside the weights in ``folder``, ``None`` if there is none.
 
     Raises:
-        ConfigError: The file is no probe.
+        ConfigError: The file is not a probe.
     """
     path = folder / PROBE_FILE
     if not path.is_file():
@@ -44,7 +44,7 @@ def read_probe(folder: Path) -> WeightsProbe | None:
     try:
         probe = msgspec.json.decode(path.read_bytes(), type=WeightsProbe)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no probe of weights ({error}); export the weights again, or remove it") from error
+        raise ConfigError(f"{path} is not a probe of weights ({error}); export them again, or remove it") from error
     if len(probe.token_ids) < 2 or len(probe.logprobs) != len(probe.token_ids) - 1:
         raise ConfigError(
             f"{path} has {len(probe.token_ids)} tokens and {len(probe.logprobs)} log-probabilities, which must be one "

@@ -1,4 +1,4 @@
-"""Resources: what algorithms change and agents read, as immutable versions with their lineage."""
+"""Resources, which algorithms change and agents read, as immutable versions with their lineage."""
 
 import string
 from importlib import import_module
@@ -28,7 +28,7 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """The base URL that carries the attempt's identity in its path, for clients that cannot carry a key.
 
-        Without ids, or where the endpoint is no gateway (no token is set), it is the endpoint itself.
+        Without ids, or where the endpoint is not a gateway (no token is set), it is the endpoint itself.
         """
         if rollout_id is None or attempt_id is None or not self.api_key:
             return self.endpoint
@@ -81,7 +81,7 @@ class Weights(Record, frozen=True, kw_only=True, tag="weights"):
 
     Attributes:
         uri: Directory, relative to the experiment's work directory or absolute.
-        base_model: What an adapter belongs to; ``""`` for full weights.
+        base_model: The model that an adapter belongs to; ``""`` for full weights.
         format: ``hf`` for a Hugging Face directory, ``lora`` for a peft adapter.
     """
 
@@ -104,7 +104,7 @@ NamedResources: TypeAlias = dict[str, Any]
 
 
 class ResourceVersion(Record, frozen=True, kw_only=True):
-    """One immutable version of a resource and where it came from.
+    """One immutable version of a resource, and its origin.
 
     Attributes:
         name: The resource's name, such as ``main_llm``.

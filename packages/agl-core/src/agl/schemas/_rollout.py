@@ -8,7 +8,7 @@ from agl.schemas._base import SCHEMA_VERSION, Json, Record
 from agl.schemas._span import Span
 
 Mode = Literal["train", "val", "test"]
-"""The purpose of a rollout: learning, choosing between versions, or a look that nothing learns from."""
+"""The purpose of a rollout: to train, to choose between versions, or to measure a result that nothing learns from."""
 
 RolloutStatus = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 """The state of a rollout; the last three are final."""
@@ -30,8 +30,8 @@ class RetryPolicy(Record, frozen=True, kw_only=True):
         max_attempts: Attempts at most, the first included.
         timeout_s: Wall-clock seconds that the agent may take in one attempt, after which its worker stops it;
             ``None`` for no limit.
-        grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: what the
-            worker may take to start the agent and to stop it.
+        grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: the time that
+            the worker has to start the agent and to stop it.
         retry_on: The attempt outcomes that lead to another attempt.
     """
 
@@ -46,18 +46,18 @@ class Rollout(Record, frozen=True, kw_only=True):
 
     Attributes:
         rollout_id: Sortable and unique; chosen by the caller, so that enqueueing twice is harmless.
-        task: What the agent gets; JSON.
+        task: The agent's input; JSON.
         experiment: Name of the experiment, ``""`` for none.
         group_id: The task's identity, shared by the rollouts whose rewards are compared.
         mode: Whether the rollout trains, validates or tests.
         resources: Pinned resource versions by name; a name that is absent means the newest.
         retry: Attempts and time limit.
         hidden: Top-level keys of ``task`` that only reward emitters see, never the agent.
-        metadata: Anything the enqueuer wants to find again, such as algorithm and step.
+        metadata: Anything that the caller wants to find again, such as algorithm and step.
         status: Queued, running, or terminal; terminal is final.
         attempts: Attempts started so far.
         attempt_id: The running or deciding attempt.
-        created_at: Unix seconds, like the two that follow; 0.0 until it happened.
+        created_at: Unix seconds, like the two times that follow; 0.0 until the event happens.
     """
 
     rollout_id: str
@@ -84,7 +84,7 @@ class Rollout(Record, frozen=True, kw_only=True):
 
     @property
     def visible_task(self) -> Json:
-        """The task without its hidden keys: what an agent may see."""
+        """The task as an agent may see it, without its hidden keys."""
         if not self.hidden or not _is_object(self.task):
             return self.task
         return {key: value for key, value in self.task.items() if key not in self.hidden}
@@ -109,7 +109,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     Attributes:
         attempt_id: ``<rollout_id>.<number>``; assigned by the store at the claim.
         number: 1 for the first.
-        worker: Who holds or held it.
+        worker: The worker that holds or held it.
         claim_id: The claim request that made it, so that a repeated request gets the same attempt.
         lease_until: Unix seconds at which the attempt counts as lost unless it is renewed.
     """
@@ -135,7 +135,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """The end of an attempt, with the spans that were not appended before; written in one transaction."""
+    """The end of an attempt, with its spans that are not appended yet; written in one transaction."""
 
     attempt_id: str
     status: AttemptStatus

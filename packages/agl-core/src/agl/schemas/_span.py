@@ -1,4 +1,4 @@
-"""Spans: OpenTelemetry's fields plus where they belong, and typed payloads for model calls and rewards."""
+"""Spans: OpenTelemetry's fields, the rollout and attempt, and typed payloads for model calls and rewards."""
 
 from typing import Any, Literal
 
@@ -18,17 +18,17 @@ SpanStatus = Literal["unset", "ok", "error"]
 
 
 class Reward(Record, frozen=True, kw_only=True):
-    """A reward, what it is about, and who says so.
+    """A reward, its subject and its source.
 
     Attributes:
-        value: The scalar; ``None`` stays ``None`` (a declared policy decides what that means for training).
-        name: Which reward this is, such as the emitter's name; ``""`` for the unnamed one.
+        value: The scalar; ``None`` stays ``None`` (the experiment's declared policy decides what trains then).
+        name: The reward's name, such as the emitter's; ``""`` for the unnamed one.
         dimensions: Named parts, such as ``{"syntax": 1.0, "goal": 0.0}``.
         scope: Whether it is about the whole rollout, one turn, or one span.
         span_id: The span it is about; for ``turn`` the model call's span. ``None`` for ``rollout``, and for
             ``turn`` where it means the newest model call before the reward.
-        source: Who reported it. ``agent`` is set by the gateway for everything that came with an attempt token.
-        feedback: Why, in words; prompt optimisers read it.
+        source: The reporter. The gateway sets ``agent`` for every reward that came with an attempt token.
+        feedback: The reason in words; prompt optimisers read it.
     """
 
     value: float | None
@@ -54,13 +54,13 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fal
     Attributes:
         span_id: 16 lower-case hex digits.
         trace_id: 32 lower-case hex digits; one per attempt for spans made here, foreign ones keep theirs.
-        parent_id: The span it happened in, ``None`` at the root.
+        parent_id: The enclosing span, ``None`` at the root.
         sequence: Position in the attempt, from 1; assigned by the store when it is 0 on append.
         name: ``"{operation} {model|agent|tool}"`` by the GenAI conventions.
         kind: OpenTelemetry's span kind in lower case.
         start_ns: Unix nanoseconds, like ``end_ns``.
         status: OpenTelemetry's status.
-        attributes: By name; JSON values; names in :mod:`agl.semconv`.
+        attributes: JSON values by name; the names are in :mod:`agl.semconv`.
         is_late: Set by the store when the attempt was already decided at the append.
         call: The model call, on ``chat`` spans.
         reward: The reward, on reward spans.

@@ -1,4 +1,4 @@
-"""Transitions and rows: what an algorithm trains on, and why a call is not among it."""
+"""Transitions and rows, which algorithms train on, and the reasons that leave a call out."""
 
 from typing import Literal
 
@@ -19,8 +19,8 @@ RejectReason = Literal[
     "non_token_input",  # images or audio that the algorithm cannot train on
     "not_selected",  # the agent filter, or a policy that is not in training
     "late",  # recorded after the attempt was decided
-    "unseen_calls",  # other calls of the attempt went past the gateway: see Episode.unseen
-    "unattributed",  # it lies in no framework's span, and the experiment wants such rollouts left out
+    "unseen_calls",  # other calls of the attempt bypassed the gateway: see Episode.unseen
+    "unattributed",  # it lies in no framework's span, and the experiment leaves such rollouts out
     "not_final",  # belongs to an attempt that did not decide the rollout
     "no_reward",
     "too_long",
@@ -34,14 +34,14 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
     Attributes:
         span_id: The model call's span.
-        agent: Who made the call: agent, node or role; ``""`` if nothing said so.
+        agent: The agent, node or role that made the call; ``""`` if unknown.
         path: Names of the enclosing agents, nodes and tools, outermost first.
         turn: Position among this agent's calls in the attempt, from 0.
         branch: Index of the branch of the call forest that the call is on.
         start: Index in that branch's row where ``response_ids`` begins; -1 when rejected.
         prompt_ids: Packed int32, [P]; ``response_ids`` [R] likewise; ``logprobs`` packed float32, [R].
         reward: The call's own reward (turn or span scope), ``None`` if none.
-        reject: Why the call reaches no row; ``""`` if it does.
+        reject: The reason why the call reaches no row; ``""`` if it does.
         detail: The reject reason in words, or the drift that started a new branch.
     """
 
@@ -98,11 +98,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fals
 
 
 class LooseCall(Record, frozen=True, kw_only=True):
-    """A model call that only one of two sides saw: the framework's tracer, or who records the calls.
+    """A model call that only one side saw: the framework's tracer, or the recorder of calls.
 
     Attributes:
         span_id: The framework's ``chat`` span, or the recorded call's.
-        client: The class or library that called, and the host, as well as they are known.
+        client: The class or library that called, and the host, as far as they are known.
     """
 
     span_id: str
@@ -121,8 +121,8 @@ class Episode(Record, frozen=True, kw_only=True):
         rewards: Every reward that was recorded, in order.
         transitions: Every recorded call, in order of time, rejected ones included with their reason.
         rows: The branches.
-        unseen: Calls that a framework reported and nobody recorded; the rollout is only partly known.
-        unattributed: Recorded calls outside of all that a framework reported, where it reported something.
+        unseen: Calls that a framework reported and that were not recorded; the rollout is only partly known.
+        unattributed: Recorded calls outside every span of a framework, in an attempt where a framework has spans.
     """
 
     rollout: Rollout
@@ -136,7 +136,7 @@ class Episode(Record, frozen=True, kw_only=True):
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """The share of one call, as a credit assignment gives it.
+    """The credit that an assignment gives to one call.
 
     Attributes:
         span_id: The model call's span.

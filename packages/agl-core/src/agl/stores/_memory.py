@@ -44,7 +44,7 @@ class _Memory:
         self.changed.ring()
 
     def _transact(self, act: Callable[[MemoryTables], T]) -> T:
-        """The answer of ``act``, with overdue attempts decided; rings for what both changed."""
+        """Decide overdue attempts, run ``act`` and ring for the changes of both; returns the result of ``act``."""
         with self._lock:
             if self._is_closed:
                 raise closed(self.shown_url)

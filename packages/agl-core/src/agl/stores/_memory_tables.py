@@ -27,14 +27,14 @@ MIN_DEFLATED = 512
 
 
 class _Lists(Generic[N]):
-    """Sorted lists by name; whatever has an id stands in one of them at most."""
+    """Sorted lists by name; an id stands in one of them at most."""
 
     def __init__(self) -> None:
         self.lists: dict[N, list[Any]] = {}
         self._places: dict[str, tuple[N, Any]] = {}
 
     def put(self, of: str, entry: Any, name: N | None) -> None:
-        """Let ``entry`` stand for that id, in the list of that name or, for ``None``, in no list."""
+        """Move the id to the list of that name, as ``entry``; ``None`` removes it from all lists."""
         before = self._places.pop(of, None)
         if before is not None:
             entries = self.lists[before[0]]
@@ -58,11 +58,11 @@ class _Spans:
 class MemoryTables:
     """Implements :class:`agl.stores.Tables` and :class:`agl.stores.Reads`, for one thread at a time.
 
-    Equal writes in equal order make equal tables, in whatever process.
+    Equal writes in equal order make equal tables, in every process.
 
     Attributes:
-        now: Unix seconds; to be set for every transaction.
-        has_queued: Whether rollouts were queued; to be reset by those who read it.
+        now: Unix seconds; set it for every transaction.
+        has_queued: Whether rollouts were queued; reset it after reading it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class MemoryTables:
         return [need_held(self, attempt_id) for *_, attempt_id in due]
 
     def next_deadline(self) -> float:
-        """When the next attempt lapses; infinity when none runs."""
+        """The time at which the next attempt lapses, in Unix seconds; infinity when none runs."""
         due = self._due.lists.get("")
         return due[0][0] if due else math.inf
 

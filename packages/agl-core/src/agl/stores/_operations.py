@@ -1,6 +1,6 @@
 """The store's operations, written once over the tables that a store provides.
 
-Every operation checks everything before it changes anything, so that one that raises leaves no trace.
+Every operation checks its arguments before it changes anything, so that one that raises leaves no trace.
 The caller is in a transaction; nothing here waits.
 """
 
@@ -35,17 +35,17 @@ SPAN_PAGE = 10_000
 
 def closed(shown_url: str) -> StoreError:
     """The error for a store that was closed."""
-    return StoreError(f"the store {shown_url} was closed; open it again, or close it only when nobody waits for it")
+    return StoreError(f"the store {shown_url} was closed; open it again, or close it after its last caller")
 
 
 def unknown_resource(name: str, version: str | None) -> NotFoundError:
-    """The error for a resource that nobody published."""
+    """The error for a resource that was never published."""
     key = name if version is None else f"{name}@{version}"
     return NotFoundError("resource", key, "publish it first, or name it in the experiment's resources")
 
 
 def unknown_attempt(rollout_id: str, attempt_id: str) -> NotFoundError:
-    """The error for an attempt that the rollout has not."""
+    """The error for an attempt that does not belong to the rollout."""
     return NotFoundError("attempt", attempt_id, f"rollout {rollout_id!r} has no such attempt")
 
 
@@ -95,7 +95,7 @@ def claim(
 
 
 def unclaim(tables: Tables, claims: Iterable[Claim]) -> None:
-    """Take back attempts whose claimer went away before it saw them."""
+    """Take back attempts whose claimer left before it received them."""
     for claim in claims:
         current = tables.held(claim.attempt.attempt_id)
         if current is not None and current.attempt == claim.attempt:
@@ -319,7 +319,7 @@ def log_metrics(tables: Tables, metrics: Sequence[Metric]) -> None:
 def documents_of(
     kept: LabelMove | VersionScore | ExperimentRecord | Trained | Presence | Mapping[str, bytes],
 ) -> dict[bytes, bytes]:
-    """The documents by which a record, or states by their keys, are kept; of a move, if it is its label's newest."""
+    """The documents, by key, that store a record or states by their keys; a move is taken for its label's newest."""
     match kept:
         case LabelMove(name=name, label=label):
             history = document("moves", name, label, last=f"{kept.moved_at:020.6f}")
@@ -339,7 +339,7 @@ def documents_of(
 
 
 def key_of(prefix: bytes, text: str) -> bytes:
-    """A key that ends in text, and sorts as the text does."""
+    """A key that ends in ``text``, and sorts as the text does."""
     try:
         return prefix + text.encode()
     except UnicodeEncodeError as error:
@@ -347,7 +347,7 @@ def key_of(prefix: bytes, text: str) -> bytes:
 
 
 def document(*kind: str, last: str = "") -> bytes:
-    """The key of a document: of which kind it is, and the part by which those of one kind are in order."""
+    """The key of a document: its kind, and the last part, which orders the documents of one kind."""
     return key_of(b"x" + codec.encode(kind), last)
 
 

@@ -1,4 +1,4 @@
-"""Reading all of what a store gives page by page."""
+"""Reads all pages of a store's paged answers."""
 
 from collections.abc import AsyncIterator
 
@@ -27,7 +27,7 @@ async def all_spans(store: Store, rollout_id: str, attempt_id: str | None = None
 async def read_recordings(
     store: Store, query: RolloutQuery, *, spans: SpanChoice = "deciding"
 ) -> AsyncIterator[Recording]:
-    """All rollouts that a query wants, whatever its limit, with their attempts and spans, in as few requests as fit.
+    """All rollouts that match a query, whatever its limit, with attempts and spans, in as few requests as possible.
 
     Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
     """

@@ -1,6 +1,6 @@
 """The state machine of rollouts and attempts as pure functions of values and a clock reading.
 
-All stores use these rules; they decide, the stores keep. ``now`` is Unix seconds throughout.
+All stores use these rules. ``now`` is Unix seconds throughout.
 """
 
 import math
@@ -34,7 +34,7 @@ MAX_SEQUENCE = (1 << 24) - 1
 """The highest sequence of a span of an attempt."""
 
 MAX_ATTEMPTS = 255
-"""Attempts of one rollout at most: what a store has room for in its keys."""
+"""The most attempts of one rollout, for which a store has room in its keys."""
 
 
 def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
@@ -81,14 +81,14 @@ def _unfit(value: object, error: Exception) -> StoreError:
 
 
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
-    """The rollouts, named by id, that a query wants, in its order."""
+    """The rollouts, named by id, that match a query, in its order."""
     wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
     wanted.sort(key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
     return wanted[: query.limit]
 
 
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
-    """True if the rollout is in the query's answer, limit and ids apart."""
+    """True if the rollout matches the query, apart from its limit and ids."""
     is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
     return (
         is_behind
@@ -101,7 +101,7 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
 
 
 def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
-    """True if both are the same rollout, apart from what happened to it since."""
+    """True if both are the same rollout apart from its progress."""
     return definition(stored) == definition(offered)
 
 
@@ -143,20 +143,20 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
 
 
 def release(claim: Claim) -> Rollout:
-    """The rollout as it was before an attempt that nobody got to see."""
+    """The rollout as it was before an attempt that its claimer never received."""
     number = claim.attempt.number - 1
     started_at = claim.rollout.started_at if number else 0.0
     return replace(claim.rollout, status="queued", attempts=number, attempt_id=None, started_at=started_at)
 
 
 def timeout_at(claim: Claim) -> float:
-    """When the attempt outlives ``retry.timeout_s`` and its grace; infinity without a limit."""
+    """The time at which the attempt outlives ``retry.timeout_s`` and its grace; infinity without a limit."""
     retry = claim.rollout.retry
     return math.inf if retry.timeout_s is None else claim.attempt.started_at + retry.timeout_s + retry.grace_s
 
 
 def deadline(claim: Claim) -> float:
-    """When the running attempt ends by itself."""
+    """The time at which the running attempt lapses or times out."""
     return min(claim.attempt.lease_until, timeout_at(claim))
 
 
@@ -175,7 +175,7 @@ def lapse(claim: Claim, *, now: float) -> Claim | None:
 def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now: float) -> Claim:
     """The claim after its running attempt ended with ``status``: final, or queued again by the retry policy.
 
-    An attempt that was given back, ``lost`` without an error, is nobody's failure and may always be repeated.
+    An attempt that was given back, ``lost`` without an error, is not a failure and may always be repeated.
     """
     attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
     rollout = claim.rollout
@@ -191,7 +191,7 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
 
     Raises:
         FencedError: The attempt was decided otherwise.
-        ConflictError: The outcome is no decision.
+        ConflictError: The outcome's status does not end an attempt.
     """
     attempt = claim.attempt
     if outcome.status not in TERMINAL_ATTEMPT:
@@ -231,7 +231,7 @@ def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None
 
 
 def placed(span: Span, *, last: int, is_late: bool) -> Span:
-    """The span as it is kept behind the sequence ``last`` of its attempt; ``is_late`` if that is decided."""
+    """The span with its sequence, above ``last`` of its attempt; ``is_late`` if the attempt is decided."""
     sequence = max(span.sequence, last + 1)
     if sequence > MAX_SEQUENCE:
         raise StoreError(f"attempt {span.attempt_id!r} has no room for sequence {sequence}, above {MAX_SEQUENCE}")

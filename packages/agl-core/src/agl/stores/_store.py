@@ -21,7 +21,7 @@ T = TypeVar("T")
 def _writes(
     act: Callable[Concatenate[Tables, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """A method of the contract that does an operation in a writing transaction."""
+    """Make a method of the contract that runs an operation in a writing transaction."""
 
     @wraps(act)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -33,7 +33,7 @@ def _writes(
 def _reads(
     look: Callable[Concatenate[Reads, P], T],
 ) -> "Callable[Concatenate[TableStore, P], CoroutineType[Any, Any, T]]":
-    """A method of the contract that reads, by the method of that name of the tables, or else by an operation."""
+    """Make a method of the contract that reads, by the tables' method of that name, or else by an operation."""
 
     @wraps(look)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
@@ -44,7 +44,7 @@ def _reads(
 
 
 class TableStore:
-    """A :class:`agl.contracts.Store` over a backend; waits, takes back what a cancelled caller claimed, and closes.
+    """A :class:`agl.contracts.Store` over a backend; waits, takes back a cancelled caller's claims, and closes.
 
     Attributes:
         backend: Runs the transactions; closed with the store.
@@ -115,7 +115,7 @@ def _unclaim(claims: Sequence[Claim]) -> Work[None]:
 
 
 async def _until_found(look: Callable[[], Awaitable[list[T]]], wake_up: WakeUp, wait_s: float) -> list[T]:
-    """Look again whenever something rang, until something is found or the time is over."""
+    """Call ``look`` after every ring until it finds something or ``wait_s`` seconds are over."""
     end = time.monotonic() + wait_s
     while True:
         seen = wake_up.count

@@ -1,7 +1,7 @@
-"""The parts that a store's author writes: tables, as a transaction sees them, and a backend that runs transactions.
+"""The protocols that a store implements: tables, as a transaction sees them, and a backend that runs transactions.
 
-The operations of :mod:`agl.stores` are written over these, once for all stores. They check everything before they
-change anything, so that one that raises leaves no trace. Nothing here waits for anything but the database.
+The operations of :mod:`agl.stores` are written over these, once for all stores. They check their arguments before they
+change anything, so that one that raises leaves no trace. Only the database may make them wait.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +33,7 @@ class Documents(Protocol):
 
 
 class Tables(Documents, Protocol):
-    """A store's data as a writing transaction sees it; each change of a rollout is put on the change feed.
+    """A store's data, as a writing transaction sees it; each change of a rollout is put on the change feed.
 
     States, labels, scores, ledgers and presence are kept as documents.
 
@@ -72,15 +72,15 @@ class Tables(Documents, Protocol):
         ...
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
-        """Save attempts, new ones too, and their rollouts; without a change of those where that is not logged."""
+        """Save new and known attempts with their rollouts; ``is_logged`` puts the rollouts on the change feed."""
         ...
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
-        """Save rollouts, and remove attempts beyond their number, which nobody got to see."""
+        """Save rollouts, and remove attempts beyond their number, which their claimer never received."""
         ...
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        """Append spans of known attempts, but those the attempt already has."""
+        """Append spans of known attempts; skip those that the attempt already has."""
         ...
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
@@ -92,12 +92,12 @@ class Tables(Documents, Protocol):
         ...
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Write numbers."""
+        """Save numbers; each replaces an earlier one of the same experiment, algorithm, step and name."""
         ...
 
 
 class Reads(Protocol):
-    """A store's data as a reading transaction sees it."""
+    """A store's data, as a reading transaction sees it."""
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         """See :meth:`agl.contracts.Store.rollouts`."""
@@ -134,7 +134,7 @@ class Reads(Protocol):
         ...
 
     def get(self, key: bytes) -> bytes | None:
-        """A small document."""
+        """The document of a key, ``None`` if there is none."""
         ...
 
     def scan(self, start: bytes, stop: bytes) -> list[tuple[bytes, bytes]]:
@@ -144,10 +144,10 @@ class Reads(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Generic[T_co]):
-    """One writing operation with its arguments, by whose name a store may find out what to load for it.
+    """One writing operation with its arguments; a store may decide by its name what to load for it.
 
     Attributes:
-        undo: Makes the work that takes an answer back whose caller went away; ``None`` where it does no harm.
+        undo: Makes the work that takes an answer back after its caller left; ``None`` where the answer may stand.
     """
 
     act: Callable[..., T_co]
@@ -156,14 +156,14 @@ class Work(Generic[T_co]):
     undo: "Callable[[Any], Work[None]] | None" = None
 
     def do(self, tables: Tables) -> T_co:
-        """The operation's answer."""
+        """Run the operation and return its answer."""
         return self.act(tables, *self.args, **self.kwargs)
 
 
 class Backend(Protocol):
     """Runs transactions of a database for any number of threads and event loops at once.
 
-    Every transaction sees overdue attempts decided, for which there is :func:`agl.stores.expire`.
+    Every transaction decides overdue attempts first, by :func:`agl.stores.expire`.
 
     Attributes:
         shown_url: The store's address for people, without passwords.
@@ -176,13 +176,13 @@ class Backend(Protocol):
     changed: WakeUp
 
     async def write(self, work: Work[T]) -> T:
-        """The answer of ``work`` once it is committed; undone if the caller is cancelled meanwhile."""
+        """Run ``work``; returns its answer once it is committed, and undoes it if the caller is cancelled meanwhile."""
         ...
 
     async def read(self, look: Callable[[Reads], T]) -> T:
-        """The answer of ``look``."""
+        """Run ``look`` in a reading transaction and return its answer."""
         ...
 
     async def close(self) -> None:
-        """Finish what was begun, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
+        """Finish open transactions, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
         ...

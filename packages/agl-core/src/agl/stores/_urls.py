@@ -1,11 +1,11 @@
-"""URLs as they may be shown to people, written into logs, and told to other machines: without keys."""
+"""Removes credentials from URLs before they are shown, logged or sent to other machines."""
 
 import re
 from urllib.parse import urlsplit, urlunsplit
 
 
 def without_credentials(url: str) -> str:
-    """A well-formed URL without what stands before its host's ``@``; still good to connect to."""
+    """A well-formed URL without the user and password before its host; still good to connect to."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -13,7 +13,7 @@ def without_credentials(url: str) -> str:
 def shown_url(url: str) -> str:
     """Any store's URL for people: no user, password or token, and ``***`` for passwords among its options.
 
-    Of a URL with characters that should have been quoted it rather hides too much than a part of the password.
+    In a URL with characters that should have been quoted, it hides too much rather than show part of the password.
     """
     scheme, separator, rest = url.partition("://")
     if separator and not rest.startswith("/"):

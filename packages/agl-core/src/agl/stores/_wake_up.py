@@ -1,4 +1,4 @@
-"""Waking callers that wait for a store to change, in any thread and event loop."""
+"""Wakes callers that wait for a store to change, in any thread and event loop."""
 
 import asyncio
 import math
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 
 class WakeUp:
-    """Wakes all that wait. Read :attr:`count` before looking for work, and pass it to :meth:`wait`.
+    """Wakes all waiting callers. Read :attr:`count` before looking for work, and pass it to :meth:`wait`.
 
     A ring between the two is then never missed: ``wait`` returns at once.
 
     Args:
-        on_wait: Called when somebody begins to wait; returns the seconds after which it must look again although
-            nothing rang, because a deadline comes or another process may have changed the data.
+        on_wait: Called when a caller begins to wait; returns the seconds after which the caller must look again
+            without a ring, because a deadline comes or another process may have changed the data.
     """
 
     def __init__(self, *, on_wait: Callable[[], float] = lambda: math.inf) -> None:
@@ -25,11 +25,11 @@ class WakeUp:
 
     @property
     def is_awaited(self) -> bool:
-        """True while somebody waits."""
+        """True while a caller waits."""
         return bool(self._waiting)
 
     async def wait(self, seen: int, timeout_s: float) -> None:
-        """Return after a ring since ``seen`` was read, or when it is time to look again, or to give up."""
+        """Return after a ring since ``seen`` was read, at the time to look again, or after ``timeout_s`` seconds."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         with self._lock:
@@ -43,7 +43,7 @@ class WakeUp:
                 self._waiting.pop(future, None)
 
     def ring(self) -> None:
-        """Wake everybody; may be called from any thread."""
+        """Wake all waiting callers; may be called from any thread."""
         with self._lock:
             self.count += 1
             waiting, self._waiting = self._waiting, {}
@@ -53,7 +53,7 @@ class WakeUp:
         for loop, futures in by_loop.items():
             try:
                 loop.call_soon_threadsafe(_wake, futures)
-            except RuntimeError:  # the loop was closed: nobody waits there any more
+            except RuntimeError:  # the loop was closed, and its callers with it
                 continue
 
 

@@ -1,21 +1,21 @@
-"""Tracing: which attempt the running code belongs to, who acts in it, and what it does, as spans.
+"""Tracing: the attempt that the running code belongs to, its actors, and its operations as spans.
 
 For the authors of tracers (:func:`open_span`), of gateways (tokens, routing, the spans of model calls) and of runners
-(:func:`activate`). What an agent's author calls is in :mod:`agl` itself.
+(:func:`activate`). The functions for an agent's author are in :mod:`agl` itself.
 """
 
 from typing import TYPE_CHECKING
 
+from agl._actors import Who
 from agl._lazy import lazy_names
 from agl._redact import redact
-from agl._who import Who
 from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
 from agl.tracing._open_span import OpenSpan, current_span, open_span
-from agl.tracing._plain import plain
-from agl.tracing._process import Undo, around_attempts, patch
+from agl.tracing._patches import Undo, around_attempts, patch
 from agl.tracing._recorder import SpanRecorder
 from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
+from agl.tracing._span_values import plain
 from agl.tracing._spans import chat_spans, make_reward_span
 
 if TYPE_CHECKING:

@@ -1,37 +1,37 @@
-"""Who is about to call a model: the agents, nodes and roles that are open around the running code.
+"""Finds the caller of a model: the agents, nodes and roles that are open around the running code.
 
-After a run the same question is answered from the recorded spans; while it runs, those that matter are still open.
+After a run, :class:`agl.episodes.Enclosing` finds it from the recorded spans; here the enclosing spans are still open.
 """
 
 import logging
 
-from agl._who import Who, step_into
+from agl._actors import Who, step_into
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._open_span import OpenSpan
 
 _log = logging.getLogger(__name__)
 
 _LATE_S = 0.5
-"""Seconds that a tracer gets to hand over events that it hears later than they happen, as CrewAI's are."""
+"""Seconds that a tracer gets to record events that its framework delivers late, as CrewAI does."""
 
 _MAX_DEPTH = 10_000
 
 
 def who(attempt: ActiveAttempt | None = None) -> Who:
-    """Who makes a model call that leaves here and now; all names are empty outside a rollout.
+    """The actors of a model call that would leave here and now; all names are empty outside a rollout.
 
-    What has ended before the call leaves is not seen here: work that outlives the operation that started it belongs
-    to nobody until the spans are read.
+    Spans that have already ended are not seen: work that outlives the operation that started it has no actor until
+    the recorded spans are read.
 
     Args:
-        attempt: By default the one that is current.
+        attempt: By default the current one.
     """
     attempt = attempt or current()
     return Who() if attempt is None else who_within(attempt, innermost(attempt))
 
 
 def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
-    """Who makes a model call within that open span."""
+    """The actors of a model call within that open span."""
     if span_id == attempt.root_span_id:
         return Who()
     if attempt.spans.get(span_id) is None:
@@ -43,7 +43,7 @@ def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
         span = attempt.spans.get(span.parent_id)
     found = Who()
     for enclosing in reversed(chain):
-        found = step_into(found, *enclosing.labels())
+        found = step_into(found, *enclosing.actor_attributes())
     return found
 
 
@@ -52,4 +52,4 @@ def _wait_for_events(attempt: ActiveAttempt) -> None:
         try:
             tracer.flush(_LATE_S)
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-            _log.exception("A tracer could not hand over its events; the call may be attributed to nobody.")
+            _log.exception("A tracer could not record its pending events; the call may have no agent.")

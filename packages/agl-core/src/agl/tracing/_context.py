@@ -1,7 +1,7 @@
-"""Which attempt the running code belongs to: one context variable, carried into tasks, threads and executors.
+"""The current attempt, kept in one context variable that tasks, threads and executors inherit.
 
-:func:`activate` is the only door into a rollout. While at least one rollout is active in the process, threads and
-executors carry context variables and HTTP clients are watched; after the last one the originals are back.
+:func:`activate` is the only way into a rollout. While at least one rollout is active in the process, threads and
+executors carry context variables and HTTP clients are watched; after the last one the originals are restored.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
-from agl.tracing import _process as process
+from agl.tracing import _patches
 
 if TYPE_CHECKING:
     from agl.tracing._open_span import OpenSpan
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Open(Protocol):
+class OpenItem(Protocol):
     """A span, or a model call, that has begun and not ended.
 
     Attributes:
-        since: When it began, by ``time.perf_counter_ns``.
+        since: The time at which it began, by ``time.perf_counter_ns``.
     """
 
     since: int
 
     def abandon(self) -> None:
-        """Record it as it is now, because its attempt ends; called once, after it was taken out."""
+        """Record it as it is now, because its attempt ends; called once, after :meth:`OpenSpans.take`."""
         ...
 
 
@@ -40,28 +40,28 @@ class OpenSpans:
     """The spans and model calls of one attempt that have not ended, by id. Any thread may use it at any time."""
 
     def __init__(self) -> None:
-        self._open: dict[str, Open] = {}
+        self._open: dict[str, OpenItem] = {}
         self._named: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """How many are open."""
+        """The number of open spans and calls."""
         return len(self._open)
 
-    def add(self, span_id: str, opened: Open) -> None:
-        """Something has begun."""
+    def add(self, span_id: str, opened: OpenItem) -> None:
+        """Add a span or call that has begun."""
         self._named.pop(span_id, None)
         self._open[span_id] = opened
 
-    def get(self, span_id: str) -> Open | None:
+    def get(self, span_id: str) -> OpenItem | None:
         """The open span of that id."""
         return self._open.get(span_id)
 
-    def take(self, span_id: str) -> Open | None:
-        """Take it out; ``None`` for all callers but the first, who is the one that ends it."""
+    def take(self, span_id: str) -> OpenItem | None:
+        """Remove and return it; ``None`` for all callers but the first, which must end it."""
         return self._open.pop(span_id, None)
 
     def since(self, span_id: str) -> int:
-        """When a span began; for one that a tracer names before it opens it, when it was first named."""
+        """The time at which a span began; until its tracer opens it, the time at which it was first named."""
         opened = self._open.get(span_id)
         return opened.since if opened is not None else self._named.setdefault(span_id, time.perf_counter_ns())
 
@@ -74,7 +74,7 @@ class OpenSpans:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ActiveAttempt:
-    """The attempt to which the running code belongs; runners make it, :func:`agl.current` gives it.
+    """The attempt to which the running code belongs; runners make it, :func:`agl.current` returns it.
 
     Attributes:
         rollout_id: With ``attempt_id`` the identity of everything that is recorded.
@@ -84,9 +84,9 @@ class ActiveAttempt:
         token: The attempt's signed token; the API key that clients send to the gateway.
         gateway_url: Base URL of the gateway without ``/v1``; ``""`` when calls are recorded in this process.
         upstreams: The configured policies; calls to their models are redirected to the gateway.
-        tracers: The installed tracers, which are asked for the span that is current in their framework.
+        tracers: The installed tracers, each of which knows the span that is current in its framework.
         responder: Answers model calls in place of the model, such as in a replay.
-        spans: What is open in it; :func:`agl.tracing.open_span` keeps it.
+        spans: Its open spans and model calls; :func:`agl.tracing.open_span` adds to them.
     """
 
     rollout_id: str
@@ -102,18 +102,18 @@ class ActiveAttempt:
     spans: OpenSpans = field(default_factory=OpenSpans, repr=False, init=False)
 
     def add(self, span: Span) -> None:
-        """Record a finished span. A recorder that fails is logged; the agent never hears of it."""
+        """Record a finished span. A recorder's failure is logged and never reaches the agent."""
         try:
             self.record(span)
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
             _log.exception("The span %r of attempt %s could not be recorded.", span.name, self.attempt_id)
 
 
-Inside: TypeAlias = "tuple[OpenSpan, Any] | None"
-"""The span that a context has entered last, and the same of what it had entered before; ``None`` for nothing."""
+EnteredSpans: TypeAlias = "tuple[OpenSpan, Any] | None"
+"""The spans that a context has entered, as a linked list with the last one first; ``None`` for none."""
 
 _CURRENT: ContextVar[ActiveAttempt | None] = ContextVar("agl_attempt", default=None)
-_INSIDE: ContextVar[Inside] = ContextVar("agl_inside", default=None)
+_ENTERED: ContextVar[EnteredSpans] = ContextVar("agl_entered_spans", default=None)
 
 
 def current() -> ActiveAttempt | None:
@@ -121,35 +121,35 @@ def current() -> ActiveAttempt | None:
     return _CURRENT.get()
 
 
-def inside() -> Inside:
-    """The innermost span that this context has entered and that is open; spans that ended elsewhere are left."""
-    found = _INSIDE.get()
+def entered_spans() -> EnteredSpans:
+    """The spans that this context has entered, from the innermost open one; ended ones before it are dropped."""
+    found = _ENTERED.get()
     if found is None or found[0].is_open:
         return found
     while found is not None and not found[0].is_open:
         found = found[1]
-    _INSIDE.set(found)
+    _ENTERED.set(found)
     return found
 
 
 def enter(span: "OpenSpan") -> None:
     """Make a span the innermost one of this context."""
-    _INSIDE.set((span, inside()))
+    _ENTERED.set((span, entered_spans()))
 
 
 def leave(span: "OpenSpan") -> None:
-    """Make the span around ``span`` the innermost one again, if ``span`` is that here."""
-    found = _INSIDE.get()
+    """Make the span around ``span`` the innermost one again, if ``span`` is the innermost one here."""
+    found = _ENTERED.get()
     if found is not None and found[0] is span:
-        _INSIDE.set(found[1])
+        _ENTERED.set(found[1])
 
 
 class activate:  # noqa: N801  # used like a function: with agl.tracing.activate(attempt)
-    """Make ``attempt`` current for the body, with everything that must be patched for it.
+    """Make ``attempt`` current for the body, with the patches that it needs.
 
-    Activations nest and overlap freely between tasks and threads; enter and leave one in the same context. What the
-    body leaves open (spans, streams that nobody read to their end) is recorded as incomplete when it ends. One that
-    is entered and never left stays for the rest of the process.
+    Activations nest and overlap freely between tasks and threads; enter and leave one in the same context. Spans and
+    unread streams that the body leaves open are recorded as incomplete when it ends. An activation that is entered
+    and never left stays for the rest of the process.
     """
 
     def __init__(self, attempt: ActiveAttempt) -> None:
@@ -158,12 +158,12 @@ class activate:  # noqa: N801  # used like a function: with agl.tracing.activate
 
     def __enter__(self) -> ActiveAttempt:
         with self._stack as stack:
-            process.hold(self)
-            stack.callback(process.release, self)
-            stack.callback(_INSIDE.reset, _INSIDE.set(None))
+            _patches.hold(self)
+            stack.callback(_patches.release, self)
+            stack.callback(_ENTERED.reset, _ENTERED.set(None))
             stack.callback(_CURRENT.reset, _CURRENT.set(self._attempt))
             stack.callback(self._attempt.spans.abandon_all)
-            process.enter_scopes(stack, self._attempt)
+            _patches.enter_scopes(stack, self._attempt)
             self._stack = stack.pop_all()
         return self._attempt
 
@@ -178,24 +178,24 @@ def current_span_id() -> str | None:
 
 
 def innermost(attempt: ActiveAttempt) -> str:
-    """The span in which what happens here and now belongs: of those that are current, the one that began last.
+    """Id of the span that encloses the running code: of the current ones, the one that began last.
 
-    Current are the span that this context has entered, and the one that each tracer names.
+    The current spans are the one that this context has entered, and the one that each tracer names.
     """
-    here = inside()
+    here = entered_spans()
     while here is not None and not (here[0].attempt is attempt and here[0].is_parent and here[0].is_open):
         here = here[1]
     span_id, since = (attempt.root_span_id, -1) if here is None else (here[0].span_id, here[0].since)
     for tracer in attempt.tracers:
-        named = _named_by(tracer)
+        named = _span_named_by(tracer)
         if named is not None and named != span_id and (began := attempt.spans.since(named)) > since:
             span_id, since = named, began
     return span_id
 
 
-def _named_by(tracer: Tracer) -> str | None:
+def _span_named_by(tracer: Tracer) -> str | None:
     try:
         return tracer.current_span_id()
     except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call
-        _log.exception("A tracer failed to name its current span; what happens goes to the span around it.")
+        _log.exception("A tracer failed to name its current span; the enclosing span is used instead.")
         return None

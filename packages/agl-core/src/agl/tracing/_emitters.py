@@ -1,8 +1,8 @@
-"""What instrumented code calls to report rewards, observations, messages, objects and exceptions.
+"""Functions with which an agent reports rewards, observations, messages, objects and exceptions.
 
-Outside a rollout every emitter returns at once, whatever it was given, so instrumented code runs unchanged in
+Outside a rollout every emitter returns at once, whatever its arguments, so instrumented code runs unchanged in
 production. Inside, each records one span below the innermost one. Emitted text is scrubbed of credentials. Only
-arguments that make no sense raise; what goes wrong in recording them is logged.
+invalid arguments raise; failures to record are logged.
 """
 
 import math
@@ -38,11 +38,11 @@ def emit_reward(
 
     Args:
         value: A finite number, ``None`` for "no opinion", or a mapping of named dimensions.
-        name: Which reward this is; several of one name replace each other, the last one counts.
+        name: The reward's name; of several with one name the last one counts.
         scope: Whether it is about the whole rollout, one turn, or one span.
         span_id: The span it is about; needed for scope ``span``. For ``turn`` the default is the newest model call.
-        feedback: Why, in words, for prompt optimisers.
-        primary: The dimension that is also the reward's scalar; without it a single dimension is, several are not.
+        feedback: The reason in words, for prompt optimisers.
+        primary: The dimension that is also the reward's scalar; by default the only one, if there is only one.
 
     Raises:
         CaptureError: Inside a rollout only: not a number, NaN or infinite, an unknown scope or dimension.
@@ -69,7 +69,7 @@ def emit_reward(
 
 
 def emit_observation(*, role: str, content: Any) -> None:
-    """Report what an agent saw outside its model calls; ``role`` says whose view it is, ``content`` is JSON."""
+    """Report an agent's observation outside its model calls; ``role`` is the observer's, ``content`` is JSON."""
     if current() is not None:
         attributes = {semconv.OBSERVATION_ROLE: role, semconv.OBSERVATION_CONTENT: content}
         _emit(f"observation {role}", attributes)

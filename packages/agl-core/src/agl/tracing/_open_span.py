@@ -1,8 +1,8 @@
-"""Spans of what agents, nodes, tools and model clients do: opened when it begins, closed when it ends.
+"""Spans of the work of agents, nodes, tools and model clients, opened when it begins and closed when it ends.
 
-This is the one way in for tracers, for :class:`agl.operation` and for OpenTelemetry's spans. Behind it are the
-semantic conventions, the tree (what encloses a span), the answer to who is acting, and what happens to a span that
-nobody closes. Nothing here raises into the agent: what fails is logged.
+Tracers, :class:`agl.operation` and OpenTelemetry's spans all record through this module. It applies the semantic
+conventions, keeps the tree of spans, knows the actors, and ends spans that are never closed. Nothing here raises into
+the agent: failures are logged.
 """
 
 import logging
@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from agl import semconv
-from agl._who import NAMING
+from agl._actors import NAMING
 from agl.schemas import Json, Span, SpanEvent, SpanStatus, new_span_id
-from agl.tracing._context import ActiveAttempt, current, enter, innermost, inside, leave
-from agl.tracing._plain import failure, plain
+from agl.tracing._context import ActiveAttempt, current, enter, entered_spans, innermost, leave
+from agl.tracing._span_values import error_fields, plain
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Given: TypeAlias = Mapping[str, Json] | Callable[[], Mapping[str, Json]]
 
 
 class About(TypedDict, total=False):
-    """What a span is about, with the attributes that say so; :func:`open_span` explains the words."""
+    """The subject of a span; :func:`open_span` explains the keys."""
 
     operation: Annotated[str | None, semconv.OPERATION]
     agent: Annotated[str | None, semconv.AGENT_NAME]
@@ -60,23 +60,23 @@ _OPERATIONS = {
     semconv.NODE: semconv.OP_INVOKE_NODE,
     semconv.HANDOFF_TARGET: semconv.OP_HANDOFF,
 }
-"""Which operation a name implies, and which name labels a span; the first that is there counts."""
+"""The operation that each attribute implies; the first one present counts, and names the span."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True, repr=False)
 class OpenSpan:
     """A span that has begun. Any thread or task may add to it and close it; only the first :meth:`close` counts.
 
-    While it is open, :func:`agl.tracing.who` reads its names, and it encloses what happens inside it. When its
-    attempt ends first, it is recorded as it is then, with an error that says so. As a context manager it ends with
+    While it is open, :func:`agl.tracing.who` reads its names, and spans opened inside it become its children. When
+    its attempt ends first, it is recorded as it is then, with an error that says so. As a context manager it ends with
     its block, and records the exception that leaves it. :func:`open_span` makes it.
 
     Attributes:
         span_id: 16 hex digits; ``""`` outside a rollout, where every method does nothing.
         parent_id: The span around it.
-        name: Its whole name, ``""`` for the one that follows from what it is about.
-        is_parent: Whether what happens inside it belongs to it.
-        model_calls: How many model calls left while it was entered, as far as they were seen.
+        name: Its whole name, ``""`` for the one that follows from its subject.
+        is_parent: Whether spans opened inside it become its children.
+        model_calls: Number of model calls seen while it was entered.
     """
 
     attempt: ActiveAttempt | None = None
@@ -94,11 +94,11 @@ class OpenSpan:
 
     @property
     def is_open(self) -> bool:
-        """Whether neither it nor its attempt has ended."""
+        """True until it or its attempt ends."""
         return self.attempt is not None and self.attempt.spans.get(self.span_id) is self
 
     def set(self, attributes: Mapping[str, Json] | None = None, /, **about: Unpack[About]) -> None:
-        """Add to what the span says; ``None`` takes a word back."""
+        """Add attributes, and keys of its subject as :func:`open_span` takes them; ``None`` removes a key."""
         if self.attempt is None:
             return
         try:
@@ -127,12 +127,12 @@ class OpenSpan:
         """End the span and record it.
 
         Args:
-            error: Why it failed, an exception or its message; a generator that its reader left has not failed.
-            error_type: Of an error that is a message.
+            error: The exception or message with which it failed; ``GeneratorExit`` is no failure.
+            error_type: The type of an error that is given as a message.
             status: By default ``error`` or ``ok``.
             end_ns: Unix nanoseconds, by default now.
-            events: What happened within it.
-            about: What is known at its end, such as a tool's ``result``.
+            events: Events within the span.
+            about: Keys of its subject that are known at its end, such as a tool's ``result``.
         """
         leave(self)
         if self.attempt is None or self.attempt.spans.take(self.span_id) is not self:
@@ -141,7 +141,7 @@ class OpenSpan:
             self.set(**about)
         ended: dict[str, Any] = {"status": "ok", "events": tuple(events)}
         if isinstance(error, BaseException) and not isinstance(error, GeneratorExit):
-            ended = failure(error)
+            ended = error_fields(error)
             error_type = type(error).__qualname__
         elif isinstance(error, str):
             ended |= {"status": "error", "status_message": plain(error)}
@@ -155,7 +155,7 @@ class OpenSpan:
 
     @contextmanager
     def entered(self) -> Generator[Self]:
-        """Let it enclose what happens in the block, wherever it was opened; it stays open."""
+        """Make it the enclosing span of the block, wherever it was opened; it stays open afterwards."""
         if self.attempt is not None:
             enter(self)
         try:
@@ -169,8 +169,8 @@ class OpenSpan:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close(error)
 
-    def labels(self) -> tuple[Mapping[str, Any], str]:
-        """The attributes that name who is within it, and the operation's name of a span that no convention names."""
+    def actor_attributes(self) -> tuple[Mapping[str, Any], str]:
+        """The attributes that name its actors, and the operation's name if no convention describes the span."""
         said, given = self._said, self._given()
         if given:
             said = {**{key: given[key] for key in NAMING if key in given}, **said}
@@ -185,7 +185,7 @@ class OpenSpan:
             return None
 
     def _operation(self, attributes: Mapping[str, Any]) -> str:
-        """What happens in the span, where it is said or follows from a name."""
+        """The operation, as set or as implied by another attribute; ``""`` if unknown."""
         said = attributes.get(semconv.OPERATION, "")
         if said or not self._said:
             return said
@@ -195,8 +195,8 @@ class OpenSpan:
         if self.name:
             return self.name
         said = self._said
-        label = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
-        return f"{operation} {label}".strip() or "span"
+        subject = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
+        return f"{operation} {subject}".strip() or "span"
 
     def _record(self, end_ns: int | None, ended: Mapping[str, Any]) -> None:
         attempt = self.attempt
@@ -226,7 +226,7 @@ class OpenSpan:
             attempt.add(span)
 
     def _is_only_record(self) -> bool:
-        """Whether no model call left within it, so that it is the only record of what its client did."""
+        """True if no model call was seen within it, so that it is the only record of its client's call."""
         if self.model_calls:
             return False
         note_model_call()
@@ -234,7 +234,7 @@ class OpenSpan:
 
 
 _OUTSIDE = OpenSpan()
-"""What code outside of rollouts gets."""
+"""The span that code outside rollouts gets; its methods do nothing."""
 
 
 def open_span(
@@ -251,7 +251,7 @@ def open_span(
     unless_called: bool = False,
     **about: Unpack[About],
 ) -> OpenSpan:
-    """Open a span of the current attempt; close it when what it stands for ends.
+    """Open a span of the current attempt; close it when its work ends.
 
     .. code-block:: python
 
@@ -259,36 +259,36 @@ def open_span(
             span.set(result=search("tides"))
 
     Args:
-        name: The span's name; by default its operation and what that is about, such as ``execute_tool search``.
-        attempt: The attempt that it belongs to, by default the one that is current. Outside a rollout nothing is
-            recorded, and opening costs next to nothing.
-        parent: Id of the span around it, where the framework knows it better than the context does: by default the
+        name: The span's name; by default its operation and subject, such as ``execute_tool search``.
+        attempt: The attempt that it belongs to, by default the current one. Outside a rollout nothing is recorded,
+            and opening costs next to nothing.
+        parent: Id of the enclosing span, where the framework knows it better than the context does; by default the
             innermost one.
         span_id: Its id, 16 hex digits, where that is known before it is opened.
-        trace_id: Of a span that another system made; by default the attempt's.
+        trace_id: The trace of a span that another system made; by default the attempt's.
         kind: OpenTelemetry's span kind.
-        start_ns: When it began, in Unix nanoseconds; by default now.
-        attributes: Further attributes, JSON values by name, or a function that gives them. They are read when the
-            span ends, and the names among them whenever somebody asks who acts.
-        is_current: Whether what happens in this context from now on happens within it. Turn it off where the
-            framework itself knows what is current and the tracer's ``current_span_id`` says so, or enter it by
+        start_ns: Its start in Unix nanoseconds; by default now.
+        attributes: Further attributes, JSON values by name, or a function that returns them. They are read when the
+            span ends, and the names of actors among them whenever actors are looked up.
+        is_current: Whether spans that this context opens from now on become its children. Turn it off where the
+            tracer's ``current_span_id`` takes the current span from the framework, or enter it by
             :meth:`OpenSpan.entered` instead.
         unless_called: Whether it only stands in for the record of a model call: it encloses nothing, and is recorded
-            only if no model call left while it was entered. For clients that may call past the wire.
-        about: What it is about, ``None`` and ``""`` for what nobody knows.
+            only if no model call left while it was entered. For clients that may bypass the wire hook.
+        about: The span's subject; ``None`` and ``""`` stand for unknown values.
             ``agent`` (with ``agent_id``), ``node`` (of a graph; a task or step), ``role`` (the part that an agent
-            plays) and ``workflow`` (a graph, crew or team) name who acts.
-            ``tool`` is called, by ``call_id``, with ``arguments``, and gives a ``result``.
+            plays) and ``workflow`` (a graph, crew or team) name the actors.
+            ``tool`` is called, by ``call_id``, with ``arguments``, and returns a ``result``.
             ``model`` is called, of a ``provider``, through ``client`` (a class) at ``server`` (a URL, of which the
             host is kept); the call itself is recorded on the wire.
             ``source`` and ``target`` are the agents of a hand-off, ``conversation`` is the program's own id of one.
-            ``operation`` says what happens, where it does not follow from these by the GenAI conventions.
+            ``operation`` names the operation, where the GenAI conventions do not derive it from the other keys.
     """
     attempt = attempt or current()
     if attempt is None:
         return _OUTSIDE
     try:
-        parent = parent or innermost(attempt)  # before the clock is read: what is named first has begun first
+        parent = parent or innermost(attempt)  # before the clock is read: the enclosing span must begin first
         now, since = time.time_ns(), time.perf_counter_ns()
         opened = OpenSpan(
             attempt=attempt,
@@ -314,15 +314,15 @@ def open_span(
 
 
 def current_span() -> OpenSpan:
-    """The innermost span here, to add to what it says; one that does nothing where that is the attempt's root."""
+    """The innermost span here, to add attributes to it; one that does nothing where that is the attempt's root."""
     attempt = current()
     found = None if attempt is None else attempt.spans.get(innermost(attempt))
     return found if isinstance(found, OpenSpan) else _OUTSIDE
 
 
 def note_model_call() -> None:
-    """Count a model call that leaves here for every span that this context has entered."""
-    found = inside()
+    """Count a model call for every span that this context has entered."""
+    found = entered_spans()
     while found is not None:
         found[0].model_calls += 1
         found = found[1]

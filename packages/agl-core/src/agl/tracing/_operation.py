@@ -25,7 +25,7 @@ class operation:  # noqa: N801  # used like a function: with agl.operation("sear
         attributes: The span's attributes, such as ``**{"gen_ai.agent.name": "writer"}``; JSON values.
     """
 
-    # On the class, because outside a rollout nothing else than the two attributes below is ever set.
+    # On the class, because outside a rollout only the two attributes below are ever set.
     _span: OpenSpan | None = None
 
     def __init__(self, name: str, /, **attributes: Any) -> None:

@@ -1,8 +1,8 @@
-"""Spans of foreign OpenTelemetry instrumentation, taken into the rollout in which they start.
+"""Records spans of foreign OpenTelemetry instrumentation in the rollout in which they start.
 
 Covers every library that reports through the global tracer provider, with no code for any of them. A user's provider
-is used where there is one and is never replaced; its sampler decides what exists at all. Processors cannot be taken
-off a provider, so ours stays on it, idle, after :meth:`OtelTracer.uninstall`.
+is used where there is one and is never replaced; its sampler decides which spans exist. Processors cannot be removed
+from a provider, so this one stays on it, idle, after :meth:`OtelTracer.uninstall`.
 """
 
 import logging
@@ -14,8 +14,8 @@ from agl.contracts import Tracer
 from agl.schemas import SpanEvent
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._open_span import OpenSpan, open_span
-from agl.tracing._plain import plain
-from agl.tracing._process import Undo, around_attempts
+from agl.tracing._patches import Undo, around_attempts
+from agl.tracing._span_values import plain
 
 try:
     from opentelemetry import context, trace
@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger(__name__)
 
 
-class RolloutProcessor(sdk.SpanProcessor):
+class OtelProcessor(sdk.SpanProcessor):
     """Records the spans that start inside a rollout, when they end or when the rollout does."""
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class RolloutProcessor(sdk.SpanProcessor):
         self._attempts: set[ActiveAttempt] = set()
 
     def is_open(self, span_id: str) -> bool:
-        """Whether the span belongs to a rollout and has not ended."""
+        """True if the span belongs to a rollout and has not ended."""
         return span_id in self._open
 
     def on_start(self, span: sdk.Span, parent_context: context.Context | None = None) -> None:
-        """Remember the rollout that is current now; the span may end in another context."""
+        """Remember the current rollout, as the span may end in another context."""
         attempt = current()
         if attempt is None or attempt not in self._attempts:
             return
@@ -60,7 +60,7 @@ class RolloutProcessor(sdk.SpanProcessor):
 
     @contextmanager
     def watch(self, attempt: ActiveAttempt) -> Generator[None]:
-        """Take the attempt's spans. Its root is OpenTelemetry's current span meanwhile, so that they join its trace."""
+        """Record the attempt's spans. Its root is OpenTelemetry's current span meanwhile, so they join its trace."""
         if attempt in self._attempts:
             yield
             return
@@ -76,24 +76,24 @@ class RolloutProcessor(sdk.SpanProcessor):
                     self._open.pop(span_id, None)
 
 
-_PROCESSORS: WeakKeyDictionary[sdk.TracerProvider, RolloutProcessor] = WeakKeyDictionary()
+_PROCESSORS: WeakKeyDictionary[sdk.TracerProvider, OtelProcessor] = WeakKeyDictionary()
 
 
 class OtelTracer(Tracer):
-    """Takes OpenTelemetry spans into rollouts; see the module."""
+    """Records OpenTelemetry spans in rollouts; see the module."""
 
     def __init__(self) -> None:
-        self._processor: RolloutProcessor | None = None
+        self._processor: OtelProcessor | None = None
         self._undo: Undo | None = None
 
     def install(self) -> None:
-        """Add our processor to the global provider; set a provider if the process has none."""
+        """Add a processor to the global provider; set a provider if the process has none."""
         if self._undo is None:
             self._processor = _processor_of(_provider())
             self._undo = around_attempts(self._processor.watch)
 
     def uninstall(self) -> None:
-        """Take no spans of attempts that start from now on; OpenTelemetry has no way to take the processor back."""
+        """Record no spans of attempts that start from now on; OpenTelemetry cannot remove the processor."""
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -114,10 +114,10 @@ def _provider() -> sdk.TracerProvider:
     return made
 
 
-def _processor_of(provider: sdk.TracerProvider) -> RolloutProcessor:
+def _processor_of(provider: sdk.TracerProvider) -> OtelProcessor:
     found = _PROCESSORS.get(provider)
     if found is None:
-        found = _PROCESSORS[provider] = RolloutProcessor()
+        found = _PROCESSORS[provider] = OtelProcessor()
         provider.add_span_processor(found)
     return found
 
@@ -140,14 +140,14 @@ def _opened(span: sdk.Span, attempt: ActiveAttempt) -> OpenSpan:
         parent=_parent_of(span, attempt),
         span_id=trace.format_span_id(found.span_id),
         trace_id=trace.format_trace_id(found.trace_id),
-        kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are ours too
+        kind=span.kind.name.lower(),  # pyright: ignore[reportArgumentType]  # the five names are agl's too
         attributes=lambda: {**library, **(span.attributes or {})},
         is_current=False,
     )
 
 
 def _parent_of(span: sdk.ReadableSpan, attempt: ActiveAttempt) -> str:
-    """OpenTelemetry's parent, or what began within it here where that is OpenTelemetry's current span."""
+    """OpenTelemetry's parent; where that is its current span, the innermost span of this context."""
     parent_id = trace.format_span_id(span.parent.span_id) if span.parent else attempt.root_span_id
     here = trace.format_span_id(trace.get_current_span().get_span_context().span_id)
     if parent_id not in (here, attempt.root_span_id):
@@ -166,7 +166,7 @@ def _close(opened: OpenSpan, span: sdk.ReadableSpan) -> None:
     code, said = span.status.status_code, span.status.description or ""
     opened.close(
         said if code is trace.StatusCode.ERROR else None,
-        status=code.name.lower(),  # pyright: ignore[reportArgumentType]  # the three names are ours too
+        status=code.name.lower(),  # pyright: ignore[reportArgumentType]  # the three names are agl's too
         end_ns=span.end_time,
         events=events,
     )

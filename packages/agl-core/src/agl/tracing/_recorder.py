@@ -20,7 +20,7 @@ class SpanRecorder:
     which then grows beyond the bound.
 
     Args:
-        bound: How many spans wait at most before they are spilled.
+        bound: The most spans that wait before they are spilled.
         spill: Stores spans and returns; called outside the lock, possibly from several threads at once.
     """
 
@@ -33,15 +33,15 @@ class SpanRecorder:
 
     @property
     def spilled(self) -> int:
-        """How many spans went through ``spill`` because the runner did not drain in time."""
+        """The number of spans that were spilled because the runner did not drain in time."""
         return self._spilled
 
     def __len__(self) -> int:
-        """How many spans wait."""
+        """The number of waiting spans."""
         return len(self._spans)
 
     def record(self, span: Span) -> None:
-        """Take a finished span; never raises."""
+        """Add a finished span; never raises."""
         with self._lock:
             self._spans.append(span)
             is_over = self._spill is not None and len(self._spans) >= self._bound
@@ -49,7 +49,7 @@ class SpanRecorder:
             self._make_room()
 
     def drain(self) -> list[Span]:
-        """Take all waiting spans, oldest first."""
+        """Remove and return all waiting spans, oldest first."""
         with self._lock:
             taken, self._spans = self._spans, []
         return taken

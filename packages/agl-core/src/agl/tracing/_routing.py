@@ -1,9 +1,9 @@
-"""Which policy a model call belongs to: one rule for the wire hook, the gateway and the checks before a run.
+"""Finds the policy that a model call belongs to, by one rule for the wire hook, the gateway and checks before a run.
 
-In this order: the policy whose ``agents`` match who makes the call, the policy of that name, the one whose model has
-that name, the one with the most specific alias for it, and where there is only one policy, that one. The order in
-which policies are configured never matters. The hook tells the gateway in a header who makes a call, so that both
-decide alike.
+In this order: the policy whose ``agents`` match the caller, the policy of the requested name, the one whose model has
+that name, the one with the most specific alias for it, and the only policy where there is just one. The order in
+which policies are configured never matters. The hook sends the caller's names to the gateway in a header, so that
+both decide alike.
 """
 
 import re
@@ -15,7 +15,7 @@ from agl.contracts import Upstream
 from agl.schemas import Dialect
 
 WHO_HEADER = "x-agl-who"
-"""Names of who makes the call, innermost first, percent-encoded and separated by commas."""
+"""The header with the caller's names, innermost first, percent-encoded and separated by commas."""
 
 _MAX_HEADER = 4000
 
@@ -32,15 +32,15 @@ def upstreams_for(
 
     Args:
         upstreams: The configured policies, in any order.
-        dialect: The API that is called. Embeddings go by their model alone, whoever asks for them.
+        dialect: The API of the call. Embeddings are routed by their model alone, whatever the caller.
         model: The model that the request names.
-        names: Who makes the call, innermost first, as ``Who.names`` has them.
-        url: Where the client sends the call; a single policy then takes it only if it is at that host. ``None`` for
-            a call that has come to the gateway: a single policy takes all of these.
+        names: The caller's names, innermost first, as in ``Who.names``.
+        url: The URL that the client calls; a single policy then takes the call only if it is at that host. ``None``
+            for a call that has reached the gateway: a single policy takes all of these.
 
     Returns:
-        One policy; none where no policy serves the call; several, ordered by name, where the configuration does not
-        say which.
+        One policy; none where no policy serves the call; several, ordered by name, where the configuration is
+        ambiguous.
     """
     for found in _by_evidence(upstreams, model, () if dialect == "embeddings" else names):
         if found:
@@ -51,7 +51,7 @@ def upstreams_for(
 
 
 def _by_evidence(upstreams: Sequence[Upstream], model: str, names: Sequence[str]) -> Iterator[list[Upstream]]:
-    """The policies that each kind of evidence speaks for, the strongest kind first."""
+    """The policies that each kind of evidence selects, the strongest kind first."""
     patterned = [upstream for upstream in upstreams if upstream.agents] if names else []
     for name in names if patterned else ():
         yield [upstream for upstream in patterned if re.fullmatch(upstream.agents, name)]
@@ -64,7 +64,7 @@ def _by_evidence(upstreams: Sequence[Upstream], model: str, names: Sequence[str]
 
 
 def _literal_length(aliases: Sequence[str], model: str) -> int:
-    """How many characters of its own the longest alias for ``model`` has; -1 without any: ``*`` gives way to all."""
+    """The number of literal characters in the longest alias that matches ``model``; -1 without one, 0 for ``*``."""
     return max((len(alias.replace("*", "")) for alias in aliases if fnmatchcase(model, alias)), default=-1)
 
 
@@ -85,6 +85,6 @@ def decode_names(text: str) -> tuple[str, ...]:
 
 
 def is_same_host(url: str, other: str) -> bool:
-    """Whether both URLs name the same server: scheme, host and port."""
+    """True if both URLs name the same server: scheme, host and port."""
     first, second = urlsplit(url), urlsplit(other)
     return (first.scheme, first.netloc) == (second.scheme, second.netloc)

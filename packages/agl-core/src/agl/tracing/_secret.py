@@ -1,4 +1,4 @@
-"""The key that signs attempt tokens: from the environment, else one file per user that nobody else can read."""
+"""The key that signs attempt tokens, from the environment or else from a file that only its user can read."""
 
 import os
 import secrets
@@ -20,7 +20,7 @@ def load_secret(path: Path | None = None) -> bytes:
     """The signing key: ``AGL_SECRET`` if set, else the content of ``path``, made on first use with mode 0600.
 
     Args:
-        path: Defaults to ``secret`` in :func:`state_dir`, or to where an earlier release made it.
+        path: By default ``secret`` in :func:`state_dir`, or in the place of an earlier release.
 
     Raises:
         ConfigError: It is too short, others can read the file, or the file cannot be made.
@@ -51,18 +51,18 @@ def check_secret(secret: bytes, *, source: str) -> bytes:
 
 
 def state_dir() -> Path:
-    """Where this user's state lives: ``agl`` below the platform's usual folder."""
+    """The folder of this user's state: ``agl`` below the platform's usual folder."""
     return user_state_path("agl", appauthor=False)
 
 
 def _usual_path() -> Path:
-    """Earlier releases made it in the first place on macOS even where ``XDG_STATE_HOME`` is set."""
+    """The key's path; an existing key of an earlier release on macOS, which ignored ``XDG_STATE_HOME``, comes first."""
     places = (Path.home() / "Library" / "Application Support" / "agl", state_dir())
     return next((place / "secret" for place in places if (place / "secret").exists()), places[-1] / "secret")
 
 
 def _create(path: Path) -> None:
-    """Write the whole file under another name first, so that nobody ever reads half a key."""
+    """Create the key; the file is written under another name first, so that no process ever reads half of it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -75,7 +75,7 @@ def _create(path: Path) -> None:
 
 
 def _publish(draft: Path, path: Path) -> None:
-    """Another process that was first wins: both calls refuse a target that exists."""
+    """Move the draft into place unless another process was first: both calls refuse a target that exists."""
     place = os.rename if sys.platform == "win32" else os.link
     with suppress(FileExistsError):
         place(draft, path)

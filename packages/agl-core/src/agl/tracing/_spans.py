@@ -28,7 +28,7 @@ def chat_spans(
 ) -> list[Span]:
     """One span per call, all below ``parent_id``; ``framework_span_id`` is kept where the client sent one.
 
-    ``about`` are further attributes of all of them, such as who made the call.
+    ``about`` holds further attributes for all of them, such as the caller's names.
     """
     return [
         Span(
@@ -97,7 +97,7 @@ def _error_type(call: ModelCall) -> str:
 
 
 def _usage(counted: dict[str, Any], call: ModelCall) -> dict[str, int]:
-    """Token counts: of the ids where there are some, else what the backend counted."""
+    """Token counts: those of the ids where there are some, else the backend's."""
     prompt = call.prompt_len or counted.get("prompt_tokens", counted.get("input_tokens"))
     response = call.response_len or counted.get("completion_tokens", counted.get("output_tokens"))
     pairs = ((semconv.INPUT_TOKENS, prompt), (semconv.OUTPUT_TOKENS, response))

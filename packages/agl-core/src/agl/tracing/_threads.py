@@ -1,8 +1,8 @@
 """Carries context variables into threads and executors that are started inside a rollout.
 
 ``asyncio`` tasks and ``asyncio.to_thread`` carry them already; ``threading.Thread``, ``ThreadPoolExecutor.submit``
-and with it ``loop.run_in_executor`` do not. A worker thread of an executor never inherits the rollout that happened
-to start it: only each submitted function runs in its submitter's context. A thread that outlives its rollout, or a
+and with it ``loop.run_in_executor`` do not. A worker thread of an executor never inherits the rollout that started
+it: only each submitted function runs in its submitter's context. A thread that outlives its rollout, or a
 ``multiprocessing.pool.ThreadPool`` shared between rollouts, keeps the context of the rollout that started it.
 """
 
@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 from agl.tracing._context import current
-from agl.tracing._process import Undo, patch
+from agl.tracing._patches import Undo, patch
 
 
 def install() -> list[Undo]:

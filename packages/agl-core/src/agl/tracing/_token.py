@@ -1,8 +1,8 @@
-"""Attempt tokens: who calls, proven by a signature, for a limited time, in the shape of an API key.
+"""Attempt tokens: signed, expiring proofs of the caller's identity, in the shape of an API key.
 
 A token is ``agl_<payload>.<signature>``: base64url of a small JSON array and of its HMAC-SHA256. It is signed, not
 encrypted: it holds ids, a scope and a time, and nothing secret. It cannot be revoked before it expires; the gateway
-also asks whether the attempt still runs.
+also checks that the attempt still runs.
 """
 
 import binascii
@@ -22,13 +22,13 @@ TokenScope = Literal["attempt", "admin", "client"]
 
 _MAX_LENGTH = 1024
 _ADMIN_S = 3600.0
-"""Seconds that an admin key of our own holds: long, because the clocks of machines differ."""
+"""Seconds for which an own admin key is valid: long, because the clocks of machines differ."""
 
 _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
 
 
 class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a verified token says.
+    """The claims of a verified token.
 
     Attributes:
         rollout_id: With ``attempt_id`` the only attempt that an ``attempt`` token may touch; ``""`` for the others.
@@ -60,10 +60,10 @@ class AttemptTokens:
         return f"{PREFIX}{payload}.{self._sign(payload)}"
 
     def verify(self, token: str, *, now: float) -> AttemptToken:
-        """What ``token`` says, once its signature and time are checked against ``now`` (Unix seconds).
+        """Check a token's signature and time against ``now`` (Unix seconds), and return its claims.
 
         Raises:
-            TokenError: It is no agl token, was signed with another secret or changed, or has expired. The message
+            TokenError: It is not an agl token, was signed with another secret or changed, or has expired. The message
                 never holds the token.
         """
         payload, signature = _split(token)
@@ -76,15 +76,15 @@ class AttemptTokens:
         return claim
 
     def _sign(self, payload: str) -> str:
-        signing = self._keyed.copy()  # hmac.digest would release the interpreter's lock and wait to get it back
+        signing = self._keyed.copy()  # hmac.digest releases the interpreter's lock and waits to get it back
         signing.update(payload.encode())
         return _encode(signing.digest())
 
 
 class AdminKey:
-    """An admin token that is made anew when half of its time is over; every gateway with the same secret takes it.
+    """An admin token that is renewed when half of its time is over; every gateway with the same secret accepts it.
 
-    ``clock`` gives Unix seconds.
+    ``clock`` returns Unix seconds.
     """
 
     def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
@@ -106,7 +106,7 @@ def _split(token: str) -> tuple[str, str]:
     payload, dot, signature = token.removeprefix(PREFIX).partition(".")
     is_shaped = token.startswith(PREFIX) and token.isascii() and len(token) <= _MAX_LENGTH
     if not (is_shaped and dot and payload and signature):
-        raise TokenError(f"the API key is no agl token (agl_..., {len(token)} characters found). {_NEXT}")
+        raise TokenError(f"the API key is not an agl token (agl_..., {len(token)} characters found). {_NEXT}")
     return payload, signature
 
 

@@ -1,11 +1,11 @@
-"""The wire hook: model calls that leave through ``httpx`` or ``httpx2`` inside a rollout.
+"""The wire hook, which observes model calls that leave through ``httpx`` or ``httpx2`` inside a rollout.
 
 With a gateway, calls for a configured policy go to it with the attempt's identity, even from clients that were
 built long before the run; the gateway records them. Without one they are recorded here, streamed or not. Calls to
 other models are left as they are, and recorded here too while a :class:`WireTracer` is installed.
 
 Only ``send`` of the two modules' clients is wrapped: clients of other libraries are seen through the gateway or
-not at all. The hook's own failures are logged and leave the request as it was; what the client raises passes through.
+not at all. The hook's own failures are logged and leave the request as it was; the client's exceptions pass through.
 """
 
 import logging
@@ -22,9 +22,9 @@ from agl.contracts import CannedAnswer, Tracer, Upstream
 from agl.dialects import Request
 from agl.tracing._caller import who_within
 from agl.tracing._context import ActiveAttempt, current, innermost
-from agl.tracing._late_import import ImportWatch
+from agl.tracing._import_watch import ImportWatch
 from agl.tracing._open_span import note_model_call
-from agl.tracing._process import Undo, patch
+from agl.tracing._patches import Undo, patch
 from agl.tracing._wire.open_call import OpenCall, Tee, describe
 from agl.tracing._wire.outgoing import (
     Route,
@@ -46,7 +46,7 @@ _NO_CONNECTION = ("ConnectError", "ConnectTimeout", "PoolTimeout", "UnsupportedP
 
 
 class WireTracer(Tracer):
-    """Records the model calls of a rollout that go to models which no policy of the experiment serves.
+    """Records the model calls of a rollout to models that no policy of the experiment serves.
 
     Calls of a run without a gateway are recorded in any case; the tracer extends that to runs with one, whose
     gateway never sees these calls. It names no current span: a request has no framework of its own.
@@ -56,15 +56,15 @@ class WireTracer(Tracer):
 
     @classmethod
     def is_on(cls) -> bool:
-        """Whether any tracer is installed in this process."""
+        """True if any tracer of this class is installed in the process."""
         return bool(cls._installed)
 
     def install(self) -> None:
-        """Record such calls from now on; idempotent."""
+        """Start recording such calls; idempotent."""
         self._installed.add(self)
 
     def uninstall(self) -> None:
-        """Stop; calls under way are still recorded."""
+        """Stop recording; calls in flight are still recorded."""
         self._installed.discard(self)
 
 
@@ -95,12 +95,12 @@ def _wrap(module: ModuleType) -> list[Undo]:
 def _send(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., Any]:
     @wraps(original)
     def send(self: Any, request: Any, **options: Any) -> Any:
-        departure = _depart(request, options, answer)
-        if departure is None:
+        watched = _watched(request, options, answer)
+        if watched is None:
             return original(self, request, **options)
-        with departure as found:
-            response = original(self, found.request, **found.options) if found.played is None else found.played
-        return departure.arrived(response, tee)
+        with watched as found:
+            response = original(self, found.request, **found.options) if found.canned is None else found.canned
+        return watched.with_response(response, tee)
 
     return send
 
@@ -108,12 +108,12 @@ def _send(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., 
 def _send_async(original: Callable[..., Any], tee: Any, answer: Any) -> Callable[..., Any]:
     @wraps(original)
     async def send(self: Any, request: Any, **options: Any) -> Any:
-        departure = _depart(request, options, answer)
-        if departure is None:
+        watched = _watched(request, options, answer)
+        if watched is None:
             return await original(self, request, **options)
-        with departure as found:
-            response = await original(self, found.request, **found.options) if found.played is None else found.played
-        return departure.arrived(response, tee)
+        with watched as found:
+            response = await original(self, found.request, **found.options) if found.canned is None else found.canned
+        return watched.with_response(response, tee)
 
     return send
 
@@ -123,23 +123,23 @@ _IS_SENDING: ContextVar[bool] = ContextVar("agl_is_sending", default=False)
 
 
 @dataclass(kw_only=True)
-class _Departure:
-    """A request that is ours to watch; a context while it is under way.
+class _WatchedRequest:
+    """A request of a rollout; enter it as a context while it is in flight.
 
     Attributes:
         given: The client's own request.
-        request: What is sent in its place, with ``options``.
-        call: What it is recorded as, ``None`` for what is no model call.
-        is_ours: Whether it is recorded here, not by the gateway.
-        played: The response of one that is answered without a model, and so not sent at all.
+        request: The request that is sent in its place, with ``options``.
+        call: The record of a model call, ``None`` for any other request.
+        is_recorded_here: Whether it is recorded here, not by the gateway.
+        canned: The prepared response of a request that is answered without a model, and so not sent.
     """
 
     given: Any
     request: Any
     options: dict[str, Any]
     call: OpenCall | None
-    is_ours: bool
-    played: Any = None
+    is_recorded_here: bool
+    canned: Any = None
     outer: Token[bool] | None = None
 
     def __enter__(self) -> Self:
@@ -151,16 +151,16 @@ class _Departure:
             _IS_SENDING.reset(self.outer)
         if error is None or self.call is None:
             return
-        if self.is_ours or type(error).__name__ in _NO_CONNECTION:
+        if self.is_recorded_here or type(error).__name__ in _NO_CONNECTION:
             self.call.finish(is_complete=False, error=describe(error))
         else:  # the gateway was reached, and has recorded the call
             self.call.discard()
 
-    def arrived(self, response: Any, tee: Any) -> Any:
-        """The response as the agent gets it: the one that came, whose bytes are shown to the record."""
+    def with_response(self, response: Any, tee: Any) -> Any:
+        """The response for the agent, whose bytes also go to the record of the call."""
         try:
             response.request = self.given  # the copy that was sent carries the attempt's token
-            if self.call is not None and not self.is_ours:
+            if self.call is not None and not self.is_recorded_here:
                 self.call.discard()
             elif self.call is not None:
                 self.call.answered(response)
@@ -173,7 +173,7 @@ class _Departure:
         return response
 
 
-def _depart(request: Any, options: dict[str, Any], answer: Any) -> _Departure | None:
+def _watched(request: Any, options: dict[str, Any], answer: Any) -> _WatchedRequest | None:
     attempt = current()
     if attempt is None or _IS_SENDING.get():
         return None
@@ -184,20 +184,20 @@ def _depart(request: Any, options: dict[str, Any], answer: Any) -> _Departure | 
         return None
 
 
-def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answer: Any) -> _Departure | None:
+def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answer: Any) -> _WatchedRequest | None:
     url, content = str(request.url), content_of(request)
     call = call_of(request, content)
     if call is None and not is_below(url, attempt.gateway_url):
         return None
     parent_id = innermost(attempt)
-    names = _names(attempt, call, parent_id)
+    names = _caller_names(attempt, call, parent_id)
     route = route_of(attempt, call, url=url, names=names)
     if route is None or (route.target == "record" and attempt.gateway_url and not WireTracer.is_on()):
         return None
-    played = _played(attempt, call, parent_id)
-    if played is not None:
-        nobody = Upstream(name="", base_url="", model_version=played.model_version)
-        route = Route(target="record", url=url, upstream=nobody)
+    canned = _canned_answer(attempt, call, parent_id)
+    if canned is not None:
+        no_policy = Upstream(name="", base_url="", model_version=canned.model_version)
+        route = Route(target="record", url=url, upstream=no_policy)
     headers = [(name.lower(), value) for name, value in request.headers.raw]
     named = dict(headers)
     retries = retry_count_of(named)
@@ -216,34 +216,36 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
             retry_count=retries,
             about={key: value for key, value in about.items() if value},
         )
-    sent, is_ours = request, route.target == "record"
-    if not is_ours:
-        ours = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
-        sent = copy_request(request, route.url, headers=ours, body=content)
-        # The token is the only credential, and a redirect must not carry it elsewhere.
+    sent, is_recorded_here = request, route.target == "record"
+    if not is_recorded_here:
+        rewritten = gateway_headers(attempt, headers, parent_id=parent_id, request_id=request_id, names=names)
+        sent = copy_request(request, route.url, headers=rewritten, body=content)
+        # The token is the only credential, and a redirect must not carry it to another server.
         options = {**options, "auth": None, "follow_redirects": False}
     elif call is not None:
         sent = recorded_request(request, call, wants_ids=route.wants_ids)
-    response = None if played is None else _response_of(played, answer, request)
-    return _Departure(given=request, request=sent, options=options, call=opened, is_ours=is_ours, played=response)
+    response = None if canned is None else _response_of(canned, answer, request)
+    return _WatchedRequest(
+        given=request, request=sent, options=options, call=opened, is_recorded_here=is_recorded_here, canned=response
+    )
 
 
-def _names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
-    """Who makes a model call, where any policy is chosen by that; what nobody asks for costs nothing."""
+def _caller_names(attempt: ActiveAttempt, call: Request | None, span_id: str) -> tuple[str, ...]:
+    """The caller's names, if any policy is chosen by them; looking them up takes time."""
     if call is None or not any(upstream.agents for upstream in attempt.upstreams):
         return ()
     return who_within(attempt, span_id).names
 
 
-def _played(attempt: ActiveAttempt, call: Request | None, span_id: str) -> CannedAnswer | None:
-    """The answer that needs no model, if there is one."""
+def _canned_answer(attempt: ActiveAttempt, call: Request | None, span_id: str) -> CannedAnswer | None:
+    """The responder's answer, if there is one."""
     if attempt.responder is None or call is None:
         return None
     return attempt.responder.respond(call, agent=who_within(attempt, span_id).agent)
 
 
-def _response_of(played: CannedAnswer, answer: Any, request: Any) -> Any:
+def _response_of(canned: CannedAnswer, answer: Any, request: Any) -> Any:
     """A canned answer as a response of the client's own class ``answer``."""
-    response = answer(200, headers={"content-type": played.content_type}, content=played.body, request=request)
+    response = answer(200, headers={"content-type": canned.content_type}, content=canned.body, request=request)
     response.elapsed = timedelta()
     return response

@@ -1,6 +1,6 @@
-"""Records one model call in the process: from the request's departure to its answer's last byte.
+"""Records one model call in the process, from its request to its answer's last byte.
 
-The answer's bytes are passed on as they arrive, and shown to the record on their way.
+The answer's bytes reach the agent as they arrive, and are copied to the record on their way.
 """
 
 import logging
@@ -22,19 +22,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, kw_only=True)
 class OpenCall:
-    """A call that is under way; it becomes spans exactly once, when it is finished or abandoned.
+    """A call in flight; it becomes spans exactly once, when it is finished or abandoned.
 
     Nothing here raises: a call that cannot be recorded is logged with its traceback.
 
     Attributes:
         attempt: The attempt that the call is made in.
-        request: What the client sent.
+        request: The client's request.
         upstream: The policy that serves it, if one does.
-        wants_ids: Whether token ids are asked for.
-        parent_id: The span in which the call is made.
+        wants_ids: Whether token ids are requested.
+        parent_id: The enclosing span.
         request_id: Shared by the client's retries.
         retry_count: The client's own count.
-        about: Attributes of its spans that are known before it leaves, such as who makes it and with which client.
+        about: Attributes of its spans that are known before it leaves, such as the caller's names and the client.
     """
 
     attempt: ActiveAttempt
@@ -60,12 +60,12 @@ class OpenCall:
         return f"call {id(self)}"
 
     def answered(self, response: Any) -> None:
-        """The response's head arrived; of ``response``, the client's own object, only that is kept."""
+        """Keep the head of ``response``, the client's own object; the rest of it is not kept."""
         headers = {name.lower(): value for name, value in response.headers.items()}
         self.head = _Head(response.status_code, headers, type(response))
 
     def take(self, chunk: bytes) -> None:
-        """A part of the body arrived, still encoded as the response's headers say."""
+        """Add a part of the body, still encoded as the response's headers say."""
         if self.first_s is None:
             self.first_s = self._elapsed_s()
         self.chunks.append(chunk)
@@ -76,11 +76,11 @@ class OpenCall:
             self._record(is_complete=is_complete, error=error, body=body)
 
     def discard(self) -> bool:
-        """Let somebody else record the call; returns whether nobody has done so yet."""
+        """Drop the call without recording it; returns False if it was recorded or dropped before."""
         return self.attempt.spans.take(self._key) is self
 
     def abandon(self) -> None:
-        """Record what there is, because the attempt ends."""
+        """Record the call as it is, because the attempt ends."""
         error = "" if self.chunks else "the attempt ended before an answer came"
         self._record(is_complete=False, error=error, body=None)
 
@@ -138,7 +138,7 @@ class _Head(NamedTuple):
     kind: Any = None
 
     def decoded(self, body: bytes) -> bytes:
-        """``body`` with its content encoding undone; of one that was cut, what can be read of it."""
+        """``body`` with its content encoding undone; only the readable part of one that was cut."""
         encoding = self.headers.get("content-encoding", "identity")
         if not body or encoding == "identity":
             return body
@@ -146,7 +146,7 @@ class _Head(NamedTuple):
 
 
 class Tee:
-    """A response's stream that shows its chunks, unchanged, to the record; mixed with the client's own stream class."""
+    """A response's stream that copies its chunks to the record; mixed with the client's own stream class."""
 
     def __init__(self, inner: Any, call: OpenCall) -> None:
         self._inner = inner
@@ -170,14 +170,14 @@ class Tee:
                 yield chunk
 
     def close(self) -> None:
-        """Close the inner stream; what was not read by then counts as cut."""
+        """Close the inner stream; the unread rest counts as cut."""
         try:
             self._inner.close()
         finally:
             self._call.finish(is_complete=False)
 
     async def aclose(self) -> None:
-        """Close the inner stream; what was not read by then counts as cut."""
+        """Close the inner stream; the unread rest counts as cut."""
         try:
             await self._inner.aclose()
         finally:
@@ -196,6 +196,6 @@ class Tee:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line: its type and what it says."""
+    """An exception as one line: its type and message."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""Decides where a request goes that leaves a client inside a rollout, and rewrites it without touching the client's.
+"""Routes requests that leave a client inside a rollout, and rewrites copies of them.
 
 Requests are ``httpx.Request`` or ``httpx2.Request``; both modules are optional, so neither is named in a type.
 """
@@ -34,14 +34,14 @@ _DROPPED = _KEY_HEADERS | _ROUTE_HEADERS
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a request goes.
+    """The target of a request.
 
     Attributes:
-        target: ``gateway``: with the attempt's identity to the gateway, which records it;
-            ``record``: where it was going, recorded in this process.
+        target: ``gateway``: to the gateway, which records it, with the attempt's identity;
+            ``record``: to its own URL, recorded in this process.
         url: The URL to call, the request's own unless it is redirected.
         upstream: The policy it is for, ``None`` for models that no configured policy serves.
-        wants_ids: Whether the body should ask for token ids: the policy is trained, and the call goes to its server.
+        wants_ids: Whether the body should request token ids: the policy is trained, and the call goes to its server.
     """
 
     target: Literal["gateway", "record"]
@@ -51,12 +51,12 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: Sequence[str] = ()) -> Route | None:
-    """The route of a request, ``None`` for one that is none of our business.
+    """The route of a request, ``None`` for one that is neither redirected nor recorded.
 
     Args:
         call: The model call that the request makes, ``None`` if it makes none, or its body is not in memory: then
-            only what already goes to the gateway is touched.
-        names: Who makes the call, innermost first; they choose a policy where a gateway can send the call there.
+            only a request that already goes to the gateway is changed.
+        names: The caller's names, innermost first; they choose a policy where a gateway can send the call there.
     """
     if is_below(url, attempt.gateway_url):
         return Route(target="gateway", url=url)
@@ -65,7 +65,7 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
     chosen_by = names if attempt.gateway_url else ()
     found = upstreams_for(attempt.upstreams, dialect=call.dialect, model=call.model, names=chosen_by, url=url)
     upstream = found[0] if len(found) == 1 else None
-    if found and attempt.gateway_url:  # which refuses the call where several policies may be meant
+    if found and attempt.gateway_url:  # the gateway refuses the call if several policies match
         query = urlsplit(url).query
         target = f"{attempt.gateway_url.rstrip('/')}/v1{_ENDPOINTS[call.dialect]}" + (f"?{query}" if query else "")
         return Route(target="gateway", url=target, upstream=upstream)
@@ -74,7 +74,7 @@ def route_of(attempt: ActiveAttempt, call: Request | None, *, url: str, names: S
 
 
 def is_below(url: str, root: str) -> bool:
-    """Whether ``url`` is ``root`` or below it; the host and port must be equal, not only start alike."""
+    """True if ``url`` is ``root`` or below it; the host and port must be equal, not only start alike."""
     root = root.rstrip("/")
     return bool(root) and (url == root or url.startswith((root + "/", root + "?")))
 
@@ -83,14 +83,14 @@ def content_of(request: Any) -> bytes | None:
     """The request's body where it is in memory; ``None`` for one that is generated while it is sent."""
     try:
         return request.content
-    except Exception as error:  # the class belongs to whichever client module this is
+    except Exception as error:  # the exception's class belongs to the client's module
         if type(error).__name__ != "RequestNotRead":
             raise
         return None
 
 
 def call_of(request: Any, content: bytes | None) -> Request | None:
-    """The model call that a client's request makes, ``None`` if it makes none that can be read."""
+    """The model call that a client's request makes, ``None`` if it makes none or cannot be read."""
     dialect = dialect_of(request.url.path) if request.method == "POST" and content is not None else None
     return None if dialect is None or content is None else Request(dialect, content)
 
@@ -109,7 +109,7 @@ def gateway_headers(
 ) -> Headers:
     """The request's headers with the attempt's identity in place of the client's credentials.
 
-    ``names`` say who makes the call, innermost first.
+    ``names`` are the caller's, innermost first.
     """
     headers = [(name, value) for name, value in given if name not in _DROPPED]
     if attempt.token:
@@ -125,7 +125,7 @@ def gateway_headers(
 
 
 def copy_request(request: Any, url: str, *, headers: Headers, body: bytes | None) -> Any:
-    """A request like ``request`` with other URL and headers; without ``body`` it shares the generated one."""
+    """A copy of ``request`` with another URL and headers; without ``body`` it shares the generated one."""
     content = {"stream": request.stream} if body is None else {"content": body}
     return type(request)(request.method, url, headers=headers, extensions=request.extensions, **content)
 
@@ -151,6 +151,6 @@ def request_id_of(headers: dict[bytes, bytes], body: bytes, retries: int) -> str
 
 
 def retry_count_of(headers: dict[bytes, bytes]) -> int:
-    """How often the client says that it has tried before; 0 for clients that do not count."""
+    """The client's own count of earlier tries; 0 for clients that do not count."""
     text = headers.get(b"x-stainless-retry-count", b"0")
     return int(text) if text.isdigit() else 0

@@ -1,4 +1,4 @@
-"""Values and exceptions as JSON that holds no credentials: what may go into a span."""
+"""Converts values and exceptions to JSON without credentials, as spans hold them."""
 
 import time
 import traceback
@@ -11,7 +11,7 @@ from agl.schemas import SpanEvent
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
-def failure(error: BaseException) -> dict[str, Any]:
+def error_fields(error: BaseException) -> dict[str, Any]:
     """The fields of a span that ended with ``error``: status, message, and an ``exception`` event."""
     text, trace = redact(_text(error)), redact("".join(traceback.format_exception(error)))
     detail = {"exception.type": type(error).__qualname__, "exception.message": text, "exception.stacktrace": trace}
@@ -27,7 +27,7 @@ def _text(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A copy of ``value`` that JSON can carry, without credentials; what JSON lacks becomes its text."""
+    """A copy of ``value`` that JSON can carry, without credentials; other types become their text."""
     if type(value) is str:
         return redact(value)
     if type(value) in _PLAIN:

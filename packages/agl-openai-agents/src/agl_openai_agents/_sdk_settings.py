@@ -1,7 +1,7 @@
-"""What of the SDK's process-wide settings the tracer changes, and how it gives them back.
+"""Changes the SDK's process-wide settings for the tracer, and restores them.
 
-These are the trace processors, whether the SDK traces at all, and which API its default model speaks. The SDK can set
-them and tells none, so private fields are read here, and nowhere else.
+These are the trace processors, the switch that disables tracing, and the API of the default model. The SDK has
+setters for them and no getters, so private fields are read here, and nowhere else.
 """
 
 import os
@@ -11,21 +11,21 @@ from agents import set_default_openai_api, set_trace_processors, set_tracing_dis
 from agents.models import _openai_shared
 from agents.tracing import TracingProcessor, get_trace_provider
 
-from agl_openai_agents._processor import RolloutProcessor
+from agl_openai_agents._processor import AgentsProcessor
 
 _DISABLED = "OPENAI_AGENTS_DISABLE_TRACING"
 
 
-class Place:
-    """The place of one processor."""
+class SdkSettings:
+    """The SDK's settings while one processor observes it."""
 
-    def __init__(self, processor: RolloutProcessor) -> None:
+    def __init__(self, processor: AgentsProcessor) -> None:
         self._processor = processor
         self._flag: bool | None = None
         self._is_chat_forced = False
 
-    def take(self) -> None:
-        """Stand alone among the SDK's processors, those that were there behind; again where the program changed it."""
+    def apply(self) -> None:
+        """Install the processor as the only one, in front of the others, and enable tracing; safe to repeat."""
         there = _processors()
         if there != (self._processor,):
             added = [item for item in there if item is not self._processor]
@@ -38,22 +38,22 @@ class Place:
             self._processor.is_forwarding = False
             set_tracing_disabled(False)
 
-    def speak_chat(self) -> None:
-        """Let models that nobody chose an API for speak chat completions.
+    def prefer_chat_completions(self) -> None:
+        """Use chat completions for models without an explicit API.
 
-        The Responses API has no log-probabilities of tool calls, so that nothing could be trained.
+        The Responses API gives no log-probabilities for tool calls, so they could not be trained.
         """
         if not self._is_chat_forced and _openai_shared.get_use_responses_by_default():
             self._is_chat_forced = True
             set_default_openai_api("chat_completions")
 
-    def give_back(self) -> None:
-        """The SDK as it was, with what the program added since."""
+    def restore(self) -> None:
+        """Restore the SDK's settings; processors that the program added since stay."""
         added = [item for item in _processors() if item is not self._processor]
         self._processor.is_on = False
         set_trace_processors([*self._processor.others, *added])
         if not self._processor.is_forwarding:
-            _restore(self._flag)
+            _restore_tracing(self._flag)
         if self._is_chat_forced:
             set_default_openai_api("responses")
 
@@ -64,7 +64,7 @@ def _processors() -> tuple[TracingProcessor, ...]:
 
 
 def _flag() -> bool | None:
-    """What the program set; ``None`` where it left that to the environment."""
+    """The program's own choice, True for disabled; ``None`` where it leaves that to the environment."""
     return getattr(get_trace_provider(), "_manual_disabled", None)
 
 
@@ -72,7 +72,7 @@ def _is_disabled(flag: bool | None) -> bool:
     return os.environ.get(_DISABLED, "false").lower() in ("true", "1") if flag is None else flag
 
 
-def _restore(flag: bool | None) -> None:
+def _restore_tracing(flag: bool | None) -> None:
     if flag is None:
         provider: Any = get_trace_provider()
         provider._manual_disabled = None

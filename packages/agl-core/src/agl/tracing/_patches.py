@@ -1,8 +1,8 @@
-"""What a rollout changes in its process, and how it is undone.
+"""Patches the process while rollouts are active, and restores it afterwards.
 
-Patches belong to the process while rollouts come and go, so they are counted: the first active rollout applies
-them, the last one restores the originals. This is the one place of the core that holds process-wide state, because
-the things that it patches are process-wide.
+The patches are process-wide and shared by rollouts, so users are counted: the first active rollout applies them, the
+last one restores the originals. Only this module of the core holds process-wide state, because the things that it
+patches are process-wide.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from threading import Lock
 from typing import Any, TypeAlias, cast
 
 Undo: TypeAlias = Callable[[], None]
-"""Takes back what the function that returned it has changed; call it once."""
+"""Reverts the changes of the function that returned it; call it once."""
 
 ScopeMaker: TypeAlias = Callable[[Any], AbstractContextManager[None]]
-"""Gives what a tracer needs around one attempt; called with the :class:`~agl.tracing.ActiveAttempt`."""
+"""Makes a tracer's context around one attempt; called with the :class:`~agl.tracing.ActiveAttempt`."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ _STATE = _State()
 
 
 def hold(user: object) -> None:
-    """Patch the process for ``user``, which is kept alive until :func:`release`."""
+    """Patch the process for ``user``, and keep ``user`` alive until :func:`release`."""
     with _STATE.lock:
         if not _STATE.users:
             _apply()
@@ -39,7 +39,7 @@ def hold(user: object) -> None:
 
 
 def release(user: object) -> None:
-    """The end of :func:`hold`; the last user's restores the originals."""
+    """End :func:`hold`; the last user restores the originals."""
     with _STATE.lock:
         _STATE.users.remove(user)
         if not _STATE.users:
@@ -67,26 +67,26 @@ def enter_scopes(stack: ExitStack, attempt: object) -> None:
 def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     """Set ``owner.name`` to ``make(original)``; the returned function restores the original object itself.
 
-    Where somebody else has patched on top since, theirs stays: ours below it is idle outside rollouts.
+    A later foreign patch on top stays in place; the one below it is idle outside rollouts.
     """
     original = cast("Any", vars(owner)[name])
-    ours = _replacement(owner, name, original, make)
-    setattr(owner, name, ours)
+    replacement = _replacement(owner, name, original, make)
+    setattr(owner, name, replacement)
 
     def undo() -> None:
-        if getattr(owner, name) is ours:
+        if getattr(owner, name) is replacement:
             setattr(owner, name, original)
 
     return undo
 
 
 def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:
-    """``make(original)``, the one made the last time where the original is the same."""
-    wrapped, ours = _STATE.made.get((owner, name), (None, None))
+    """``make(original)``, cached for the same original."""
+    wrapped, replacement = _STATE.made.get((owner, name), (None, None))
     if wrapped is not original:
-        ours = make(original)
-        _STATE.made[owner, name] = (original, ours)
-    return ours
+        replacement = make(original)
+        _STATE.made[owner, name] = (original, replacement)
+    return replacement
 
 
 def _apply() -> None:

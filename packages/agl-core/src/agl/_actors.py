@@ -1,4 +1,4 @@
-"""Who made a model call: the agents, nodes and tools around it, from the spans that tracers recorded."""
+"""The agents, nodes and tools that made a model call, found from the spans that tracers recorded."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
@@ -7,11 +7,11 @@ from agl import semconv
 from agl.schemas import Span
 
 MAX_PATH = 64
-"""Enclosing names kept at most, the innermost ones: a path may not grow with the depth of recursion."""
+"""The most names that a path keeps, the innermost ones, so that it does not grow with the depth of recursion."""
 
 
 class Who(NamedTuple):
-    """What encloses a span.
+    """The actors that enclose a span.
 
     Attributes:
         agent: The nearest agent's name; without one the nearest node's, else role's, else operation's; or ``""``.
@@ -27,25 +27,25 @@ class Who(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names by which ``agents`` of a policy selects a call: the innermost first, out to the nearest agent."""
+        """The names that ``agents`` of a policy is matched with: the innermost first, out to the nearest agent."""
         return tuple(dict.fromkeys(name for name in (*reversed(self.inside), self.agent) if name))
 
 
 _ROOT = Who()
 _NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME})
 NAMING = _NAMES | {semconv.OPERATION}
-"""The attributes of a span that say who is within it."""
+"""The attributes of a span that name an actor."""
 
 
 class Enclosing:
-    """Answers who a span belongs to; every span is looked at once, iteratively, whatever the depth."""
+    """Finds the actors that enclose spans; visits every span once, without recursion."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self._spans: Mapping[str, Span] = {span.span_id: span for span in spans}
         self._known: dict[str, Who] = {}
 
     def who(self, span: Span) -> Who:
-        """Who ``span`` belongs to, names on the span itself included."""
+        """The actors of ``span``, those named on the span itself included."""
         return step_into(self._around(span), span.attributes, _operation(span))
 
     def _around(self, span: Span) -> Who:
@@ -54,22 +54,22 @@ class Enclosing:
         return self._climb(span) if known is None else known
 
     def _climb(self, span: Span) -> Who:
-        """Visit what encloses ``span`` up to the root, to something known, or to a cycle in foreign data."""
-        waiting: list[Span] = []
+        """Visit the spans around ``span`` up to the root, to a known one, or to a cycle in foreign data."""
+        unvisited: list[Span] = []
         seen = {span.span_id}
         above = self._parent(span)
         while above is not None and above.span_id not in self._known and above.span_id not in seen:
-            waiting.append(above)
+            unvisited.append(above)
             seen.add(above.span_id)
             above = self._parent(above)
         who = _ROOT if above is None else self._known.get(above.span_id, _ROOT)
-        for enclosing in reversed(waiting):
+        for enclosing in reversed(unvisited):
             who = step_into(who, enclosing.attributes, _operation(enclosing))
             self._known[enclosing.span_id] = who
         return who
 
     def _parent(self, span: Span) -> Span | None:
-        """The framework's span that travelled with the call where it was recorded, else the span's own parent."""
+        """The framework's span that the call carried, if it was recorded, else the span's own parent."""
         framework = span.attributes.get(semconv.FRAMEWORK_SPAN_ID)
         found = self._spans.get(framework) if isinstance(framework, str) else None
         if found is None and span.parent_id is not None:
@@ -78,11 +78,11 @@ class Enclosing:
 
 
 def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> Who:
-    """Who is within a span: the same as around it when the span names nobody.
+    """The actors inside a span: those around it, and the ones that the span names.
 
     Args:
-        around: Who is around it.
-        attributes: The span's.
+        around: The actors around the span.
+        attributes: The span's attributes.
         operation: The name of a span that no convention describes, ``""`` for others.
     """
     if not operation and _NAMES.isdisjoint(attributes):
@@ -93,12 +93,12 @@ def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> 
     inner = node or role or tool or operation
     if not (agent or inner) or (agent == around.named[0] and not inner):
         return around
-    labels = tuple(dict.fromkeys(name for name in (agent, inner) if name))
-    inside = labels if agent else (*around.inside, *labels)
+    added = tuple(dict.fromkeys(name for name in (agent, inner) if name))
+    inside = added if agent else (*around.inside, *added)
     named = tuple(new or old for new, old in zip((agent, node, role, operation), around.named, strict=True))
     return Who(
         next((name for name in named if name), ""),
-        (*around.path, *labels)[-MAX_PATH:],
+        (*around.path, *added)[-MAX_PATH:],
         inside[-MAX_PATH:],
         cast("tuple[str, str, str, str]", named),
     )
@@ -110,7 +110,7 @@ def _name(attributes: Mapping[str, object], key: str) -> str:
 
 
 def _operation(span: Span) -> str:
-    """The name given to ``agl.operation``: an internal span that no convention describes."""
+    """The name that ``agl.operation`` was given; ``""`` for a span that a convention describes."""
     is_plain = (
         span.kind == "internal"
         and span.call is None

@@ -22,10 +22,10 @@ class ImportWatch(MetaPathFinder):
         self._on_import = on_import
 
     def start(self) -> None:
-        """Report what is there, and watch for the rest."""
+        """Report the modules that are imported already, and watch for the others."""
         for name in tuple(self._waiting):
             if name in sys.modules:
-                self._report(importlib.import_module(name))  # waits for another thread that is importing it
+                self._report(importlib.import_module(name))  # waits if another thread is importing it
         if self._waiting:
             sys.meta_path.insert(0, self)
 
@@ -38,7 +38,7 @@ class ImportWatch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The other finders' spec of a name that is waited for, with a loader that reports the module."""
+        """The other finders' spec of a watched name, with a loader that reports the module."""
         if fullname not in self._waiting:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
