@@ -12,7 +12,7 @@ import click
 
 from agl import PluginManager
 from agl_run.cli.context import pass_manager
-from agl_run.experiment.once import RecordedRun, record_command
+from agl_run.experiment.command_recording import RecordedRun, record_command
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 

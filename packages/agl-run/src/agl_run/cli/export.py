@@ -36,7 +36,7 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.query import deciding, filter_options, make_query
 
 
-class Recorded(Record, frozen=True, kw_only=True):
+class ExportedRollout(Record, frozen=True, kw_only=True):
     """A rollout as it is exported."""
 
     episode: Episode
@@ -154,26 +154,26 @@ def _target(output: Path | None) -> Generator[BinaryIO]:
         yield file
 
 
-async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Recorded]:
+async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[ExportedRollout]:
     async for recording in read_recordings(store, query, spans="all"):
         attempt = deciding(recording.rollout, recording.attempts)
         episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
-        yield Recorded(episode=episode, spans=recording.spans)
+        yield ExportedRollout(episode=episode, spans=recording.spans)
 
 
-def _messages(item: Recorded) -> Iterable[Any]:
+def _messages(item: ExportedRollout) -> Iterable[Any]:
     return dialogues(item.episode, item.spans)
 
 
-def _spans(item: Recorded) -> Iterable[Any]:
+def _spans(item: ExportedRollout) -> Iterable[Any]:
     return item.spans
 
 
-def _transitions(item: Recorded) -> Iterable[Any]:
+def _transitions(item: ExportedRollout) -> Iterable[Any]:
     return ({**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions)
 
 
-def _rows(item: Recorded) -> Iterable[Any]:
+def _rows(item: ExportedRollout) -> Iterable[Any]:
     return ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows)
 
 
@@ -188,7 +188,7 @@ def _plain(record: Transition | Row) -> dict[str, Any]:
     }
 
 
-_LINES: dict[str, Callable[[Recorded], Iterable[Any]]] = {
+_LINES: dict[str, Callable[[ExportedRollout], Iterable[Any]]] = {
     "messages": _messages,
     "transitions": _transitions,
     "rows": _rows,

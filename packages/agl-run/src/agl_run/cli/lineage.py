@@ -16,7 +16,7 @@ from agl_run.experiment import labels
 _MANY = 1000
 
 
-class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
+class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One line of the list."""
 
     version: ResourceVersion
@@ -24,7 +24,7 @@ class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
     score: str
 
 
-class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
+class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One version, the labels that point at it, and the versions that it was made from, newest first."""
 
     version: ResourceVersion
@@ -47,7 +47,7 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         return f"mean {mean:.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
 
 
-async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[Listed]:
+async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[ListedVersion]:
     """The newest version of every resource, or all versions of one, in order of publication."""
     versions = await store.resources(name)
     if name is not None and not versions:
@@ -55,15 +55,15 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
     names = dict.fromkeys(v.name for v in kept)
     pointing = {n: await labels.labels_of(store, n) for n in names}
-    measured = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
-    found: list[Listed] = []
+    scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
+    found: list[ListedVersion] = []
     for v in kept:
-        score = measured.get((v.name, v.version)) or score_of(v.metadata)
-        found.append(Listed(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
+        score = scores.get((v.name, v.version)) or score_of(v.metadata)
+        found.append(ListedVersion(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
     return found
 
 
-async def shown(store: Store, name: str, which: str | None) -> Shown:
+async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     """A version by its name or by a label, the newest by default."""
     names = await labels.labels_of(store, name)
     versions = {v.version: v for v in await store.resources(name)}
@@ -79,7 +79,7 @@ async def shown(store: Store, name: str, which: str | None) -> Shown:
     while version.parent in versions and version.parent not in ancestors and len(ancestors) < _MANY:
         version = versions[version.parent]
         ancestors.append(version.version)
-    return Shown(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
+    return ShownVersion(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
@@ -112,8 +112,8 @@ def score_of(metadata: dict[str, Any]) -> str:
 
     ``selection`` marks the score by which a version was chosen among others, which flatters the chosen one.
     """
-    measured, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
-    return measured or (f"{selection} (selection)" if selection else "")
+    scores, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
+    return scores or (f"{selection} (selection)" if selection else "")
 
 
 def _words(score: VersionScore) -> str:

@@ -29,18 +29,18 @@ from agl_run.cli.experiment import make_trainer
 from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
 from agl_run.cli.output import json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
-from agl_run.cli.replay_report import Side, compare, side_of
+from agl_run.cli.replay_report import ComparedRun, compare, side_of
 from agl_run.cli.replay_server import ReplayServer
+from agl_run.experiment.command_recording import record_command
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig, ResourceConfig, policy
 from agl_run.experiment.file import load_config
-from agl_run.experiment.once import record_command
 from agl_run.experiment.progress import Quiet
 from agl_run.experiment.trainer import Trainer
 
 SUFFIX = "-replay"
 
 
-class Replayed(Record, frozen=True, kw_only=True, omit_defaults=False):
+class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The recorded run and the new one.
 
     Attributes:
@@ -49,8 +49,8 @@ class Replayed(Record, frozen=True, kw_only=True, omit_defaults=False):
         unused: Recorded answers that the agent did not ask for.
     """
 
-    recorded: Side
-    replayed: Side
+    recorded: ComparedRun
+    replayed: ComparedRun
     equal: list[str] = []
     changed: list[str] = []
     diverged: list[str] = []
@@ -63,10 +63,10 @@ class Replayed(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Past:
+class _ReplayedRollout:
     """A recorded rollout with all that a replay needs of it; ``resources`` are those that an algorithm made."""
 
-    side: Side
+    side: ComparedRun
     calls: list[ModelCall]
     resources: dict[str, Resource]
 
@@ -97,7 +97,7 @@ def replay(
         else:
             now = _with_command(manager, url, past.rollout, None if live else server)
         equal, changed = compare(past.side, now)
-        result = Replayed(
+        result = ReplayComparison(
             recorded=past.side,
             replayed=now,
             equal=equal,
@@ -112,7 +112,7 @@ def replay(
     sys.exit(0 if result.is_same else 1)
 
 
-def _print(result: Replayed, *, served: int | None) -> None:
+def _print(result: ReplayComparison, *, served: int | None) -> None:
     click.echo(f"recorded {describe_episode(result.recorded.episode)}")
     click.echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
@@ -135,19 +135,19 @@ def _store_of(file: Path) -> str:
     return resolve_url(f"{SQLITE}{file.absolute().parent / url.removeprefix(SQLITE)}")
 
 
-async def _load(store: Store, rollout_id: str) -> _Past:
+async def _load(store: Store, rollout_id: str) -> _ReplayedRollout:
     rollout = await find(store, rollout_id)
     recording = await read_one(store, rollout.rollout_id)
     attempt, spans = deciding(rollout, recording.attempts), recording.spans
     pinned = [await store.resource(name, version) for name, version in rollout.resources.items()]
-    return _Past(
+    return _ReplayedRollout(
         side=side_of(build_episode(rollout, attempt, spans), spans),
         calls=[span.call for span in spans if span.call is not None],
         resources={version.name: version.resource for version in pinned if version.algorithm},
     )
 
 
-def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayServer | None) -> Side:
+def _with_agent(manager: PluginManager, file: Path, past: _ReplayedRollout, server: ReplayServer | None) -> ComparedRun:
     trainer = make_trainer(file, (), manager=manager, progress=Quiet())
     if server is not None:
         config = _served_by(server, trainer.config, past.resources)
@@ -189,7 +189,7 @@ def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mappin
     )
 
 
-def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: ReplayServer | None) -> Side:
+def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: ReplayServer | None) -> ComparedRun:
     command = rollout.task.get("command") if _is_object(rollout.task) else None
     if not command or not rollout.experiment.startswith("exec-"):
         raise ConfigError(

@@ -13,7 +13,7 @@ _LIMIT = 100
 _NOTHING = "nothing"
 
 
-class Side(Record, frozen=True, kw_only=True, omit_defaults=False):
+class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One of the two runs: its episode, what the agent returned, and how many calls it made."""
 
     episode: Episode
@@ -21,14 +21,14 @@ class Side(Record, frozen=True, kw_only=True, omit_defaults=False):
     calls: int = 0
 
 
-def side_of(episode: Episode, spans: Sequence[Span]) -> Side:
+def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
     """A recorded run as it is compared."""
     outputs = [span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes]
     calls = sum(span.call is not None for span in spans)
-    return Side(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
+    return ComparedRun(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
 
 
-def compare(then: Side, now: Side) -> tuple[list[str], list[str]]:
+def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
     """Names of what stayed equal, and a line for each thing that changed."""
     pairs = {name: (read(then), read(now)) for name, read in _READ.items()}
     equal = [name for name, (old, new) in pairs.items() if old == new]
@@ -57,12 +57,12 @@ def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
     return "the request was recorded, and asked fewer times"
 
 
-def _error(side: Side) -> str:
+def _error(side: ComparedRun) -> str:
     error = side.episode.attempt.error if side.episode.attempt else None
     return f"{error.type}: {error.message}" if error else ""
 
 
-_READ: Mapping[str, Callable[[Side], Any]] = {
+_READ: Mapping[str, Callable[[ComparedRun], Any]] = {
     "status": lambda side: side.episode.rollout.status,
     "error": _error,
     "reward": lambda side: side.episode.reward,

@@ -10,7 +10,7 @@ from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import Arm, Listed, Shown, arms, diff, listed, shown, text_of
+from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
@@ -194,7 +194,7 @@ def _better(pair: Sequence[Arm], bar: Criterion) -> str:
     return check_better((old.version, old.rewards), (new.version, new.rewards), bar)
 
 
-def _row(item: Listed) -> tuple[str, ...]:
+def _row(item: ListedVersion) -> tuple[str, ...]:
     version = item.version
     return (
         version.name,
@@ -209,7 +209,7 @@ def _row(item: Listed) -> tuple[str, ...]:
     )
 
 
-def _lines(found: Shown) -> list[str]:
+def _lines(found: ShownVersion) -> list[str]:
     version = found.version
     lines = [f"{version.name} {version.version}, made by {version.algorithm or 'a person'}, {when(version.created_at)}"]
     lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []

@@ -10,13 +10,13 @@ from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
 from agl.stores import all_spans
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import Listed, diff, listed
+from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, short, when
 from agl_run.cli.query import find
 
 
-class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
+class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout, its attempts, and the spans of the chosen attempt and of the rollout alone."""
 
     rollout: Rollout
@@ -39,12 +39,12 @@ def show(manager: PluginManager, rollout_id: str, number: int | None, store_url:
     if as_json:
         print_json(found)
         return
-    lines = (*_header(found), *tree(found.spans)) if isinstance(found, Shown) else _story(found)
+    lines = (*_header(found), *tree(found.spans)) if isinstance(found, ShownRollout) else _story(found)
     for line in lines:
         click.echo(line)
 
 
-async def _find(store: Store, name: str, number: int | None) -> "Shown | list[Listed]":
+async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | list[ListedVersion]":
     try:
         return await _load(store, name, number)
     except NotFoundError as error:
@@ -53,7 +53,7 @@ async def _find(store: Store, name: str, number: int | None) -> "Shown | list[Li
         return await listed(store, name, has_candidates=True)
 
 
-def _story(versions: Sequence[Listed]) -> Iterator[str]:
+def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
     """The versions of a resource with their parents and scores, and the difference of the first and the best."""
     published = [item for item in versions if not item.version.metadata.get("candidate")] or list(versions)
     name = published[0].version.name
@@ -68,17 +68,19 @@ def _story(versions: Sequence[Listed]) -> Iterator[str]:
     yield from diff(published[0].version, published[-1].version)
 
 
-async def _load(store: Store, rollout_id: str, number: int | None) -> Shown:
+async def _load(store: Store, rollout_id: str, number: int | None) -> ShownRollout:
     rollout = await find(store, rollout_id)
     attempts = await store.attempts(rollout.rollout_id)
     chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
     if number is not None and chosen is None:
         raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
     spans = await all_spans(store, rollout.rollout_id, chosen)
-    return Shown(rollout=rollout, attempts=attempts, spans=[*spans, *await all_spans(store, rollout.rollout_id, "")])
+    return ShownRollout(
+        rollout=rollout, attempts=attempts, spans=[*spans, *await all_spans(store, rollout.rollout_id, "")]
+    )
 
 
-def _header(found: Shown) -> Iterator[str]:
+def _header(found: ShownRollout) -> Iterator[str]:
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"

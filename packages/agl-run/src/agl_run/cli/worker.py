@@ -16,10 +16,10 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, read_experiment
 from agl_run.cli.output import json_option, print_json
 from agl_run.experiment.config import RunnerConfig
-from agl_run.experiment.joining import make_worker_plan
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.session import resolve_store_url
+from agl_run.experiment.worker_admission import make_worker_plan
 
 _SQLITE = "sqlite:///"
 

@@ -16,7 +16,7 @@ from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, Json, JsonResource, PromptTemplate, Record
 
 ASYNC = "async"
-"""The runner that an experiment has unless it says otherwise."""
+"""The default runner."""
 
 
 class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +75,7 @@ class ResourceConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, resource: PromptTemplate | JsonResource) -> "ResourceConfig":
-        """The section that describes a resource."""
+        """Return the section that describes a resource."""
         if isinstance(resource, PromptTemplate):
             return cls(template=resource.template, engine=resource.engine)
         return cls(value=resource.value)
@@ -110,7 +110,7 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[experiment]``: what is run, on what, and where it is kept.
+    """``[experiment]``: the agent, its tasks and the store.
 
     Attributes:
         agent: ``module:attribute``, or a command as a list of words.
@@ -124,14 +124,14 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         workdir: Where checkpoints and metrics go; by default ``runs/NAME``.
         validate_every: Steps between validations; 0 for only before and after.
         validation_limit: Validation tasks at most; 0 for all.
-        failed: What a failed rollout means for training: left out, or trained with ``penalty``.
+        failed: Treatment of a failed rollout: left out of training, or trained with ``penalty``.
         missing_reward: The same for a rollout without a reward.
-        penalty: The reward that stands in.
-        unseen_calls: What a rollout means of which a framework reported model calls that nobody recorded: left out,
-            the end of the run, or trained with what is known.
-        unattributed_calls: The same for one with recorded calls outside of everything that its framework reported.
-        trust_agent_rewards: Whether rewards that came with an agent's own token may train.
-        reward_weights: How named rewards make the scalar that trains; empty for the only or unnamed one.
+        penalty: The substitute reward.
+        unseen_calls: Treatment of a rollout whose framework reported model calls that were not recorded: ``drop`` leaves
+            it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
+        unattributed_calls: The same for a rollout with recorded calls outside of the framework's spans.
+        trust_agent_rewards: Whether rewards that the agent itself reported may train.
+        reward_weights: Weights of the named rewards in the scalar that trains; empty to use the only or unnamed one.
     """
 
     agent: str | tuple[str, ...]
@@ -155,14 +155,14 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole experiment, as it stands in a file.
+    """A whole experiment, as in a file.
 
     Attributes:
-        experiment: What is run, on what, and where it is kept.
+        experiment: The agent, its tasks and the store.
         runner: How attempts run.
         policy: Model servers by resource name.
         resource: Prompts and other values by resource name.
-        algorithm: What learns, in order.
+        algorithm: The algorithms, in order.
         schedule: The order in which algorithms take their steps.
         credit: How rewards reach calls.
         reward: Reward emitters, run after every attempt.
@@ -272,5 +272,5 @@ def _choices(path: str) -> tuple[str, ...]:
 
 
 def listed(names: str | Iterable[str]) -> tuple[str, ...]:
-    """One name, or several."""
+    """Return one name or several as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)

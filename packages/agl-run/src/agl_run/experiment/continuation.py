@@ -1,7 +1,7 @@
-"""Where a run of an experiment begins: anew, where it was stopped, or beyond the steps that it had finished.
+"""Finds the state from which a run begins: a fresh one, the one at which it was stopped, or an extended one.
 
-A finished experiment goes on when its file asks for more: an algorithm has more steps to take than it took, or there
-is a new one. What "more" means is the algorithm's to say, see :class:`~agl.contracts.ExtendableAlgorithm`.
+A finished experiment continues if its file asks for more: for further steps of an algorithm, or for a new algorithm.
+Each algorithm decides if further steps are left, see :class:`~agl.contracts.ExtendableAlgorithm`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from agl_run.runners.liveness import worker_name
 
 
 async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> ExperimentRecord:
-    """The state that a run begins with, already saved.
+    """Return the state from which a run begins, after saving it.
 
     Raises:
-        ConfigError: The experiment ran before and it was not said what to do, or it cannot be continued.
+        ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set or it cannot be continued.
     """
     name = plan.name
     previous = await saved.load_experiment(store, name)
@@ -49,7 +49,7 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Exper
 
 
 async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:
-    """The states of the algorithms that had finished and go on."""
+    """Return the states of the finished algorithms that continue."""
     configs = plan.config.algorithm
     states = {
         config.name: await saved.load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
@@ -101,7 +101,7 @@ def _refuse_what_was_passed_on(
     schedule: ScheduleConfig,
     states: Mapping[str, AlgorithmState],
 ) -> None:
-    """Further steps of an algorithm would undo what a later one in the schedule learned since."""
+    """Refuse further steps of an algorithm whose resources a later one in the schedule has tuned since."""
     place = _place(config, configs, schedule)
     for later in configs:
         shared = set(config.tunes).intersection(later.tunes)
@@ -114,7 +114,7 @@ def _refuse_what_was_passed_on(
 
 
 def _place(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
-    """When an algorithm has its turn; those that take turns with each other are at one place."""
+    """Return an algorithm's position in the schedule; algorithms that take turns share one."""
     first = [other.name for other in configs if other.name in schedule.first]
     if config.name in first:
         return first.index(config.name)

@@ -18,12 +18,18 @@ from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.schemas import Rollout
 from agl.tracing import load_secret
-from agl_run.experiment.joining import Obstacle, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Serving, load_serving
 from agl_run.experiment.state import load_experiment
-from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
+from agl_run.experiment.worker_admission import (
+    JoinProblem,
+    check_direct_calls,
+    differences,
+    try_gateway,
+    unreachable_policies,
+)
+from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.runners.worker import Worker, WorkerSetup
@@ -61,7 +67,7 @@ class RemoteWorker:
     """Runs an experiment's attempts in this process until the experiment is finished.
 
     Args:
-        plan: What runs here; see :func:`~agl_run.experiment.joining.make_worker_plan`.
+        plan: What runs here; see :func:`~agl_run.experiment.worker_admission.make_worker_plan`.
         store: The experiment's store; stays open.
         tell: Takes news.
         gateway_url: The gateway as this machine reaches it; by default what the experiment advertises.
@@ -111,7 +117,7 @@ class RemoteWorker:
         while True:
             try:
                 serving = await load_serving(self._store, self._plan.name)
-                if serving is None and await self._look_for_end():
+                if serving is None and await self._check_finished():
                     return None
             except TokenError as error:
                 raise ConfigError(
@@ -126,15 +132,15 @@ class RemoteWorker:
                 self._say_once("waiting", f"experiment {self._plan.name!r} does not run; waiting for it to start")
             else:
                 gateway = self._gateway_of(serving)
-                obstacle = await self._obstacle(serving, gateway)
-                if obstacle is None:
+                problem = await self._join_problem(serving, gateway)
+                if problem is None:
                     return serving, gateway
                 if seen is None or seen[0] != serving.session:
                     seen = (serving.session, serving.beat)
-                self._refuse(serving, obstacle, runs=seen[1] != serving.beat)
+                self._refuse(serving, problem, runs=seen[1] != serving.beat)
             await asyncio.sleep(LOOK_S)
 
-    async def _look_for_end(self) -> bool:
+    async def _check_finished(self) -> bool:
         """Whether the experiment is finished, and nothing more is to be waited for."""
         state = await load_experiment(self._store, self._plan.name)
         self._is_over = state is not None and state.status == "finished" and not self._stays
@@ -144,17 +150,17 @@ class RemoteWorker:
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
         return RemoteGateway(url, secret=load_secret()) if url else None
 
-    async def _obstacle(self, serving: Serving, gateway: RemoteGateway | None) -> Obstacle | None:
+    async def _join_problem(self, serving: Serving, gateway: RemoteGateway | None) -> JoinProblem | None:
         found = differences(serving, self._plan) or check_direct_calls(serving)
         if found is None and gateway is not None:
             found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
         return found
 
-    def _refuse(self, serving: Serving, obstacle: Obstacle, *, runs: bool) -> None:
+    def _refuse(self, serving: Serving, problem: JoinProblem, *, runs: bool) -> None:
         """An experiment that was killed leaves its record behind, so only one that counts on is certain to run."""
-        if runs and (obstacle.kind == "settings" or not self._has_joined):
-            raise ConfigError(obstacle.text)
-        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {obstacle.text}")
+        if runs and (problem.kind == "settings" or not self._has_joined):
+            raise ConfigError(problem.text)
+        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
 
     def _say_once(self, event: str, text: str) -> None:
         if text != self._said:
@@ -201,7 +207,7 @@ class RemoteWorker:
             name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
             for name, llm in serving.endpoints.items()
         }
-        around = Surroundings(
+        context = WorkerContext(
             store=self._store,
             resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
             gateway_url=url,
@@ -211,7 +217,7 @@ class RemoteWorker:
             concurrency=self._concurrency,
             unreachable=unreachable_policies(serving),
         )
-        setup = worker_setup(self._plan, around, make_tracers(self._plan, stack))
+        setup = worker_setup(self._plan, context, make_tracers(self._plan, stack))
         runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
         return replace(setup, runner=runner, finished=self._count)
 
@@ -228,7 +234,7 @@ class RemoteWorker:
         lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
         summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
         try:
-            while not (over := await self._over(serving, gateway)):
+            while not (reason := await self._end_reason(serving, gateway)):
                 await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if worker.failure.done():
                     worker.failure.result()
@@ -238,13 +244,13 @@ class RemoteWorker:
         finally:
             lost.cancel()
         if not self._is_over:
-            self._tell("left", over)
+            self._tell("left", reason)
 
-    async def _over(self, serving: Serving, gateway: RemoteGateway | None) -> str:
+    async def _end_reason(self, serving: Serving, gateway: RemoteGateway | None) -> str:
         """Why this start of the experiment is over, ``""`` while it runs."""
         current = await load_serving(self._store, self._plan.name)
         if current is None:
-            is_finished = await self._look_for_end()
+            is_finished = await self._check_finished()
             return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
         if current.session != serving.session:
             return f"experiment {self._plan.name!r} was started again"

@@ -23,8 +23,8 @@ from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, require_alone, withdraw
-from agl_run.experiment.waiting import WorkerWatch
-from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
+from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
+from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.runners.worker import Worker
 
@@ -88,13 +88,13 @@ class Session:
         self.live = LiveResources(self.store, llms)
         await self._make_live(state)
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
-        around = self._surroundings(upstreams)
+        context = self._worker_context(upstreams)
         tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
-        setup = replace(worker_setup(self.plan, around, tracers), keep=self.feed.keep)
+        setup = replace(worker_setup(self.plan, context, tracers), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(Worker(setup))
-        announcement = Announcement(self.store, self.plan.name, self._serving(state, around, llms))
+        announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
         self._announcement = await self._stack.enter_async_context(announcement)
-        if not around.concurrency and say is not None:
+        if not context.concurrency and say is not None:
             await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
 
     async def close(self) -> None:
@@ -228,8 +228,8 @@ class Session:
         self.live.set(version)
         return True
 
-    def _surroundings(self, upstreams: list[Upstream]) -> Surroundings:
-        return Surroundings(
+    def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
+        return WorkerContext(
             store=self.store,
             resources=self.live.for_rollout,
             gateway_url=self._gateway_url,
@@ -239,15 +239,15 @@ class Session:
             concurrency=self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentRecord, around: Surroundings, llms: Mapping[str, LLM]) -> Serving:
+    def _serving(self, state: ExperimentRecord, context: WorkerContext, llms: Mapping[str, LLM]) -> Serving:
         return make_serving(
             self.plan,
             run=state.run,
             gateway_url=self._advertised_url,
-            upstreams=around.upstreams,
+            upstreams=context.upstreams,
             endpoints=llms,
             live=self.live.versions(),
-            requires_calls=around.requires_calls,
+            requires_calls=context.requires_calls,
         )
 
 

@@ -10,7 +10,7 @@ from agl.schemas import Claim, NamedResources, Outcome, Rollout
 from agl.tracing import load_secret
 from agl_run.experiment.build import build_rewards
 from agl_run.experiment.plan import Plan
-from agl_run.runners.setup import RunSetup, Settles, environment
+from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
 
 
@@ -29,7 +29,7 @@ class NoRunner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class WorkerContext:
     """What a worker works with besides the plan.
 
     Attributes:
@@ -46,39 +46,39 @@ class Surroundings:
     store: Store
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str
-    gateway: Settles | None
+    gateway: SettlingGateway | None
     upstreams: Sequence[Upstream]
     requires_calls: bool
     concurrency: int
     unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def worker_setup(plan: Plan, around: Surroundings, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
+def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
     """The setup of a worker for this experiment."""
     manager, config = plan.manager, plan.config.runner
     setup = RunSetup(
         agent=plan.agent,
-        store=around.store,
+        store=context.store,
         secret=load_secret(),
-        resources=around.resources,
-        gateway_url=around.gateway_url,
-        gateway=around.gateway,
-        upstreams=around.upstreams,
+        resources=context.resources,
+        gateway_url=context.gateway_url,
+        gateway=context.gateway,
+        upstreams=context.upstreams,
         tracers=tracers,
         plugins=manager.worker_env(),
-        concurrency=around.concurrency,
+        concurrency=context.concurrency,
     )
     runner: Runner = (
-        manager.build(manager.runner(config.use), setup=setup, **config.params) if around.concurrency else NoRunner()
+        manager.build(manager.runner(config.use), setup=setup, **config.params) if context.concurrency else NoRunner()
     )
     return WorkerSetup(
-        store=around.store,
+        store=context.store,
         runner=runner,
         experiment=plan.name,
-        concurrency=around.concurrency,
-        rewards=build_rewards(plan, around.upstreams, unreachable=around.unreachable),
-        gateway=around.gateway,
-        requires_calls=around.requires_calls,
+        concurrency=context.concurrency,
+        rewards=build_rewards(plan, context.upstreams, unreachable=context.unreachable),
+        gateway=context.gateway,
+        requires_calls=context.requires_calls,
     )
 
 

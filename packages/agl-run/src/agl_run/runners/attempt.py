@@ -216,23 +216,23 @@ def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
 
 
 @dataclass(frozen=True)
-class _Extra:
+class _ResultSpans:
     attributes: dict[str, Any]
     rewards: tuple[Span, ...]
 
 
 def _read(
     status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
-) -> tuple[AttemptStatus, ErrorInfo | None, _Extra]:
+) -> tuple[AttemptStatus, ErrorInfo | None, _ResultSpans]:
     if status != "succeeded":
-        return status, error, _Extra({}, ())
+        return status, error, _ResultSpans({}, ())
     try:
         result = read_result(value)
     except RunError as wrong:
-        return "failed", describe_error(wrong), _Extra({}, ())
+        return "failed", describe_error(wrong), _ResultSpans({}, ())
     attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
     rewards = () if result.reward is None else (reward_span(active, result.reward),)
-    return status, error, _Extra(attributes, rewards)
+    return status, error, _ResultSpans(attributes, rewards)
 
 
 def reward_span(active: ActiveAttempt, reward: Reward) -> Span:

@@ -34,7 +34,7 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import AttemptTokens, make_reward_span, redact
-from agl_run.runners.printed import Printed
+from agl_run.runners.printed import PrintedText
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl_run.runners.spool import Spool
@@ -117,7 +117,7 @@ class CommandRunner:
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
     ) -> tuple[AttemptStatus, ErrorInfo | None, str]:
-        printed, complaints = Printed(), Printed()
+        printed, complaints = PrintedText(), PrintedText()
         try:
             async with asyncio.timeout(limit):
                 await _converse(process, task, printed, complaints)
@@ -137,7 +137,9 @@ class CommandRunner:
         await asyncio.gather(*(stop_process(process) for process in list(self._running)))
 
 
-async def _converse(process: asyncio.subprocess.Process, task: bytes, printed: Printed, complaints: Printed) -> None:
+async def _converse(
+    process: asyncio.subprocess.Process, task: bytes, printed: PrintedText, complaints: PrintedText
+) -> None:
     """Give a program its task, take what it prints while it prints it, and wait for its end."""
     assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
     async with asyncio.TaskGroup() as group:

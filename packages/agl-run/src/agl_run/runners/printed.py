@@ -12,7 +12,7 @@ TAIL = 64_000
 _CHUNK = 64 * 1024
 
 
-class Printed:
+class PrintedText:
     """Takes any number of bytes and keeps the first ``HEAD`` and the last ``TAIL`` of them."""
 
     def __init__(self) -> None:

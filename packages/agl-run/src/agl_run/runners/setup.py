@@ -18,7 +18,7 @@ PLACEHOLDER_KEY = "agl-no-key-needed"
 """What ``OPENAI_API_KEY`` holds in a process whose calls get their token from the wire hook."""
 
 
-class Settles(Protocol):
+class SettlingGateway(Protocol):
     """What who runs attempts needs of the gateway, wherever that is."""
 
     async def settle(self, attempt_id: str) -> None:
@@ -52,7 +52,7 @@ class RunSetup:
     secret: bytes
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str = ""
-    gateway: Settles | None = None
+    gateway: SettlingGateway | None = None
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])

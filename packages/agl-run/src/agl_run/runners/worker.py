@@ -20,7 +20,7 @@ from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.result import describe_error, read_result
-from agl_run.runners.setup import Settles
+from agl_run.runners.setup import SettlingGateway
 
 _LOG = logging.getLogger("agl_run.runners")
 
@@ -57,7 +57,7 @@ class WorkerSetup:
     experiment: str | None = None
     concurrency: int = 8
     rewards: Sequence[tuple[str, RewardEmitter]] = ()
-    gateway: Settles | None = None
+    gateway: SettlingGateway | None = None
     requires_calls: bool = False
     finished: Callable[[Rollout], None] = _ignore
     keep: Callable[[str, str, list[Span]], None] = _ignore

@@ -12,8 +12,8 @@ from agl_run.sql import (
     NUMBER_MASK,
     ROLLOUT,
     SEQUENCE_BITS,
+    AttemptSpans,
     Packer,
-    Place,
     Row,
     number_of,
     place_spans,
@@ -154,7 +154,7 @@ class SQLiteTables:
             self.has_changed = True
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows = place_spans(spans, self._packer, self._place)
+        rows = place_spans(spans, self._packer, self._attempt_spans)
         keyed = [(key << SEQUENCE_BITS | sequence, span_id, data) for key, sequence, span_id, data in rows]
         self._db.executemany("INSERT INTO spans VALUES (?, ?, ?)", keyed)
         self._db.executemany(
@@ -164,7 +164,7 @@ class SQLiteTables:
         )
         self.has_changed |= bool(rows)
 
-    def _place(self, span: Span) -> Place:
+    def _attempt_spans(self, span: Span) -> AttemptSpans:
         number = number_of(span.attempt_id) if span.attempt_id else 0
         key, status = self._db.execute(_PLACE, (number, number, span.rollout_id)).fetchone()
         (last,) = self._db.execute("SELECT max(key) FROM spans WHERE key BETWEEN ? AND ?", span_range(key)).fetchone()
@@ -172,7 +172,7 @@ class SQLiteTables:
         def has(span_id: str) -> bool:
             return last is not None and self._db.execute(_IS_KEPT, (key, span_id)).fetchone() is not None
 
-        return Place(key=key, last=(last or 0) & MAX_SEQUENCE, is_late=status not in (None, "running"), has=has)
+        return AttemptSpans(key=key, last=(last or 0) & MAX_SEQUENCE, is_late=status not in (None, "running"), has=has)
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:

@@ -11,7 +11,7 @@ from agl_run.sql._packing import Packer
 
 
 @dataclass(kw_only=True)
-class Place:
+class AttemptSpans:
     """Where the spans of an attempt go.
 
     Attributes:
@@ -28,24 +28,24 @@ class Place:
 
 
 def place_spans(
-    spans: Sequence[Span], packer: Packer, find: Callable[[Span], Place]
+    spans: Sequence[Span], packer: Packer, find: Callable[[Span], AttemptSpans]
 ) -> list[tuple[Any, int, str, bytes]]:
     """The rows of those spans that are not there: attempt's number, sequence, span id, and the packed span.
 
     All are packed before the first is kept, so that one that cannot be packed leaves no trace.
     """
     rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
-    places: dict[tuple[str, str], Place] = {}
+    known: dict[tuple[str, str], AttemptSpans] = {}
     try:
         for span in spans:
             where = span.rollout_id, span.attempt_id
-            place = places.get(where) or places.setdefault(where, find(span))
-            if (place.key, span.span_id) in rows or place.has(span.span_id):
+            held = known.get(where) or known.setdefault(where, find(span))
+            if (held.key, span.span_id) in rows or held.has(span.span_id):
                 continue
-            kept = placed(span, last=place.last, is_late=place.is_late)
-            place.last = kept.sequence
-            packed = packer.pack(kept, attempt=place.key, sequence=place.last)
-            rows[place.key, span.span_id] = place.key, place.last, span.span_id, packed
+            kept = placed(span, last=held.last, is_late=held.is_late)
+            held.last = kept.sequence
+            packed = packer.pack(kept, attempt=held.key, sequence=held.last)
+            rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
     except StoreError:
         packer.clear()  # what it remembers of these is not kept
         raise
