@@ -1,7 +1,7 @@
 """``agl exec -- COMMAND``: record one run of any program, with no experiment.
 
-With agl-gateway installed and an endpoint to pass calls on to, any program is recorded through the gateway. Without,
-a Python program is recorded from within.
+With agl-gateway installed and an upstream endpoint, any program is recorded through the gateway. Without them, a
+Python program is recorded from within.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ from agl_run.cli.query import deciding, filter_options, make_query
 
 
 class ExportedRollout(Record, frozen=True, kw_only=True):
-    """A rollout as it is exported."""
+    """An exported rollout."""
 
     episode: Episode
     spans: list[Span]
@@ -125,7 +125,7 @@ def _export_resources(
 
 
 def _as_python(version: ResourceVersion) -> str:
-    """An assignment that any Python reads; the comment says where the value came from."""
+    """Return a Python assignment, with the value's origin in a comment."""
     constant = re.sub(r"\W", "_", version.name).upper()
     resource = version.resource
     value: Any = resource.template if isinstance(resource, PromptTemplate) else msgspec.to_builtins(resource)
@@ -178,7 +178,7 @@ def _rows(item: ExportedRollout) -> Iterable[Any]:
 
 
 def _plain(record: Transition | Row) -> dict[str, Any]:
-    """The record with token ids, masks and numbers as lists."""
+    """Convert a record to plain data, with token ids, masks and numbers as lists."""
     unpack: dict[str, Callable[[bytes], list[Any]]] = {"mask": list, "logprobs": unpack_floats}
     unpack |= {"advantages": unpack_floats}
     fields = msgspec.structs.asdict(record)

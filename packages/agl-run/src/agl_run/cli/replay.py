@@ -1,8 +1,8 @@
 """``agl replay``: run an agent again on a recorded rollout's task, with the recorded model answers.
 
-No model, no key and no network are needed, so a run can be stepped through in a debugger, or a changed agent be
-compared with what it did before. Prompts that an algorithm has written since are those of the recorded rollout, and the
-new one belongs to an experiment of its own, ``NAME-replay``. With ``--live`` the models answer anew, as they are now.
+Needs no model, no key and no network, so a run can be stepped through in a debugger, or a changed agent be compared
+with its recorded run. Tuned prompts are those of the recorded rollout, and the new rollout belongs to an experiment of
+its own, ``NAME-replay``. With ``--live`` the present models answer.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ SUFFIX = "-replay"
 
 
 class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The recorded run and the new one.
+    """A recorded run compared with its replay.
 
     Attributes:
-        equal: Names of what stayed equal; ``changed`` says what did not, in words.
-        diverged: What the agent asked now and had not asked then; empty with ``--live``.
+        equal: Names of the parts that stayed equal; ``changed`` describes the others.
+        diverged: Requests that the recorded run did not make; empty with ``--live``.
         unused: Recorded answers that the agent did not ask for.
     """
 
@@ -64,7 +64,7 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplayedRollout:
-    """A recorded rollout with all that a replay needs of it; ``resources`` are those that an algorithm made."""
+    """The rollout to replay, with its calls and those of its resources that an algorithm made."""
 
     side: ComparedRun
     calls: list[ModelCall]
@@ -116,11 +116,11 @@ def _print(result: ReplayComparison, *, served: int | None) -> None:
     click.echo(f"recorded {describe_episode(result.recorded.episode)}")
     click.echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
-        click.echo(f"diverged: the agent asked what it had not asked then: {line}")
+        click.echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
         click.echo(f"diverged: {result.unused} recorded answers were not asked for")
     if served is not None and not (result.diverged or result.unused):
-        click.echo(f"the agent asked exactly what it asked then ({served} calls)")
+        click.echo(f"the agent made exactly the recorded requests ({served} calls)")
     for line in result.changed:
         click.echo(f"changed: {line}")
     if result.equal:
@@ -128,7 +128,7 @@ def _print(result: ReplayComparison, *, served: int | None) -> None:
 
 
 def _store_of(file: Path) -> str:
-    """The experiment's own store; a relative file is relative to the experiment."""
+    """Return the URL of the experiment's own store; a relative file is relative to the experiment."""
     url = load_config(file).experiment.store
     if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
         return resolve_url(url)
@@ -161,7 +161,7 @@ def _with_agent(manager: PluginManager, file: Path, past: _ReplayedRollout, serv
 
 
 def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mapping[str, Resource]) -> ExperimentConfig:
-    """The experiment with every model served from the record, the recorded resources, and nothing in training."""
+    """Copy the experiment with all models served from the recording, the recorded resources, and no training."""
 
     def replayed(name: str, given: PolicyConfig) -> PolicyConfig:
         model = str(given.params.get("model") or name)
@@ -204,7 +204,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
 
 @contextmanager
 def _environment(server: ReplayServer | None) -> Generator[None]:
-    """Points programs that read the usual variables at the server."""
+    """Point programs that read the usual variables at the server."""
     if server is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""``agl resources``: versions of prompts, weights and other resources, where they came from, and which one counts."""
+"""``agl resources``: versions of prompts, weights and other resources, their lineage and labels."""
 
 import sys
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def promote(
     VERSION, a label then, and --label.
     """
     if is_split and not if_better:
-        raise ConfigError("--split says whose rewards --if-better compares; give both, or neither")
+        raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
     if is_split:
         split = resources.get_command(ctx, "split")
         assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
@@ -146,7 +146,7 @@ def promote(
 @json_option
 @pass_manager
 def rollback(manager: PluginManager, name: str, label: str, store_url: str | None, as_json: bool) -> None:
-    """Point a label back at the version before; again, and it goes one further back."""
+    """Point a label back at its previous version; each repetition goes one version further back."""
     made = with_store(manager, store_url, lambda store: labels.move_back(store, name, label))
     if as_json:
         print_json(made)

@@ -1,7 +1,7 @@
 """``agl runs``: list recorded rollouts, remove some, tidy old ones.
 
-Retention is explicit and never takes what a run still needs: a rollout that is not finished, or any rollout of an
-experiment that may be resumed.
+Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
+resumed.
 """
 
 import time
@@ -28,14 +28,14 @@ _own_store_option = click.option("--store", "store_url", help="As for agl runs."
 
 
 class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A rollout and the reward that its spans give."""
+    """A rollout and the reward from its spans."""
 
     rollout: Rollout
     reward: float | None
 
 
 class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What ``gc`` did: ids removed, or that would be, and how many were kept because of a running experiment."""
+    """The result of ``gc``: removed ids (or those to remove), and the number kept for running experiments."""
 
     removed: list[str]
     kept_for_experiments: int

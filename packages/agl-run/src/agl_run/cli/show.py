@@ -1,4 +1,4 @@
-"""``agl show``: one rollout as a tree of what happened in it, or one resource with how it came to be."""
+"""``agl show``: one rollout as a tree of its spans, or one resource with its history."""
 
 from collections.abc import Iterator, Sequence
 
@@ -31,9 +31,9 @@ class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 @json_option
 @pass_manager
 def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
-    """Show ROLLOUT_ID ("latest" for the newest) as a tree of what happened in it.
+    """Show ROLLOUT_ID ("latest" for the newest) as a tree of its spans.
 
-    The name of a resource in place of the id shows its versions, their scores and what changed from the first one.
+    The name of a resource in place of the id shows its versions, their scores and the changes since the first one.
     """
     found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
     if as_json:
@@ -54,7 +54,7 @@ async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | 
 
 
 def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
-    """The versions of a resource with their parents and scores, and the difference of the first and the best."""
+    """Describe the versions of a resource with their parents and scores, and the diff of the first and the last."""
     published = [item for item in versions if not item.version.metadata.get("candidate")] or list(versions)
     name = published[0].version.name
     yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
@@ -93,7 +93,7 @@ def _header(found: ShownRollout) -> Iterator[str]:
 
 
 def tree(spans: Sequence[Span]) -> list[str]:
-    """The spans as indented lines: children below their parent, in order of start."""
+    """Format the spans as indented lines: children below their parent, in order of start."""
     known = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
@@ -110,7 +110,7 @@ def tree(spans: Sequence[Span]) -> list[str]:
 
 
 def line_of(span: Span) -> str:
-    """One span on one line."""
+    """Format a span on one line."""
     parts = [span.name]
     if span.reward is not None:
         parts.append(_reward(span.reward))

@@ -1,4 +1,4 @@
-"""``agl worker``: take part in a running experiment, from this machine or another."""
+"""``agl worker``: run rollouts of a running experiment, on this machine or another."""
 
 import asyncio
 import signal
@@ -68,7 +68,7 @@ def worker(
 
 
 def _stop_on_sigterm() -> None:
-    """Cancel the current task when the process is asked to end, as asyncio does by itself for Ctrl-C."""
+    """Cancel the current task on SIGTERM, as asyncio does for Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -79,12 +79,12 @@ def _stop_on_sigterm() -> None:
 
 
 def _open(plan: Plan, given: str | None) -> Store:
-    """The experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
+    """Open the experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
     url = resolve_store_url(given or plan.config.experiment.store, plan)
     if url.startswith("memory:"):
         raise ConfigError(
-            f"the experiment's store is {url}, which only its own process sees; set [experiment] store to a URL that "
-            "both reach, or give --store http://HOST:PORT of the experiment's gateway"
+            f"the experiment's store is {url}, which only its own process can open; set [experiment] store to a URL "
+            "that both reach, or give --store http://HOST:PORT of the experiment's gateway"
         )
     if url.startswith(_SQLITE) and not Path(url.removeprefix(_SQLITE)).exists():
         raise ConfigError(

@@ -56,9 +56,9 @@ def describe(episodes: Sequence[Episode], kind: str) -> str:
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
     if kind == UNSEEN:
         return (
-            f"{len(calls)} model calls that the framework's tracer saw and that were not recorded, made by {named}. Let these "
-            "clients call over HTTP with httpx, or give them the base URL and key of the resource; if they need no "
-            'record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"'
+            f"{len(calls)} model calls that the framework's tracer saw and that were not recorded, made by {named}. "
+            "Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
+            'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"'
         )
     return (
         f"{len(calls)} recorded model calls outside of the framework's spans, made by {named}. "

@@ -166,8 +166,7 @@ def _check_roles(plan: Plan) -> None:
     first = next(iter(patterns))
     if config.gateway.use == "none":
         raise ConfigError(
-            f"[policy.{first}] agents needs the gateway, which routes calls by agent; "
-            'remove gateway.use = "none"'
+            f'[policy.{first}] agents needs the gateway, which routes calls by agent; remove gateway.use = "none"'
         )
     if config.runner.use == "command":
         raise ConfigError(

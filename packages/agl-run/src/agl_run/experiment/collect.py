@@ -29,11 +29,11 @@ WAIT_S = 20.0
 GRACE_S = 90.0
 """Seconds that a worker may take to start an agent's process and to stop an agent after its time limit."""
 
-TOGETHER = 64
+READ_BATCH = 64
 """Finished rollouts that are read in one batch."""
 
 
-class Finishing:
+class WatchedRollouts:
     """The rollouts of one request, handed out as they finish."""
 
     def __init__(self, rollout_ids: Iterable[str], *, on_finish: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class Finishing:
         self._news.set()
 
     async def take(self, count: int) -> list[str]:
-        """Return finished rollouts not returned before, once there are ``count`` or all are finished; empty at the end."""
+        """Return newly finished rollouts, once there are ``count`` or all are finished; empty at the end."""
         while self._error is None and self._open and len(self._finished) < count:
             self._news.clear()
             await self._news.wait()
@@ -72,7 +72,7 @@ class FinishFeed:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._requests: dict[str, Finishing] = {}
+        self._requests: dict[str, WatchedRollouts] = {}
         self._kept: dict[str, tuple[str, list[Span]]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
@@ -91,11 +91,11 @@ class FinishFeed:
     @contextmanager
     def watch(
         self, rollout_ids: Sequence[str], *, on_finish: Callable[[], None] = lambda: None
-    ) -> Generator[Finishing]:
+    ) -> Generator[WatchedRollouts]:
         """Watch rollouts; must begin before they are enqueued. Raises the error that ended the reader, if one did."""
         if self._error is not None:
             raise self._error
-        request = Finishing(rollout_ids, on_finish=on_finish)
+        request = WatchedRollouts(rollout_ids, on_finish=on_finish)
         self._requests |= dict.fromkeys(rollout_ids, request)
         try:
             yield request
@@ -267,11 +267,11 @@ class Collector:
         ids = [rollout.rollout_id for rollout in rollouts]
         self._count(asked=len(ids))
         episodes: dict[str, Episode] = {}
-        with self._feed.watch(ids, on_finish=lambda: self._count(done=1)) as finishing:
+        with self._feed.watch(ids, on_finish=lambda: self._count(done=1)) as watched:
             for rollout in await self._store.enqueue(rollouts):
                 if rollout.is_finished:
-                    finishing.resolve(rollout.rollout_id)
-            while taken := await self._unless_broken(finishing.take(TOGETHER)):
+                    watched.resolve(rollout.rollout_id)
+            while taken := await self._unless_broken(watched.take(READ_BATCH)):
                 kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
                 for episode in await read_episodes(self._store, taken, selection=self._selection, kept=kept):
                     episodes[episode.rollout.rollout_id] = episode

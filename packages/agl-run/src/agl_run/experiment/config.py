@@ -127,8 +127,8 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         failed: Treatment of a failed rollout: left out of training, or trained with ``penalty``.
         missing_reward: The same for a rollout without a reward.
         penalty: The substitute reward.
-        unseen_calls: Treatment of a rollout whose framework reported model calls that were not recorded: ``drop`` leaves
-            it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
+        unseen_calls: Treatment of a rollout whose framework reported model calls that were not recorded: ``drop``
+            leaves it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
         unattributed_calls: The same for a rollout with recorded calls outside of the framework's spans.
         trust_agent_rewards: Whether rewards that the agent itself reported may train.
         reward_weights: Weights of the named rewards in the scalar that trains; empty to use the only or unnamed one.
@@ -187,7 +187,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
 def policy(
     use: str, /, *, aliases: str | Iterable[str] = (), agents: str = "", label: str = "", **params: Json
 ) -> PolicyConfig:
-    """A model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
+    """Describe a model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
 
     Args:
         use: Name of the policy, such as ``"openai"``, ``"torch"`` or ``"vllm"``.
@@ -209,7 +209,7 @@ def runner(
     retry_on: AttemptStatus | Iterable[AttemptStatus] = ("lost",),
     **params: Json,
 ) -> RunnerConfig:
-    """A runner: ``runner("process", concurrency=4)``.
+    """Describe a runner: ``runner("process", concurrency=4)``.
 
     Args:
         use: Name of the runner, such as ``"async"``, ``"process"`` or ``"command"``.
@@ -230,7 +230,7 @@ def runner(
 
 
 def checked(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration, once every value has the type that its section declares.
+    """Check that every value has the type that its section declares, and return the configuration.
 
     Raises:
         ConfigError: A value has another type; names the section and the key.
@@ -253,7 +253,7 @@ def _checked(value: Any, where: str) -> Any:
 
 
 def readable(error: msgspec.ValidationError, where: str = "") -> str:
-    """The error in the words of an experiment file: where, what is wrong, and the values that a key may have."""
+    """Word an error as in an experiment file: the key, the problem, and the values that the key may have."""
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error))
     if match is None:
         return str(error)
@@ -264,7 +264,7 @@ def readable(error: msgspec.ValidationError, where: str = "") -> str:
 
 
 def _choices(path: str) -> tuple[str, ...]:
-    """The words that a key takes; a key that several sections have takes the same ones in each."""
+    """Return the words that a key takes; a key of several sections takes the same words in each."""
     key = re.findall(r"[a-z_]+", path)[-1]
     sections = (ExperimentSection, RunnerConfig, ResourceConfig, ScheduleConfig)
     hint = next(hints[key] for hints in map(get_type_hints, sections) if key in hints)

@@ -56,13 +56,13 @@ async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dic
         for config in configs
     }
     going_on = {name for name, state in states.items() if not state.is_finished}
-    for _ in configs:  # until nothing changes: one that learns from another goes on because that one does
+    for _ in configs:  # until nothing changes: an algorithm continues if one that it learns from does
         going_on |= {c.name for c in configs if c.name not in going_on and _has_more(plan, c, states, going_on)}
     if previous.status == "finished" and not going_on:
         raise _nothing_more(plan, states)
     opened = [c for c in configs if c.name in going_on and (states[c.name].is_finished or not states[c.name].step)]
     for config in opened:
-        _refuse_what_was_passed_on(config, configs, plan.config.schedule, states)
+        _refuse_outdated_steps(config, configs, plan.config.schedule, states)
     return {
         config.name: msgspec.structs.replace(states[config.name], is_finished=False, stop_reason="")
         for config in opened
@@ -95,17 +95,17 @@ def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> ConfigErr
     )
 
 
-def _refuse_what_was_passed_on(
+def _refuse_outdated_steps(
     config: AlgorithmConfig,
     configs: Sequence[AlgorithmConfig],
     schedule: ScheduleConfig,
     states: Mapping[str, AlgorithmState],
 ) -> None:
     """Refuse further steps of an algorithm whose resources a later one in the schedule has tuned since."""
-    place = _place(config, configs, schedule)
+    position = _position(config, configs, schedule)
     for later in configs:
         shared = set(config.tunes).intersection(later.tunes)
-        if _place(later, configs, schedule) > place and shared and states[later.name].step:
+        if _position(later, configs, schedule) > position and shared and states[later.name].step:
             raise ConfigError(
                 f"algorithm {config.name!r} asks for further steps on {sorted(shared)}, and {later.name!r}, which "
                 f"comes after it, has trained that already. Give the steps to {later.name!r} and put "
@@ -113,7 +113,7 @@ def _refuse_what_was_passed_on(
             )
 
 
-def _place(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
+def _position(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
     """Return an algorithm's position in the schedule; algorithms that take turns share one."""
     first = [other.name for other in configs if other.name in schedule.first]
     if config.name in first:

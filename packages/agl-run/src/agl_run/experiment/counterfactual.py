@@ -89,14 +89,15 @@ class Replays:
         for span in spans:
             if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":
                 raise CaptureError(
-                    f"the replay {episode.rollout.rollout_id} was to answer for the agent {live[span.span_id]!r}, and "
-                    "a model did. Replays answer calls that leave through httpx or httpx2 in the agent's process, made "
+                    f"a model answered for the agent {live[span.span_id]!r} in the replay "
+                    f"{episode.rollout.rollout_id}, which replaces that agent. Replays answer calls that leave through "
+                    "httpx or httpx2 in the agent's process, made "
                     "while the agent's span is open. Use a client on httpx, such as openai's, or another credit"
                 )
 
 
 def _live_calls(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
-    """Return the replaced agents whose calls reached a model, by the call's span id."""
+    """Return the replaced agents whose calls the replay did not answer, by the call's span id."""
     return {
         call.span_id: call.agent
         for call in episode.transitions

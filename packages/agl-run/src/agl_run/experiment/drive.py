@@ -87,7 +87,7 @@ class Driver:
         )
 
     async def _note_replays(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Add up the counts of replays until their step is finished."""
+        """Show the counts of replays, and keep them for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
         self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
@@ -218,7 +218,7 @@ class DrivenAlgorithm:
         return self._config.tunes
 
     async def check(self) -> None:
-        """Set up and release the algorithm before its turn, so that it checks its needs."""
+        """Let the algorithm check its needs before its turn; builds and closes it."""
         algorithm = self._build()
         try:
             if isinstance(algorithm, CheckedAlgorithm):
@@ -252,7 +252,9 @@ class DrivenAlgorithm:
             )
         twice = self._trained.intersection(report.trained)
         if twice:
-            raise AglError(f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time; this is its defect")
+            raise AglError(
+                f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time. This is a defect of the algorithm"
+            )
         self._trained.update(report.trained)
         self._state = AlgorithmState(
             step=report.step,

@@ -1,4 +1,4 @@
-"""FinishedRollouts rollouts of another experiment in the same store, for an algorithm that learns from them.
+"""Reads finished rollouts of another experiment in the same store, for an algorithm that learns from them.
 
 The store's change feed gives them in the order in which they finished, so that none is read twice.
 """

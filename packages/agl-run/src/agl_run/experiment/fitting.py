@@ -55,7 +55,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     started = time.monotonic()
     session = Session(plan)
     try:
-        await check_algorithms(plan)  # wrong parameters are told before the experiment counts as started
+        await check_algorithms(plan)  # reports wrong parameters before the experiment counts as started
         store = await session.open_store()
         state = await begin(store, plan, resume=resume, fresh=fresh)
         await session.start(state, say=progress.say)

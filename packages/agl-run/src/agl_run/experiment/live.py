@@ -104,7 +104,7 @@ class PinnedResources:
         self._cache: dict[tuple[str, str], ResourceVersion] = {}
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """The resources of one rollout."""
+        """Return the resources of one rollout."""
         versions = {**await self._live(), **rollout.resources}
         found = {name: await self._version(name, version) for name, version in versions.items()}
         return {name: resource_for_agent(self._endpoints, name, version) for name, version in found.items()}

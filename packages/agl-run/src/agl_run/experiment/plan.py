@@ -74,7 +74,7 @@ class Plan:
         return any(self.entry(algorithm).needs_token_ids for algorithm in self.config.algorithm)
 
     def label(self, name: str) -> str:
-        """Return the label of the version that a resource starts from; ``""`` to start from the experiment's own value."""
+        """Return the label of the version that a resource starts from, ``""`` for the experiment's own value."""
         given = self.config.policy.get(name) or self.config.resource.get(name)
         return given.label if given is not None else ""
 
@@ -86,5 +86,5 @@ class Plan:
 def load_agent(spec: AgentSpec) -> LoadedAgent:
     """Import the agent, with placeholders for API keys that are not set; raises :class:`ConfigError`."""
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
-    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # a client made at the top of the module asks for one
+    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # for clients made at the top of the module
         return spec.load()

@@ -1,7 +1,7 @@
-"""Rollouts that others paid for, given to an algorithm: which they are, how old, and when there are new ones.
+"""Reads rollouts that other algorithms or experiments collected, for an algorithm that learns from them.
 
-Only whole steps are shared: a step that is finished is never repeated, so what it collected is final and what another
-algorithm learns from it is the same after a restart. Rollouts of another experiment come as they have finished.
+Only whole steps are shared: a finished step is never repeated, so its rollouts are final, and another algorithm learns
+the same from them after a restart. Rollouts of another experiment come in the order in which they finished.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ PAGE = 1000
 
 
 class Sources(Record, frozen=True, kw_only=True):
-    """Whose rollouts are read.
+    """The algorithms and experiments whose rollouts are read.
 
     Attributes:
         experiment: The experiment's name.
         run: Number of the fresh start.
-        algorithms: Names of the algorithms that pay.
+        algorithms: Names of the algorithms that collect.
         experiments: Names of other experiments whose rollouts are read.
-        tunes: Resources of the one who asks, whose versions are what rollouts grow old by.
-        waits: Whether the sources go on while the one who asks waits.
+        tunes: Resources of the reading algorithm; their versions give the age of a rollout.
+        waits: Whether the sources continue while the reading algorithm waits.
     """
 
     experiment: str
@@ -52,7 +52,7 @@ class SourceReader:
         current: Callable[[str], ResourceVersion],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
-        """``current`` gives live versions; ``changed`` returns after the next step that any algorithm finishes."""
+        """Take ``current``, which returns live versions, and ``changed``, which returns after a step."""
         self._sources = sources
         self._store = store
         self._collector = collector
@@ -88,7 +88,7 @@ class SourceReader:
         )
 
     async def _from_experiment(self, experiment: str, known: Mapping[str, int]) -> FinishedRollouts:
-        """What finished in another experiment since; raises :class:`ConfigError` where nothing ever did."""
+        """Read the next rollouts of another experiment; raises :class:`ConfigError` if it has none at all."""
         after = known.get(PREFIX + experiment, 0)
         found = await finished(self._store, experiment, after=after)
         if not after and not found.rollouts:
@@ -99,7 +99,7 @@ class SourceReader:
         return found
 
     async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
-        """The sources' states, when there is something new in them or nothing more will be."""
+        """Wait until a source has a new step, or all are finished; returns the sources' states."""
         while True:
             changed = asyncio.ensure_future(self._changed())  # before reading, so that no step is missed
             try:
@@ -116,7 +116,7 @@ class SourceReader:
         return await load_algorithm(self._store, sources.experiment, sources.run, algorithm) or AlgorithmState()
 
     async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
-        """FinishedRollouts rollouts of the steps above ``after`` up to ``last``, which is where their ids sort."""
+        """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
         prefix = f"{self._sources.experiment}-{self._sources.run}-{algorithm}-train-"
         first = prefix + step_name(after + 1)
         query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
@@ -132,7 +132,7 @@ class SourceReader:
             query = msgspec.structs.replace(query, after=page[-1].rollout_id)
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
-        """The tuned resources' versions that are young enough, by name."""
+        """Return the versions of each tuned resource that are young enough, by its name."""
         if max_age is None:
             return {}
         return {name: await self._lineage(name, max_age + 1) for name in self._sources.tunes}

@@ -1,8 +1,8 @@
-"""A worker elsewhere: joins the running experiment that its store names, and follows it through stops and starts.
+"""A remote worker: joins the running experiment in its store, and follows it through stops and restarts.
 
-While an experiment runs it is a :class:`~agl_run.runners.worker.Worker` like the experiment's own, with the gateway
-elsewhere. When the experiment stops, or starts again at another address, what runs is given back and the worker waits.
-Presence has no wake-up in a store, so it is read every two seconds; rollouts arrive by wake-up.
+While the experiment runs, this is a :class:`~agl_run.runners.worker.Worker` like the experiment's own, with a remote
+gateway. When the experiment stops, or restarts at another address, the worker gives its running attempts back and
+waits. Stores have no wake-up for presence, so it is read every two seconds; rollouts arrive by wake-up.
 """
 
 import asyncio
@@ -37,28 +37,28 @@ from agl_run.runners.worker import Worker, WorkerSetup
 _LOG = logging.getLogger("agl_run.experiment")
 
 LOOK_S = 2.0
-"""Seconds between two looks at the experiment's record."""
+"""Seconds between two reads of the experiment's record."""
 
 SUMMARY_S = 10.0
-"""Seconds between two summaries of what was done."""
+"""Seconds between two summaries of the finished rollouts."""
 
 Tell = Callable[..., None]
-"""``tell(event, text, **values)``: news for the person and for programs; returns at once."""
+"""``tell(event, text, **values)`` reports an event to a person or a program; returns at once."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """How many rollouts this worker finished, by status."""
+    """Counts of the rollouts that this worker finished, by status."""
 
     finished: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def total(self) -> int:
-        """Finished ones, whatever their status."""
+        """The number of finished rollouts of any status."""
         return sum(self.finished.values())
 
     def text(self) -> str:
-        """In words."""
+        """Return the counts in words."""
         parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
         return f"{self.total} rollouts finished" + (f" ({parts})" if parts else "")
 
@@ -67,10 +67,10 @@ class RemoteWorker:
     """Runs an experiment's attempts in this process until the experiment is finished.
 
     Args:
-        plan: What runs here; see :func:`~agl_run.experiment.worker_admission.make_worker_plan`.
+        plan: The plan of this worker; see :func:`~agl_run.experiment.worker_admission.make_worker_plan`.
         store: The experiment's store; stays open.
-        tell: Takes news.
-        gateway_url: The gateway as this machine reaches it; by default what the experiment advertises.
+        tell: Reports events.
+        gateway_url: The gateway as this machine reaches it; by default the advertised address.
         concurrency: Attempts at once, at least 1.
         stays: Whether to wait for the next run when the experiment is finished.
     """
@@ -98,10 +98,10 @@ class RemoteWorker:
         self.tally = Tally()
 
     async def run(self) -> Tally:
-        """Take part until the experiment is finished; returns what was done.
+        """Run attempts until the experiment is finished; returns the counts of finished rollouts.
 
         Raises:
-            ConfigError: The experiment runs, and this machine cannot take part in it; says why and what to do.
+            ConfigError: The experiment runs and this machine cannot join it; names the reason and the next step.
         """
         while not self._is_over:
             found = await self._wait()
@@ -112,7 +112,7 @@ class RemoteWorker:
         return self.tally
 
     async def _wait(self) -> tuple[Serving, RemoteGateway | None] | None:
-        """The running experiment and its gateway once it can be joined; ``None`` when it is finished."""
+        """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
         seen: tuple[str, int] | None = None
         while True:
             try:
@@ -141,7 +141,7 @@ class RemoteWorker:
             await asyncio.sleep(LOOK_S)
 
     async def _check_finished(self) -> bool:
-        """Whether the experiment is finished, and nothing more is to be waited for."""
+        """Return true if the experiment is finished and the worker does not wait for its next run."""
         state = await load_experiment(self._store, self._plan.name)
         self._is_over = state is not None and state.status == "finished" and not self._stays
         return self._is_over
@@ -157,7 +157,7 @@ class RemoteWorker:
         return found
 
     def _refuse(self, serving: Serving, problem: JoinProblem, *, runs: bool) -> None:
-        """An experiment that was killed leaves its record behind, so only one that counts on is certain to run."""
+        """Raise a problem if the experiment certainly runs: a killed one leaves its record, but its beat stops."""
         if runs and (problem.kind == "settings" or not self._has_joined):
             raise ConfigError(problem.text)
         self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
@@ -168,7 +168,7 @@ class RemoteWorker:
             self._tell(event, text, experiment=self._plan.name)
 
     async def _take_part(self, serving: Serving, gateway: RemoteGateway | None) -> None:
-        """Run attempts until this start of the experiment is over; what still runs then is given back."""
+        """Run attempts until this start of the experiment ends, then give the running ones back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
         with ExitStack() as stack:
@@ -182,13 +182,13 @@ class RemoteWorker:
                 self._tell("lost", f"the store does not answer: {error}")
                 await asyncio.sleep(LOOK_S)
             finally:
-                await self._take_leave()
+                await self._sign_off()
 
-    async def _take_leave(self) -> None:
+    async def _sign_off(self) -> None:
         try:
             await self._store.withdraw(self._plan.name, [self._name])
         except StoreError as error:
-            _LOG.debug("the worker could not take leave: %s", error)
+            _LOG.debug("the worker could not sign off: %s", error)
 
     def _announce(self, serving: Serving, gateway: RemoteGateway | None) -> None:
         calls = f"model calls go to {gateway.url}" if gateway is not None else "model calls are recorded here"
@@ -247,7 +247,7 @@ class RemoteWorker:
             self._tell("left", reason)
 
     async def _end_reason(self, serving: Serving, gateway: RemoteGateway | None) -> str:
-        """Why this start of the experiment is over, ``""`` while it runs."""
+        """Return the reason why this start of the experiment ended, ``""`` while it runs."""
         current = await load_serving(self._store, self._plan.name)
         if current is None:
             is_finished = await self._check_finished()

@@ -1,4 +1,4 @@
-"""A worker's parts from an experiment's plan: the same for the experiment's own process and for one elsewhere."""
+"""Builds a worker's parts from an experiment's plan, for the experiment's own process and for a remote worker."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,28 +15,28 @@ from agl_run.runners.worker import WorkerSetup
 
 
 class NoRunner:
-    """The runner of an experiment whose attempts all run elsewhere."""
+    """The runner of an experiment that leaves all attempts to remote workers."""
 
     async def start(self) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Nothing is claimed here."""
+        """Raise :class:`RunError`: this process claims no attempts."""
         raise RunError(f"attempt {claim.attempt.attempt_id!r} was claimed where [runner] concurrency is 0")
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker works with besides the plan.
+    """The parts of a worker that its plan does not give.
 
     Attributes:
         store: Where rollouts come from.
-        resources: Gives the resources of a rollout.
+        resources: Returns the resources of a rollout.
         gateway_url: Base URL without ``/v1``; ``""`` where calls are recorded in the agent's process.
-        gateway: Waited for before an attempt ends.
+        gateway: Settles an attempt's calls before the attempt ends.
         upstreams: The running policies.
         unreachable: Policies that this machine cannot reach past the gateway, with the reason.
         requires_calls: Whether a successful attempt without any model call is a failure.
@@ -54,7 +54,7 @@ class WorkerContext:
 
 
 def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
-    """The setup of a worker for this experiment."""
+    """Build the setup of a worker for this experiment."""
     manager, config = plan.manager, plan.config.runner
     setup = RunSetup(
         agent=plan.agent,
@@ -83,7 +83,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
 
 
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
-    """The experiment's tracers by name, with their environment set until ``stack`` closes."""
+    """Build the experiment's tracers by name; their environment is set until ``stack`` closes."""
     manager = plan.manager
     names = dict.fromkeys((*plan.config.tracers, "otel", "wire"))
     tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]

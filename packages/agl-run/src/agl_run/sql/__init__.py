@@ -1,6 +1,6 @@
 """Shared parts of stores on SQL databases: rows, packed spans, batches, and the layouts of older releases.
 
-A store on anything else needs :mod:`agl.stores` alone.
+A store on another kind of database needs only :mod:`agl.stores`.
 """
 
 from agl_run.sql._batches import Batches, perform

@@ -1,4 +1,4 @@
-"""Numbers the spans of an attempt and packs those that a store does not have yet."""
+"""Numbers and packs the spans of an attempt that a store does not have yet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from agl_run.sql._packing import Packer
 
 @dataclass(kw_only=True)
 class AttemptSpans:
-    """Where the spans of an attempt go.
+    """The spans of an attempt that a store has already.
 
     Attributes:
-        key: The attempt's number, or what else the store knows it by.
-        last: The last sequence that is there.
+        key: The store's key of the attempt, such as its number.
+        last: Highest stored sequence.
         is_late: Whether the attempt is decided.
-        has: Whether a span of that id is there.
+        has: Returns true if the span with that id is stored.
     """
 
     key: Any
@@ -30,9 +30,9 @@ class AttemptSpans:
 def place_spans(
     spans: Sequence[Span], packer: Packer, find: Callable[[Span], AttemptSpans]
 ) -> list[tuple[Any, int, str, bytes]]:
-    """The rows of those spans that are not there: attempt's number, sequence, span id, and the packed span.
+    """Make rows of the spans that are not stored yet: attempt's key, sequence, span id, and the packed span.
 
-    All are packed before the first is kept, so that one that cannot be packed leaves no trace.
+    Packs all spans before the caller stores the first, so that a span that cannot be packed leaves no trace.
     """
     rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
     known: dict[tuple[str, str], AttemptSpans] = {}
@@ -47,6 +47,6 @@ def place_spans(
             packed = packer.pack(kept, attempt=held.key, sequence=held.last)
             rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
     except StoreError:
-        packer.clear()  # what it remembers of these is not kept
+        packer.clear()  # its marks may refer to spans that are not stored
         raise
     return list(rows.values())
