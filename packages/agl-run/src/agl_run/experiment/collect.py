@@ -232,7 +232,7 @@ class Collector:
     async def pinned_before(
         self, task: Json, *, step: int, mode: Literal["train", "val", "test"]
     ) -> dict[str, str] | None:
-        """Return the versions to which an equal, earlier request pinned its first task, ``None`` if there was none.
+        """Return the versions to which an earlier, equal request pinned ``task`` as its first, ``None`` without one.
 
         The live versions may have changed since; an existing rollout keeps its pinned versions.
         """

@@ -68,7 +68,7 @@ OWNER = ""
 
 
 async def load_serving(store: Store, name: str) -> Serving | None:
-    """Read the record of the running experiment, ``None`` if none runs."""
+    """Read the record of the running experiment, ``None`` if there is none; a killed one leaves its record."""
     for presence in await store.presences(name, member=OWNER):
         found = {**presence.details, "session": presence.session, "beat": presence.beat}
         return msgspec.convert(found, Serving)

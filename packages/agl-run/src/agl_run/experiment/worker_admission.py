@@ -74,7 +74,7 @@ def differences(serving: Serving, plan: Plan) -> JoinProblem | None:
 
 
 async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
-    """Ask the experiment's gateway for a sign of life; ``is_given`` if its address came from the command line."""
+    """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
     if is_loopback(gateway.url) and serving.place != place() and not is_given:
         return JoinProblem(
