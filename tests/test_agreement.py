@@ -62,8 +62,8 @@ def test_a_half_seen_rollout_is_left_out_and_its_client_is_named(experiment, cap
         "2 of 6 rollouts have 2 model calls that the framework's tracer saw and that were not recorded" in caplog.text
     )
     assert "pigeon.ChatPigeon to loft.example (2); they are left out" in " ".join(caplog.text.split()).replace(
-        ". Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; where they "
-        'are meant to be unknown, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
+        ". Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
+        'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
         "",
     )
     monkeypatch.chdir(file.parent)

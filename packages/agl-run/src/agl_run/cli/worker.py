@@ -64,7 +64,7 @@ def worker(
     try:
         asyncio.run(work())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        tell("stopped", "stopped; what ran here runs again elsewhere")
+        tell("stopped", "stopped; running attempts were given back")
 
 
 def _stop_on_sigterm() -> None:

@@ -125,7 +125,7 @@ def _check_first(config: ExperimentConfig) -> None:
 
 def _check_tasks(plan: Plan) -> None:
     section, algorithms = plan.config.experiment, plan.config.algorithm
-    if not plan.train and not all(map(_learns_elsewhere, algorithms)):
+    if not plan.train and not all(map(_needs_no_tasks, algorithms)):
         raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
     if not (plan.train or plan.val or algorithms):
         raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
@@ -251,14 +251,14 @@ def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> No
             f"algorithm {algorithm.name!r} has the source {source!r}, which names no other experiment; write "
             f"{PREFIX}NAME with one that agl runs lists, or an algorithm of this experiment"
         )
-    if not _learns_elsewhere(algorithm):
+    if not _needs_no_tasks(algorithm):
         raise ConfigError(
             f"algorithm {algorithm.name!r} has both algorithms and other experiments as its source; use two "
             "algorithms, one for each"
         )
 
 
-def _learns_elsewhere(algorithm: AlgorithmConfig) -> bool:
+def _needs_no_tasks(algorithm: AlgorithmConfig) -> bool:
     """Return true if every source is another experiment, so that the algorithm needs no tasks."""
     return bool(algorithm.source) and all(source.startswith(PREFIX) for source in algorithm.source)
 

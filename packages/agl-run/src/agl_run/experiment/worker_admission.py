@@ -79,7 +79,7 @@ async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: boo
     if is_loopback(gateway.url) and serving.place != place() and not is_given:
         return JoinProblem(
             kind="gateway",
-            text=f"{where} listens only on its own machine, and this is another one. There, set [gateway] params = "
+            text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
             '{ host = "0.0.0.0", port = 4748 }, and advertise = "HOST" if HOST is not the address that its network '
             "interface has; or give the address at which this machine reaches it with --gateway",
         )
