@@ -58,10 +58,12 @@ def test_a_half_seen_rollout_is_left_out_and_its_client_is_named(experiment, cap
     file = experiment(steps=1, agent=AGENT, tasks=HALF)
     result = run(file)
     assert 0 == result.exit_code, result.output
-    assert "2 of 6 rollouts have 2 model calls that the framework's tracer saw and nobody recorded" in caplog.text
+    assert (
+        "2 of 6 rollouts have 2 model calls that the framework's tracer saw and that were not recorded" in caplog.text
+    )
     assert "pigeon.ChatPigeon to loft.example (2); they are left out" in " ".join(caplog.text.split()).replace(
-        ". Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; where they "
-        'are meant to be unknown, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
+        ". Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
+        'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
         "",
     )
     monkeypatch.chdir(file.parent)
@@ -96,7 +98,7 @@ def test_accepted_half_seen_rollouts_train(experiment):
 def test_a_call_outside_of_what_the_tracer_saw_is_reported_and_trains_by_default(experiment, caplog):
     result = run(experiment(steps=1, agent=PLAIN, tasks=NONE))
     assert 0 == result.exit_code, result.output
-    assert "6 of 6 rollouts have 6 recorded model calls outside of everything" in caplog.text
+    assert "6 of 6 rollouts have 6 recorded model calls outside of the framework's spans" in caplog.text
     assert "OpenAI/Python" in caplog.text
 
 

@@ -143,7 +143,7 @@ def test_killed_worker_and_killed_trainer_cost_no_rollout(
     staying.terminate()
     heard, _ = end_of(staying)
 
-    assert said.endswith("stopped; what ran here runs again elsewhere\n")
+    assert said.endswith("stopped; running attempts were given back\n")
     assert 2 == heard.count("joined experiment 'toy'")
     lost = [attempt for attempt in attempts_of(file) if pid_of(attempt) in (doomed.pid, leaving.pid)]
     assert {"lost"} == {attempt.status for attempt in lost}

@@ -168,7 +168,7 @@ async def past_the_hook(task: Any, team: Any) -> float:
 
 def test_a_client_that_the_hook_does_not_see_is_an_error_instead_of_a_wrong_credit(team: Team) -> None:
     pytest.importorskip("agl_gateway")
-    with pytest.raises(CaptureError, match="answer for the agent 'hero', and a model did"):
+    with pytest.raises(CaptureError, match="a model answered for the agent 'hero' in the replay"):
         team.fit("leave-one-out", agent=past_the_hook, gateway="auto")
 
 

@@ -58,7 +58,7 @@ def test_an_adapter_names_its_base_model(folder: Path) -> None:
     ("words", "output", "message"),
     [
         (("llm@v1",), "out", "are not at"),
-        (("llm",), None, "say where to"),
+        (("llm",), None, "name the target"),
         (("llm",), "new", "is a directory"),
         (("llm",), "runs.db", "exists"),
         (("llm", "small"), "out", "2 resources are named"),

@@ -135,7 +135,7 @@ def test_replay_answers_from_the_record(record, kind):
     answers = (TOOL, Reply(text="five")) if kind.startswith("chat") else (Reply(text="five"),)
     record(kind, *answers)
     output = invoke("replay", "latest", "e.toml").output
-    assert f"the agent asked exactly what it asked then ({len(answers)} calls)" in output
+    assert f"the agent made exactly the recorded requests ({len(answers)} calls)" in output
     assert 2 == output.count("succeeded, reward 1")
     assert ["five", "five"] == outputs()
 
@@ -228,7 +228,7 @@ def test_nearest_names_the_first_message_that_differs():
     recorded = [[user], [system, user]]
     assert "message 2 (user) was 'hello', is 'bye'" == nearest([system, {**user, "content": "bye"}], recorded)
     assert "message 3 (tool) was nothing, is '5'" == nearest([system, user, {"role": "tool", "content": "5"}], recorded)
-    assert "the request was recorded, and asked fewer times" == nearest([system, user], recorded)
+    assert "the request was recorded, and made fewer times" == nearest([system, user], recorded)
     assert "" == nearest([user], [])
 
 
@@ -251,7 +251,7 @@ def test_replay_runs_a_recorded_command_again(record, tmp_path):
         patch.setenv("OPENAI_API_KEY", "k")
         patch.setenv("OPENAI_BASE_URL", server.base_url)
         invoke("exec", "--", sys.executable, "program.py")
-    assert "asked exactly what it asked then (1 calls)" in invoke("replay", "latest").output
+    assert "made exactly the recorded requests (1 calls)" in invoke("replay", "latest").output
 
 
 def test_exec_says_what_to_check_when_it_saw_no_call(tmp_path, monkeypatch):

@@ -88,7 +88,10 @@ def test_good_plan_is_accepted() -> None:
             {"algorithm": [{"use": "weights-toy"}], "policy": {"main": {"use": "trainable"}, "b": {"use": "openai"}}},
             r"tunes nothing; set tunes to one of \['b', 'main', 'prompt'\]",
         ),
-        ({"algorithm": [{"use": "weights-toy", "tunes": "main", "name": "validate"}]}, "which is what validation is"),
+        (
+            {"algorithm": [{"use": "weights-toy", "tunes": "main", "name": "validate"}]},
+            "a name reserved for validation",
+        ),
         (
             {"algorithm": [{"use": "weights-toy", "tunes": "prompt"}]},
             "tunes weights, and 'prompt' is a prompt_template",

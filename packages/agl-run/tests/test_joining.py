@@ -22,17 +22,17 @@ from agl_run import parse_config
 from agl_run.experiment.address import advertised_url, is_loopback, local_url
 from agl_run.experiment.build import build_rewards
 from agl_run.experiment.config import ComponentConfig
-from agl_run.experiment.joining import (
+from agl_run.experiment.live import PinnedResources
+from agl_run.experiment.plan import Plan
+from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving, require_alone
+from agl_run.experiment.worker_admission import (
     check_direct_calls,
     differences,
     make_worker_plan,
     try_gateway,
     unreachable_policies,
 )
-from agl_run.experiment.live import PinnedResources
-from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving, require_alone
-from agl_run.experiment.waiting import WorkerWatch
+from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import place, worker_is_dead, worker_name
 from agl_run.runners.remote_gateway import RemoteGateway
 from agl_testing.waiting import eventually

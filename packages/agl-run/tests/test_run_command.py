@@ -14,7 +14,7 @@ from agl.schemas._ids import attempt_id_of, new_rollout_id
 from agl.stores import MemoryStore
 from agl_run import AgentSpec, RunSetup
 from agl_run.runners.command import CommandRunner
-from agl_run.runners.printed import HEAD, TAIL, Printed
+from agl_run.runners.printed import HEAD, TAIL, PrintedText
 
 MB = 1 << 20
 
@@ -83,7 +83,7 @@ def test_program_that_is_stopped_shows_what_it_printed_and_its_unread_task_harms
 @given(st.lists(st.integers(0, 50_000), max_size=8))
 def test_kept_are_the_first_and_the_last_bytes_however_they_come(sizes: list[int]):
     data = bytes(97 + i % 23 for i in range(sum(sizes)))
-    printed, start = Printed(), 0
+    printed, start = PrintedText(), 0
     for size in sizes:
         printed.add(data[start : start + size])
         start += size

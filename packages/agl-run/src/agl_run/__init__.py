@@ -1,8 +1,7 @@
 """agl_run: run an agent on tasks, record it, and let algorithms learn from it.
 
 The public names of the distribution ``agl-run``, besides :mod:`agl_run.commands` and :mod:`agl_run.replay`: the
-trainer with the configuration that it is built from, and what the author of a runner needs. Each is imported when it
-is first used.
+trainer, the configuration that it is built from, and the base of runners. Each is imported on first use.
 """
 
 from typing import TYPE_CHECKING

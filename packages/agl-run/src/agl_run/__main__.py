@@ -1,4 +1,4 @@
-"""``python -m agl_run``, for where the ``agl`` script is not on the path."""
+"""``python -m agl_run``, for environments whose path lacks the ``agl`` script."""
 
 from agl_run.cli.main import main
 

@@ -1,8 +1,8 @@
-"""Comparing the rewards of two versions: means, and the intervals of their difference and of their ratio.
+"""Compares the rewards of two versions: means, and the intervals of their difference and of their ratio.
 
 Welch 1947, "The generalization of Student's problem when several different population variances are involved";
 Fieller 1954, "Some problems in interval estimation", for the ratio.
-Rollouts are taken as independent; several of one task are not quite, so intervals are a little too narrow then.
+Rollouts are treated as independent. Several rollouts of one task are not, which makes intervals slightly too narrow.
 """
 
 import math
@@ -19,9 +19,9 @@ class Comparison(Record, frozen=True, kw_only=True, omit_defaults=False):
     Attributes:
         difference: Mean of the new rewards minus that of the old ones.
         low: Lower end of the interval of the difference; ``high`` its upper end.
-        confidence: Of the interval.
-        policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` for an old mean
-            that is not above 0, of which a multiple says nothing.
+        confidence: Confidence level of the intervals.
+        policy_improvement_ratio: Mean of the new rewards divided by that of the old ones; ``None`` unless the old
+            mean is above 0.
         ratio_low: Lower end of the ratio's interval, which holds 1 exactly when that of the difference holds 0;
             ``ratio_high`` its upper end. Both are ``None`` when the old mean is not clear of 0 at this confidence,
             because the interval has no end then.
@@ -77,7 +77,7 @@ def compare(old: Sequence[float], new: Sequence[float], *, confidence: float = 0
 def _ratio_interval(
     means: tuple[float, float], parts: tuple[float, float], quantile: float
 ) -> tuple[float | None, float | None]:
-    """Fieller's interval: every ratio r with (new - r * old)^2 <= quantile^2 * (part_new + r^2 * part_old)."""
+    """Return Fieller's interval: every ratio r with (new - r * old)^2 <= quantile^2 * (part_new + r^2 * part_old)."""
     old, new = means
     squared = quantile**2
     leading = old**2 - squared * parts[0]
@@ -88,7 +88,7 @@ def _ratio_interval(
 
 
 def interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Student's interval of the mean; of one value, everything."""
+    """Return Student's interval of the mean; infinite for fewer than two values."""
     if len(values) < 2:
         return -math.inf, math.inf
     quantile = student_quantile(0.5 + _checked(confidence) / 2, len(values) - 1)
@@ -105,7 +105,7 @@ class Criterion(Record, frozen=True, kw_only=True):
 
 
 def check_better(old: tuple[str, Sequence[float]], new: tuple[str, Sequence[float]], bar: Criterion) -> str:
-    """The numbers in words when the rewards meet the criterion; ``old`` and ``new`` are names with rewards.
+    """Return the comparison in words if the rewards meet the criterion; ``old`` and ``new`` are (name, rewards).
 
     Raises:
         ConfigError: They do not; the message has the numbers.
@@ -136,7 +136,7 @@ def _ratio(result: Comparison) -> str:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """The quantile of Student's t distribution, by bisection of its distribution function to 1e-9."""
+    """Return the quantile of Student's t distribution, by bisection of its distribution function to 1e-9."""
     if math.isinf(freedom):
         return NormalDist().inv_cdf(probability)
     if probability < 0.5:
@@ -157,7 +157,7 @@ def student_cdf(value: float, freedom: float) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function by its continued fraction (Lentz's method)."""
+    """Return the regularised incomplete beta function by its continued fraction (Lentz's method)."""
     if x <= 0.0 or x >= 1.0:
         return min(max(x, 0.0), 1.0)
     if x > (a + 1) / (a + b + 2):
@@ -190,5 +190,5 @@ def _freedom(parts: tuple[float, float], counts: tuple[int, int]) -> float:
 
 def _checked(confidence: float) -> float:
     if not 0.0 < confidence < 1.0:
-        raise ConfigError(f"a confidence of {confidence} makes no interval; give one between 0 and 1, such as 0.95")
+        raise ConfigError(f"the confidence {confidence} is not between 0 and 1; give one such as 0.95")
     return confidence

@@ -1,4 +1,4 @@
-"""What became of every recorded call, in words: the text behind ``agl why``."""
+"""Explains the outcome of every recorded call in words, for ``agl why``."""
 
 from collections.abc import Sequence
 
@@ -18,8 +18,8 @@ _NEXT_STEP: dict[RejectReason, str] = {
     "non_token_input": "Choose an algorithm that trains on such inputs, or leave them out of the prompt.",
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
     "unseen_calls": "Let that client call the model over HTTP with httpx, or give it the base URL and the key of the "
-    'resource; if these calls are meant to be unknown, set [experiment] unseen_calls = "accept".',
-    "unattributed": "Install the tracer of whoever makes those calls, or name them: with agl.operation(...).",
+    'resource; if these calls need no record, set [experiment] unseen_calls = "accept".',
+    "unattributed": "Install the tracer of the calling framework, or name the calls: with agl.operation(...).",
     "late": "The call ended after its attempt did: await it in the agent, or raise the time limit.",
     "not_final": "Nothing to do: only the attempt that decided the rollout trains.",
     "no_reward": "Return or emit a reward, add a reward emitter, or declare what a missing one means.",
@@ -41,10 +41,9 @@ _DRIFT = (
 
 
 def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | None = None) -> list[str]:
-    """Lines for a person: the outcome, each call in order of time, its row or its reject reason, and next steps.
+    """Explain an episode in lines: the outcome, each call with its row or reject reason, and next steps.
 
-    ``spans`` are those that the episode was built from; ``scores`` what it was built with. Each next step is
-    printed once.
+    ``spans`` and ``scores`` are those from which the episode was built. Each next step is printed once.
     """
     lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions()), *_agreement(episode)]
     if not episode.transitions:
@@ -68,7 +67,7 @@ def _outcome(episode: Episode) -> str:
 
 
 def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> list[str]:
-    """Which reward trains and why, and which ones were recorded and do not count."""
+    """Explain the reward that trains, and the recorded rewards that do not count."""
     attempt_id = episode.attempt.attempt_id if episode.attempt else None
     admitted = admitted_rewards(spans, attempt_id, options)
     lines = [f"reward {_number(episode.reward)}: {score(admitted, options=options).note}"]
@@ -86,13 +85,13 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
 
 
 def _agreement(episode: Episode) -> list[str]:
-    """Each call that only the tracer or only the recording saw."""
+    """Name each call that only the tracer or only the recording saw."""
     lines = [
-        f"unseen: {_loose(call)} made a call that the framework reported as {call.span_id} and that nobody recorded"
+        f"unseen: {_loose(call)} made a call that the framework reported as {call.span_id} and that was not recorded"
         for call in episode.unseen
     ]
     return lines + [
-        f"unattributed: {_loose(call)} made call {call.span_id} outside of everything that the framework reported"
+        f"unattributed: {_loose(call)} made call {call.span_id} outside of the framework's spans"
         for call in episode.unattributed
     ]
 

@@ -1,4 +1,4 @@
-"""The components that this distribution registers, by name; imports none of them."""
+"""Registers the components of this distribution by name, without importing them."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,13 +9,13 @@ from agl.contracts import CommandEntry, PolicyEntry, RunnerEntry, StepReport, St
 
 @hookimpl
 def agl_stores() -> Iterable[StoreEntry]:
-    """The store in one SQLite file."""
+    """Register the store in one SQLite file."""
     yield StoreEntry(name="sqlite", factory="agl_run.sqlite:SQLiteStore", summary="one durable file, the default")
 
 
 @hookimpl
 def agl_runners() -> Iterable[RunnerEntry]:
-    """Runners on this machine."""
+    """Register the runners on this machine."""
     yield RunnerEntry(
         name="async",
         factory="agl_run.runners.local:AsyncRunner",
@@ -35,7 +35,7 @@ def agl_runners() -> Iterable[RunnerEntry]:
 
 @hookimpl
 def agl_policies() -> Iterable[PolicyEntry]:
-    """Any endpoint that speaks OpenAI's API."""
+    """Register the policy for any endpoint that speaks OpenAI's API."""
     yield PolicyEntry(
         name="openai",
         factory="agl_run.runners.policy:OpenAIPolicy",
@@ -53,7 +53,7 @@ def agl_step_finished(algorithm: str, report: StepReport, workdir: Path) -> None
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """The commands that run, record and inspect."""
+    """Register the commands that run, record and inspect."""
     yield CommandEntry(name="run", factory="agl_run.cli.run:run", summary="run an experiment")
     yield CommandEntry(
         name="worker", factory="agl_run.cli.worker:worker", summary="run a running experiment's rollouts"
@@ -65,7 +65,7 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(name="exec", factory="agl_run.cli.exec:exec_", summary="record any program once")
     yield CommandEntry(name="runs", factory="agl_run.cli.runs:runs", summary="list, remove and tidy recorded rollouts")
     yield CommandEntry(name="show", factory="agl_run.cli.show:show", summary="show one rollout as a tree")
-    yield CommandEntry(name="why", factory="agl_run.cli.why:why", summary="say what became of every model call")
+    yield CommandEntry(name="why", factory="agl_run.cli.why:why", summary="explain the outcome of every model call")
     yield CommandEntry(name="replay", factory="agl_run.cli.replay:replay", summary="run a recorded rollout again")
     yield CommandEntry(name="export", factory="agl_run.cli.export:export", summary="write recorded data as JSON lines")
     yield CommandEntry(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from agl.contracts import Metric
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
-from agl_run.sql import ATTEMPT_BITS, Packer, Place, number_of, place_spans
+from agl_run.sql import ATTEMPT_BITS, AttemptSpans, Packer, number_of, place_spans
 from agl_store_postgres.loading import Loaded
 from agl_store_postgres.writing import Changes
 
@@ -95,7 +95,7 @@ class PostgresTables:
         self._log(rollouts)
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows = place_spans(spans, self._packer, self._place)
+        rows = place_spans(spans, self._packer, self._attempt_spans)
         self._loaded.kept |= {(key, span_id) for key, _, span_id, _ in rows}
         self._loaded.last |= {key: sequence for key, sequence, _, _ in rows}
         self.changes.spans += rows
@@ -105,9 +105,9 @@ class PostgresTables:
             if key in touched:
                 self.changes.feed.append((key, "spans", self._loaded.rollouts[rollout_id].status, None))
 
-    def _place(self, span: Span) -> Place:
+    def _attempt_spans(self, span: Span) -> AttemptSpans:
         key, attempt = self._span_key(span.rollout_id, span.attempt_id), self._loaded.attempts.get(span.attempt_id)
-        return Place(
+        return AttemptSpans(
             key=key,
             last=self._loaded.last.get(key, 0),
             is_late=attempt is not None and attempt.status != "running",

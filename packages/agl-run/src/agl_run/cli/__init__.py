@@ -1,1 +1,1 @@
-"""The ``agl`` command. Its commands come from plugins, the core's own included, and load when they are called."""
+"""The ``agl`` command. All commands come from plugins, agl-run's own included, and load when they are called."""

@@ -1,4 +1,4 @@
-"""``agl check``: everything that can be wrong with an experiment before it runs."""
+"""``agl check``: check an experiment before it runs."""
 
 import asyncio
 from pathlib import Path
@@ -16,7 +16,7 @@ from agl_run.experiment.plan import Plan
 @experiment_argument
 @pass_manager
 def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
-    """Check the experiment in FILE: keys, datasets, plugins, parameters, who tunes what. Starts nothing."""
+    """Check the experiment in FILE: keys, datasets, plugins, parameters, targets of algorithms. Starts nothing."""
     plan = make_trainer(file, settings, manager=manager).plan()
     asyncio.run(check_components(plan))
     click.echo(_summary(plan, file))

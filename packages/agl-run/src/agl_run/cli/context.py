@@ -1,4 +1,4 @@
-"""What commands share through click's context: the plugin manager, made when it is first needed."""
+"""Shares the plugin manager between commands through click's context; made on first use."""
 
 import click
 
@@ -10,7 +10,7 @@ pass_manager = click.make_pass_decorator(PluginManager)
 
 
 def manager_of(ctx: click.Context) -> PluginManager:
-    """The manager of this invocation; honours ``--no-plugins`` and the environment variables."""
+    """Return the manager of this invocation, after ``--no-plugins`` and the environment variables."""
     root = ctx.find_root()
     if not isinstance(root.obj, PluginManager):
         try:

@@ -1,4 +1,4 @@
-"""``agl dev``: try the agent on a few tasks and see what would be recorded and trained; nothing is trained."""
+"""``agl dev``: run the agent on a few tasks and show its calls and rows; nothing is trained."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from agl_run.cli.output import json_option, print_json
 @json_option
 @pass_manager
 def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
-    """Run the agent of FILE on a few training tasks and show what was seen."""
+    """Run the agent of FILE on a few training tasks and show its calls."""
     trainer = make_trainer(file, settings, manager=manager)
     result = trainer.dev(tasks=tasks)
     if as_json:
@@ -28,7 +28,7 @@ def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: in
 
 
 def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
-    """A few lines on a rollout: how it ended, its reward, its calls, and why some train nothing."""
+    """Describe a rollout in a few lines: its status, reward and calls, with the reasons of rejected ones."""
     rollout = episode.rollout
     reward = "no reward" if episode.reward is None else f"reward {episode.reward:g}"
     lines = [f"{rollout.rollout_id}: {rollout.status}, {reward}, {len(episode.rows)} rows"]

@@ -1,4 +1,4 @@
-"""Recorded calls as dialogues in OpenAI's chat format, as fine-tuning reads them: one line per conversation."""
+"""Converts recorded calls to dialogues in OpenAI's chat format for fine-tuning, one line per conversation."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
@@ -10,10 +10,10 @@ _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late",
 
 
 def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The conversations of an episode in order, each with its tools, agent and the episode's reward.
+    """Return the conversations of an episode in order, each with its tools, agent and the episode's reward.
 
-    A call whose messages a later call continues is part of the later one's dialogue. Calls without an answer, and
-    those of other attempts and agents, are left out; missing token ids do not matter here.
+    A call that a later call continues is part of the later one's dialogue. Calls without an answer, and those of other
+    attempts and agents, are left out; calls without token ids are kept.
     """
     calls = {span.span_id: span.call for span in spans if span.call is not None}
     kept: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
@@ -30,7 +30,7 @@ def dialogues(episode: Episode, spans: Sequence[Span]) -> list[dict[str, Any]]:
 
 
 def chat_tools(call: ModelCall) -> list[Any]:
-    """The tools of a request in chat's form, whatever its dialect; tools that only a server runs are left out."""
+    """Return the tools of a request of any dialect in chat's form, without those that only a server runs."""
     found = call.request.get("tools") if _is_object(call.request) else None
     given = [tool for tool in found if _is_object(tool)] if isinstance(found, list) else []  # pyright: ignore[reportUnknownVariableType]  # any JSON
     if call.dialect == "chat":

@@ -1,7 +1,7 @@
 """``agl exec -- COMMAND``: record one run of any program, with no experiment.
 
-With agl-gateway installed and an endpoint to pass calls on to, any program is recorded through the gateway. Without,
-a Python program is recorded from within.
+With agl-gateway installed and an upstream endpoint, any program is recorded through the gateway. Without them, a
+Python program is recorded from within.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import click
 
 from agl import PluginManager
 from agl_run.cli.context import pass_manager
-from agl_run.experiment.once import RecordedRun, record_command
+from agl_run.experiment.command_recording import RecordedRun, record_command
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 

@@ -1,4 +1,4 @@
-"""What the commands that take an experiment file share: reading it, overriding keys, making the trainer."""
+"""Shared parts of commands that take an experiment file: reads it, overrides keys, makes the trainer."""
 
 import tomllib
 from collections.abc import Callable
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def experiment_argument(function: F) -> F:
-    """The experiment file and ``--set``."""
+    """Add the experiment file and ``--set`` to a command."""
     function = click.option(
         "--set", "settings", multiple=True, metavar="KEY=VALUE", help="Override a key, such as experiment.seed=3."
     )(function)
@@ -28,7 +28,7 @@ def experiment_argument(function: F) -> F:
 def make_trainer(
     file: Path, settings: tuple[str, ...], *, manager: PluginManager, progress: Progress | None = None
 ) -> Trainer:
-    """The trainer that the file describes; raises :class:`ConfigError`."""
+    """Make the trainer that the file describes; raises :class:`ConfigError`."""
     config, plugins = read_experiment(file, settings, manager=manager)
     return Trainer.from_config(config, folder=file.absolute().parent, plugins=plugins, progress=progress)
 
@@ -36,7 +36,7 @@ def make_trainer(
 def read_experiment(
     file: Path, settings: tuple[str, ...], *, manager: PluginManager
 ) -> tuple[ExperimentConfig, PluginManager]:
-    """What the file says with ``--set`` applied, and the plugins that it leaves; raises :class:`ConfigError`."""
+    """Read the file with ``--set`` applied, and load its plugins; raises :class:`ConfigError`."""
     config = load_config(file)
     if settings:
         data = load_data(file)

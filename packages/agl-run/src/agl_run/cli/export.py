@@ -36,8 +36,8 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.query import deciding, filter_options, make_query
 
 
-class Recorded(Record, frozen=True, kw_only=True):
-    """A rollout as it is exported."""
+class ExportedRollout(Record, frozen=True, kw_only=True):
+    """An exported rollout."""
 
     episode: Episode
     spans: list[Span]
@@ -125,7 +125,7 @@ def _export_resources(
 
 
 def _as_python(version: ResourceVersion) -> str:
-    """An assignment that any Python reads; the comment says where the value came from."""
+    """Return a Python assignment, with the value's origin in a comment."""
     constant = re.sub(r"\W", "_", version.name).upper()
     resource = version.resource
     value: Any = resource.template if isinstance(resource, PromptTemplate) else msgspec.to_builtins(resource)
@@ -154,31 +154,31 @@ def _target(output: Path | None) -> Generator[BinaryIO]:
         yield file
 
 
-async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[Recorded]:
+async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[ExportedRollout]:
     async for recording in read_recordings(store, query, spans="all"):
         attempt = deciding(recording.rollout, recording.attempts)
         episode = build_episode(recording.rollout, attempt, recording.spans, agent_match=agents)
-        yield Recorded(episode=episode, spans=recording.spans)
+        yield ExportedRollout(episode=episode, spans=recording.spans)
 
 
-def _messages(item: Recorded) -> Iterable[Any]:
+def _messages(item: ExportedRollout) -> Iterable[Any]:
     return dialogues(item.episode, item.spans)
 
 
-def _spans(item: Recorded) -> Iterable[Any]:
+def _spans(item: ExportedRollout) -> Iterable[Any]:
     return item.spans
 
 
-def _transitions(item: Recorded) -> Iterable[Any]:
+def _transitions(item: ExportedRollout) -> Iterable[Any]:
     return ({**_plain(call), "episode_reward": item.episode.reward} for call in item.episode.transitions)
 
 
-def _rows(item: Recorded) -> Iterable[Any]:
+def _rows(item: ExportedRollout) -> Iterable[Any]:
     return ({**_plain(row), "reward": item.episode.reward} for row in item.episode.rows)
 
 
 def _plain(record: Transition | Row) -> dict[str, Any]:
-    """The record with token ids, masks and numbers as lists."""
+    """Convert a record to plain data, with token ids, masks and numbers as lists."""
     unpack: dict[str, Callable[[bytes], list[Any]]] = {"mask": list, "logprobs": unpack_floats}
     unpack |= {"advantages": unpack_floats}
     fields = msgspec.structs.asdict(record)
@@ -188,7 +188,7 @@ def _plain(record: Transition | Row) -> dict[str, Any]:
     }
 
 
-_LINES: dict[str, Callable[[Recorded], Iterable[Any]]] = {
+_LINES: dict[str, Callable[[ExportedRollout], Iterable[Any]]] = {
     "messages": _messages,
     "transitions": _transitions,
     "rows": _rows,

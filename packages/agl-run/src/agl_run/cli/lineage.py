@@ -1,4 +1,4 @@
-"""What commands say about versions of resources: their text, lineage, labels, scores and rewards."""
+"""Describes versions of resources: their text, lineage, labels, scores and rewards."""
 
 import difflib
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from agl_run.experiment import labels
 _MANY = 1000
 
 
-class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One line of the list."""
+class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version in a list."""
 
     version: ResourceVersion
     labels: list[str]
     score: str
 
 
-class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One version, the labels that point at it, and the versions that it was made from, newest first."""
+class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A version, the labels that point at it, and its ancestors, newest first."""
 
     version: ResourceVersion
     labels: list[str]
@@ -33,13 +33,13 @@ class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version and the rewards of all finished rollouts that ran with it."""
+    """An arm of a comparison: a version and the rewards of all finished rollouts that ran with it."""
 
     version: str
     rewards: list[float]
 
     def summary(self, confidence: float) -> str:
-        """Mean and interval in words."""
+        """Return mean and interval in words."""
         if not self.rewards:
             return "no finished rollout with a reward ran with it"
         low, high = interval(self.rewards, confidence=confidence)
@@ -47,24 +47,24 @@ class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
         return f"mean {mean:.4f} [{low:.4f}, {high:.4f}] over {len(self.rewards)} rollouts"
 
 
-async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[Listed]:
-    """The newest version of every resource, or all versions of one, in order of publication."""
+async def listed(store: Store, name: str | None, *, has_candidates: bool) -> list[ListedVersion]:
+    """List the newest version of every resource, or all versions of one, in order of publication."""
     versions = await store.resources(name)
     if name is not None and not versions:
         raise NotFoundError("resource", name, await _known(store))
     kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
     names = dict.fromkeys(v.name for v in kept)
     pointing = {n: await labels.labels_of(store, n) for n in names}
-    measured = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
-    found: list[Listed] = []
+    scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
+    found: list[ListedVersion] = []
     for v in kept:
-        score = measured.get((v.name, v.version)) or score_of(v.metadata)
-        found.append(Listed(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
+        score = scores.get((v.name, v.version)) or score_of(v.metadata)
+        found.append(ListedVersion(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
     return found
 
 
-async def shown(store: Store, name: str, which: str | None) -> Shown:
-    """A version by its name or by a label, the newest by default."""
+async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
+    """Find a version by its name or a label, by default the newest."""
     names = await labels.labels_of(store, name)
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
@@ -79,11 +79,11 @@ async def shown(store: Store, name: str, which: str | None) -> Shown:
     while version.parent in versions and version.parent not in ancestors and len(ancestors) < _MANY:
         version = versions[version.parent]
         ancestors.append(version.version)
-    return Shown(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
+    return ShownVersion(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
-    """The rewards of every rollout that counts and pinned each of the versions; a failed rollout counts 0."""
+    """Collect the rewards of the counted rollouts that pinned each version; a failed rollout counts 0."""
     found: dict[str, list[float]] = {version: [] for version in versions}
     async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
         ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
@@ -94,7 +94,7 @@ async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: 
 
 
 def text_of(resource: Resource) -> str:
-    """A prompt's text; anything else as indented JSON."""
+    """Return a prompt's text, or any other resource as indented JSON."""
     if isinstance(resource, PromptTemplate):
         return resource.template
     value: Any = resource.value if isinstance(resource, JsonResource) else resource
@@ -102,18 +102,18 @@ def text_of(resource: Resource) -> str:
 
 
 def diff(old: ResourceVersion, new: ResourceVersion) -> list[str]:
-    """The difference of two versions as a unified diff; nothing when they are equal."""
+    """Return a unified diff of two versions; empty if they are equal."""
     before, after = text_of(old.resource).splitlines(), text_of(new.resource).splitlines()
     return list(difflib.unified_diff(before, after, old.version, new.version, lineterm="", n=3))
 
 
 def score_of(metadata: dict[str, Any]) -> str:
-    """The score that an algorithm wrote beside a version, ``mean [low, high] n=...``; empty without one.
+    """Return the score that an algorithm stored with a version, ``mean [low, high] n=...``; empty without one.
 
-    ``selection`` marks the score by which a version was chosen among others, which flatters the chosen one.
+    ``selection`` marks the score by which a version was selected, which overestimates it.
     """
-    measured, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
-    return measured or (f"{selection} (selection)" if selection else "")
+    scores, selection = _estimate(metadata.get("score")), _estimate(metadata.get("selection_score"))
+    return scores or (f"{selection} (selection)" if selection else "")
 
 
 def _words(score: VersionScore) -> str:

@@ -13,30 +13,30 @@ from agl_run.cli.context import manager_of
 
 
 class OpenGroup(click.Group):
-    """A group below ``agl`` to which plugins add commands: those whose record names this group as their parent."""
+    """A group below ``agl`` to which plugins add commands whose record names it as the parent."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of the group's own commands and of the plugins'."""
+        """Return the names of the group's own commands and of the plugins' commands."""
         return sorted([*super().list_commands(ctx), *(entry.name for entry in _entries_below(ctx, self.name or ""))])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command; a plugin's is imported now, and one that no plugin has is a usage error."""
+        """Return the command, importing a plugin's; an unknown one is a usage error."""
         return super().get_command(ctx, cmd_name) or _plugin_command(ctx, f"{self.name} {cmd_name}")
 
 
 class PluginGroup(click.Group):
-    """Commands by their plugin records: ``--help`` prints summaries, a command is imported when it is called."""
+    """Commands from plugin records: ``--help`` prints summaries, a command is imported when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all commands."""
+        """Return the names of all commands."""
         return [entry.name for entry in _entries_below(ctx, "")]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported; an unknown one is a usage error with the close match or the install line."""
+        """Import and return the command; an unknown one is a usage error with a close match or the install line."""
         return _plugin_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The commands with their summaries, importing none of them."""
+        """Write the commands with their summaries, importing none of them."""
         with formatter.section("Commands"):
             formatter.write_dl([(entry.name, entry.summary) for entry in _entries_below(ctx, "")])
 

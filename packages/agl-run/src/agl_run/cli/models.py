@@ -1,4 +1,4 @@
-"""Taking trained weights out of a run: the files that a version of a policy names, as a directory of their own."""
+"""Exports trained weights: copies the files of a policy's version to a new directory."""
 
 import shutil
 from pathlib import Path
@@ -8,7 +8,7 @@ from agl.schemas import ResourceVersion, Weights
 
 
 def copy_model(version: ResourceVersion, target: Path | None) -> str:
-    """Copy a version's weights to ``target``, which must not exist; returns what was written, in words.
+    """Copy a version's weights to ``target``, which must not exist; returns a summary.
 
     Full weights are a Hugging Face directory, tokenizer included. An adapter stays one and names its base model.
 
@@ -19,7 +19,9 @@ def copy_model(version: ResourceVersion, target: Path | None) -> str:
     if not isinstance(weights, Weights):
         raise ConfigError(f"{name} is a {type(weights).__name__}, not weights; --format model copies weights")
     if target is None:
-        raise ConfigError(f"weights are a directory; say where to: agl export {name} --format model --output DIRECTORY")
+        raise ConfigError(
+            f"weights are a directory; name the target: agl export {name} --format model --output DIRECTORY"
+        )
     source = Path(weights.uri)
     if not source.is_dir():
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Opens the store that a command reads: the one named, or the only one that ``runs/`` holds."""
+"""Opens the store that a command reads: the named one, or the only one in ``runs/``."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +21,7 @@ store_option = click.option(
     envvar="AGL_STORE",
     help="URL of the store, or a SQLite file; by default $AGL_STORE, or the only runs/*.db.",
 )
-"""The option ``--store`` of a command, as its argument ``store_url``; for :func:`with_store`."""
+"""Adds the option ``--store`` to a command, as its argument ``store_url``; for :func:`with_store`."""
 
 
 def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], Awaitable[T]]) -> T:
@@ -39,7 +39,7 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
 
 
 def resolve_url(url: str | None, folder: Path = Path()) -> str:
-    """The store's URL; raises :class:`ConfigError` for a file that is not there, because reading must not make it."""
+    """Return the store's URL; raises :class:`ConfigError` for a missing file, because reading must not create it."""
     if not url:
         return _only_file(folder)
     url = url if "://" in url else f"{SQLITE}{url}"

@@ -1,4 +1,4 @@
-"""How commands print: tables on a terminal, plain aligned lines elsewhere, JSON for programs."""
+"""Prints the output of commands: tables on a terminal, plain aligned lines elsewhere, JSON for programs."""
 
 import sys
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ import click
 from agl.schemas import to_json
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-"""The option ``--json`` of a command, as its argument ``as_json``."""
+"""Adds the option ``--json`` to a command, as its argument ``as_json``."""
 
 
 def print_json(value: Any) -> None:
-    """``value`` as one line of JSON."""
+    """Print ``value`` as one line of JSON."""
     click.echo(to_json(value).decode())
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows under column names."""
+    """Print rows under column names."""
     if sys.stdout.isatty():
         _print_rich(columns, rows)
     else:
@@ -29,12 +29,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def when(unix_s: float) -> str:
-    """A time for people, in UTC; empty for a time that did not come."""
+    """Format a time for people, in UTC; empty for 0, a time that is not known."""
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S") if unix_s else ""
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """A value on one line of at most ``limit`` characters."""
+    """Format a value on one line of at most ``limit`` characters."""
     text = value if isinstance(value, str) else to_json(value).decode()
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"

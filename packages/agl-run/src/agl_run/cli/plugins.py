@@ -1,6 +1,6 @@
-"""``agl plugins``: which plugins are installed, what they bring, and what is wrong with one.
+"""``agl plugins``: list the installed plugins with their components, and check them.
 
-``list`` and ``show`` import no component; ``check`` imports every one, to say which would not work.
+``list`` and ``show`` import no component; ``check`` imports every one to find those that do not work.
 """
 
 import click
@@ -13,8 +13,8 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.output import json_option, print_json, print_table
 
 
-class Finding(Record, frozen=True, kw_only=True):
-    """One plugin or component that does not work, and what to do."""
+class PluginProblem(Record, frozen=True, kw_only=True):
+    """A plugin or component that does not work, with the next step."""
 
     plugin: str
     component: str
@@ -31,7 +31,7 @@ def plugins() -> None:
 @json_option
 @pass_manager
 def list_(manager: PluginManager, as_json: bool) -> None:
-    """All installed plugins with their state and components."""
+    """List all installed plugins with their state and components."""
     statuses = manager.status()
     if as_json:
         print_json(statuses)
@@ -48,7 +48,7 @@ def list_(manager: PluginManager, as_json: bool) -> None:
 @json_option
 @pass_manager
 def show(manager: PluginManager, name: str, as_json: bool) -> None:
-    """One plugin: where it comes from and every component with its factory."""
+    """Show a plugin's distribution, and every component with its factory."""
     status = _named(manager, name)
     entries = [(component, *_entry_of(manager, component)) for component in status.components]
     if as_json:
@@ -69,9 +69,9 @@ def show(manager: PluginManager, name: str, as_json: bool) -> None:
 @pass_manager
 @click.pass_context
 def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json: bool) -> None:
-    """Import every component and say what is wrong; exit status 1 if anything is.
+    """Import every component and report errors; exit status 1 if there are any.
 
-    A component whose extra was not installed is named, and is not wrong.
+    A component whose extra is not installed is listed, but is no error.
     """
     statuses = [_named(manager, name)] if name else manager.status()
     findings = [finding for status in statuses for finding in _findings(manager, status)]
@@ -86,23 +86,25 @@ def check(ctx: click.Context, manager: PluginManager, name: str | None, as_json:
     ctx.exit(1 if is_wrong else 0)
 
 
-def _findings(manager: PluginManager, status: PluginStatus) -> list[Finding]:
+def _findings(manager: PluginManager, status: PluginStatus) -> list[PluginProblem]:
     if status.state == "broken":
-        return [Finding(plugin=status.name, component="", error=status.error)]
-    found: list[Finding] = []
+        return [PluginProblem(plugin=status.name, component="", error=status.error)]
+    found: list[PluginProblem] = []
     for component in status.components:
         kind, name = _split(component)
         try:
             manager.resolve(manager.entry(kind, name))
         except AglError as error:
             is_optional = isinstance(error, MissingExtraError)
-            found.append(Finding(plugin=status.name, component=component, error=str(error), is_optional=is_optional))
+            found.append(
+                PluginProblem(plugin=status.name, component=component, error=str(error), is_optional=is_optional)
+            )
     return found
 
 
-def _unmatched(name: str) -> Finding:
+def _unmatched(name: str) -> PluginProblem:
     message = f"AGL_DISABLED_PLUGINS names {name!r}, which no installed plugin has; correct it or take it out"
-    return Finding(plugin=name, component="", error=message)
+    return PluginProblem(plugin=name, component="", error=message)
 
 
 def _named(manager: PluginManager, name: str) -> PluginStatus:

@@ -1,4 +1,4 @@
-"""Which rollouts a command is about: filters as options, and paging through a store."""
+"""Selects the rollouts of a command: filters as options, and paging through a store."""
 
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,22 +17,22 @@ from agl.stores import read_recordings
 F = TypeVar("F", bound=Callable[..., Any])
 
 LATEST = "latest"
-"""Stands for the newest rollout where a command takes an id."""
+"""The id that stands for the newest rollout."""
 
 STATUSES = ("queued", "running", "succeeded", "failed", "cancelled")
 PAGE = 500
 
 CONVERSATIONS = "served-conversations"
-"""The experiment of conversations that a gateway serves; their rollouts run until they are over."""
+"""The experiment of conversations that a gateway serves; their rollouts run until the conversation ends."""
 
 COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
-"""States in which a rollout may count for its versions; of running ones only conversations do."""
+"""States in which a rollout counts for its versions; ``running`` counts for conversations only."""
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 
 
 def seconds_of(text: str) -> float:
-    """Seconds of a length of time such as ``7d``, ``12h`` or ``90``; the type of a command's option."""
+    """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; the type of a command's option."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is no duration; write 30m, 12h, 7d or 2w")
@@ -40,7 +40,7 @@ def seconds_of(text: str) -> float:
 
 
 def filter_options(command: F) -> F:
-    """Adds ``--experiment``, ``--status`` and ``--mode``."""
+    """Add ``--experiment``, ``--status`` and ``--mode`` to a command."""
     options = (
         click.option("--experiment", help="Only rollouts of this experiment."),
         click.option("--status", type=click.Choice(STATUSES), multiple=True, help="Only these; repeatable."),
@@ -53,13 +53,13 @@ def filter_options(command: F) -> F:
 
 
 def make_query(experiment: str | None, status: tuple[str, ...], mode: str | None, *, limit: int = PAGE) -> RolloutQuery:
-    """The filters as a query."""
+    """Make a query from the filters."""
     fields = {"experiment": experiment, "status": status, "mode": mode, "limit": limit}
     return msgspec.convert(fields, RolloutQuery)
 
 
 async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout]]:
-    """All rollouts that match, page by page."""
+    """Read all matching rollouts, page by page."""
     while True:
         page = await store.rollouts(query)
         if not page:
@@ -69,7 +69,7 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
 
 
 async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:
-    """The rollouts in order of id, each with the reward that its spans give."""
+    """Read rollouts in order of id, each with the reward from its spans."""
     if rollout_ids:
         query = RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))
         async for recording in read_recordings(store, query):
@@ -77,14 +77,14 @@ async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[
 
 
 async def find(store: Store, rollout_id: str) -> Rollout:
-    """The rollout by id, or the newest for ``latest``."""
+    """Find a rollout by id, or the newest for ``latest``."""
     if rollout_id == LATEST:
         return await _latest(store)
     return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
 
 
 async def _latest(store: Store) -> Rollout:
-    """The rollout that the change feed names last; ids sort by time only within one experiment."""
+    """Find the last rollout in the change feed; ids sort by time only within one experiment."""
     changes = await store.changes(after=max(0, await store.cursor() - PAGE))
     for key in dict.fromkeys(change.key for change in reversed(changes) if change.kind == "rollout"):
         with suppress(NotFoundError):
@@ -96,17 +96,17 @@ async def _latest(store: Store) -> Rollout:
 
 
 async def read_one(store: Store, rollout_id: str, *, spans: SpanChoice = "deciding") -> Recording:
-    """A rollout with its attempts and spans; raises :class:`~agl.errors.NotFoundError`."""
+    """Read a rollout with its attempts and spans; raises :class:`~agl.errors.NotFoundError`."""
     query = RolloutQuery(ids=(rollout_id,))
     (found,) = [recording async for recording in read_recordings(store, query, spans=spans)]
     return found
 
 
 def deciding(rollout: Rollout, attempts: list[Attempt]) -> Attempt | None:
-    """The attempt that runs or decided the rollout."""
+    """Return the attempt that runs or decided the rollout."""
     return next((attempt for attempt in attempts if attempt.attempt_id == rollout.attempt_id), None)
 
 
 def is_counted(rollout: Rollout) -> bool:
-    """True if a rollout with one of the states ``COUNTED`` counts for its versions already."""
+    """Return true if a rollout in one of the states ``COUNTED`` counts for its versions."""
     return rollout.is_finished or rollout.experiment == CONVERSATIONS

@@ -1,8 +1,8 @@
 """``agl replay``: run an agent again on a recorded rollout's task, with the recorded model answers.
 
-No model, no key and no network are needed, so a run can be stepped through in a debugger, or a changed agent be
-compared with what it did before. Prompts that an algorithm has written since are those of the recorded rollout, and the
-new one belongs to an experiment of its own, ``NAME-replay``. With ``--live`` the models answer anew, as they are now.
+Needs no model, no key and no network, so a run can be stepped through in a debugger, or a changed agent be compared
+with its recorded run. Tuned prompts are those of the recorded rollout, and the new rollout belongs to an experiment of
+its own, ``NAME-replay``. With ``--live`` the present models answer.
 """
 
 import asyncio
@@ -29,28 +29,28 @@ from agl_run.cli.experiment import make_trainer
 from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
 from agl_run.cli.output import json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
-from agl_run.cli.replay_report import Side, compare, side_of
+from agl_run.cli.replay_report import ComparedRun, compare, side_of
 from agl_run.cli.replay_server import ReplayServer
+from agl_run.experiment.command_recording import record_command
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig, ResourceConfig, policy
 from agl_run.experiment.file import load_config
-from agl_run.experiment.once import record_command
 from agl_run.experiment.progress import Quiet
 from agl_run.experiment.trainer import Trainer
 
 SUFFIX = "-replay"
 
 
-class Replayed(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The recorded run and the new one.
+class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A recorded run compared with its replay.
 
     Attributes:
-        equal: Names of what stayed equal; ``changed`` says what did not, in words.
-        diverged: What the agent asked now and had not asked then; empty with ``--live``.
+        equal: Names of the parts that stayed equal; ``changed`` describes the others.
+        diverged: Requests that the recorded run did not make; empty with ``--live``.
         unused: Recorded answers that the agent did not ask for.
     """
 
-    recorded: Side
-    replayed: Side
+    recorded: ComparedRun
+    replayed: ComparedRun
     equal: list[str] = []
     changed: list[str] = []
     diverged: list[str] = []
@@ -63,10 +63,10 @@ class Replayed(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Past:
-    """A recorded rollout with all that a replay needs of it; ``resources`` are those that an algorithm made."""
+class _ReplayedRollout:
+    """The rollout to replay, with its calls and those of its resources that an algorithm made."""
 
-    side: Side
+    side: ComparedRun
     calls: list[ModelCall]
     resources: dict[str, Resource]
 
@@ -97,7 +97,7 @@ def replay(
         else:
             now = _with_command(manager, url, past.rollout, None if live else server)
         equal, changed = compare(past.side, now)
-        result = Replayed(
+        result = ReplayComparison(
             recorded=past.side,
             replayed=now,
             equal=equal,
@@ -112,15 +112,15 @@ def replay(
     sys.exit(0 if result.is_same else 1)
 
 
-def _print(result: Replayed, *, served: int | None) -> None:
+def _print(result: ReplayComparison, *, served: int | None) -> None:
     click.echo(f"recorded {describe_episode(result.recorded.episode)}")
     click.echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
-        click.echo(f"diverged: the agent asked what it had not asked then: {line}")
+        click.echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
         click.echo(f"diverged: {result.unused} recorded answers were not asked for")
     if served is not None and not (result.diverged or result.unused):
-        click.echo(f"the agent asked exactly what it asked then ({served} calls)")
+        click.echo(f"the agent made exactly the recorded requests ({served} calls)")
     for line in result.changed:
         click.echo(f"changed: {line}")
     if result.equal:
@@ -128,26 +128,26 @@ def _print(result: Replayed, *, served: int | None) -> None:
 
 
 def _store_of(file: Path) -> str:
-    """The experiment's own store; a relative file is relative to the experiment."""
+    """Return the URL of the experiment's own store; a relative file is relative to the experiment."""
     url = load_config(file).experiment.store
     if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
         return resolve_url(url)
     return resolve_url(f"{SQLITE}{file.absolute().parent / url.removeprefix(SQLITE)}")
 
 
-async def _load(store: Store, rollout_id: str) -> _Past:
+async def _load(store: Store, rollout_id: str) -> _ReplayedRollout:
     rollout = await find(store, rollout_id)
     recording = await read_one(store, rollout.rollout_id)
     attempt, spans = deciding(rollout, recording.attempts), recording.spans
     pinned = [await store.resource(name, version) for name, version in rollout.resources.items()]
-    return _Past(
+    return _ReplayedRollout(
         side=side_of(build_episode(rollout, attempt, spans), spans),
         calls=[span.call for span in spans if span.call is not None],
         resources={version.name: version.resource for version in pinned if version.algorithm},
     )
 
 
-def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayServer | None) -> Side:
+def _with_agent(manager: PluginManager, file: Path, past: _ReplayedRollout, server: ReplayServer | None) -> ComparedRun:
     trainer = make_trainer(file, (), manager=manager, progress=Quiet())
     if server is not None:
         config = _served_by(server, trainer.config, past.resources)
@@ -161,7 +161,7 @@ def _with_agent(manager: PluginManager, file: Path, past: _Past, server: ReplayS
 
 
 def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mapping[str, Resource]) -> ExperimentConfig:
-    """The experiment with every model served from the record, the recorded resources, and nothing in training."""
+    """Copy the experiment with all models served from the recording, the recorded resources, and no training."""
 
     def replayed(name: str, given: PolicyConfig) -> PolicyConfig:
         model = str(given.params.get("model") or name)
@@ -189,7 +189,7 @@ def _served_by(server: ReplayServer, config: ExperimentConfig, resources: Mappin
     )
 
 
-def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: ReplayServer | None) -> Side:
+def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: ReplayServer | None) -> ComparedRun:
     command = rollout.task.get("command") if _is_object(rollout.task) else None
     if not command or not rollout.experiment.startswith("exec-"):
         raise ConfigError(
@@ -204,7 +204,7 @@ def _with_command(manager: PluginManager, url: str, rollout: Rollout, server: Re
 
 @contextmanager
 def _environment(server: ReplayServer | None) -> Generator[None]:
-    """Points programs that read the usual variables at the server."""
+    """Point programs that read the usual variables at the server."""
     if server is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a replay changed, in words: outcome, reward, output, and the first message that the agent sends differently."""
+"""Describes the changes in a replay: outcome, reward, output, and the agent's first different message."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile, zip_longest
@@ -13,23 +13,23 @@ _LIMIT = 100
 _NOTHING = "nothing"
 
 
-class Side(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One of the two runs: its episode, what the agent returned, and how many calls it made."""
+class ComparedRun(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One of the two runs: its episode, the agent's output, and the number of its calls."""
 
     episode: Episode
     output: Any = None
     calls: int = 0
 
 
-def side_of(episode: Episode, spans: Sequence[Span]) -> Side:
-    """A recorded run as it is compared."""
+def side_of(episode: Episode, spans: Sequence[Span]) -> ComparedRun:
+    """Make the comparable form of a recorded run."""
     outputs = [span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes]
     calls = sum(span.call is not None for span in spans)
-    return Side(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
+    return ComparedRun(episode=episode, output=outputs[-1] if outputs else None, calls=calls)
 
 
-def compare(then: Side, now: Side) -> tuple[list[str], list[str]]:
-    """Names of what stayed equal, and a line for each thing that changed."""
+def compare(then: ComparedRun, now: ComparedRun) -> tuple[list[str], list[str]]:
+    """Return the names of the equal parts, and a line for each changed one."""
     pairs = {name: (read(then), read(now)) for name, read in _READ.items()}
     equal = [name for name, (old, new) in pairs.items() if old == new]
     changed = [f"{name} {difference(old, new)}" for name, (old, new) in pairs.items() if old != new]
@@ -37,7 +37,7 @@ def compare(then: Side, now: Side) -> tuple[list[str], list[str]]:
 
 
 def difference(then: Any, now: Any) -> str:
-    """``was A, is B``: both cut to the part that differs, with a little around it."""
+    """Return ``was A, is B``, both cut to the differing part with a little context."""
     if not (isinstance(then, str) and isinstance(now, str)):
         return f"was {_whole(then)}, is {_whole(now)}"
     same = takewhile(lambda pair: pair[0] == pair[1], zip(then, now, strict=False))
@@ -46,7 +46,7 @@ def difference(then: Any, now: Any) -> str:
 
 
 def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
-    """The first message that differs from the recorded request that shares most with ``asked``; ``""`` if none does."""
+    """Describe the first difference between ``asked`` and the most similar recorded request; ``""`` without any."""
     if not recorded:
         return ""
     best = max(recorded, key=lambda messages: (_shared(asked, messages), -abs(len(messages) - len(asked))))
@@ -54,15 +54,15 @@ def nearest(asked: Sequence[Any], recorded: Sequence[Sequence[Any]]) -> str:
         if now != then:
             role = _role(now) or _role(then)
             return f"message {number} ({role}) {difference(_content(then), _content(now))}"
-    return "the request was recorded, and asked fewer times"
+    return "the request was recorded, and made fewer times"
 
 
-def _error(side: Side) -> str:
+def _error(side: ComparedRun) -> str:
     error = side.episode.attempt.error if side.episode.attempt else None
     return f"{error.type}: {error.message}" if error else ""
 
 
-_READ: Mapping[str, Callable[[Side], Any]] = {
+_READ: Mapping[str, Callable[[ComparedRun], Any]] = {
     "status": lambda side: side.episode.rollout.status,
     "error": _error,
     "reward": lambda side: side.episode.reward,

@@ -1,7 +1,7 @@
 """A model server that answers from a recorded attempt: the same conversation gets the recorded answer.
 
-Answers are found by what was asked, not by order, so agents that call in parallel replay as well. A conversation that
-was not recorded is refused and noted: there the agent no longer does what it did.
+Answers are found by conversation, not by order, so agents that call in parallel replay as well. A conversation that was
+not recorded is refused and noted: the agent has diverged from the recording.
 """
 
 import threading
@@ -26,8 +26,8 @@ class ReplayServer:
     """Serves the calls of one attempt on a free port of this machine while the ``with`` block runs.
 
     Attributes:
-        diverged: What the agent asked and the record does not have, in words, in order.
-        served: Answers given.
+        diverged: Descriptions of the requests that were not recorded, in order.
+        served: Number of answers.
     """
 
     def __init__(self, calls: Sequence[ModelCall]) -> None:
@@ -48,11 +48,11 @@ class ReplayServer:
 
     @property
     def unused(self) -> int:
-        """Recorded answers that nobody asked for."""
+        """Number of recorded answers that were not requested."""
         return sum(len(waiting) for waiting in self._answers.values())
 
     def __enter__(self) -> "ReplayServer":
-        """Start to serve."""
+        """Start serving."""
         self._thread.start()
         return self
 
@@ -63,7 +63,7 @@ class ReplayServer:
         self._thread.join()
 
     def answer(self, path: str, body: Any) -> tuple[int, str, bytes]:
-        """Status, content type and body for one request."""
+        """Return status, content type and body for one request."""
         dialect = dialect_of(path)
         with self._lock:
             waiting = self._answers.get(key_of(dialect, body)) if dialect else None
@@ -80,7 +80,7 @@ class ReplayServer:
         )
         where = nearest(messages, [known for kind, known in self._recorded if kind == dialect])
         self.diverged.append(f"{path}, ending with {what}{'; ' if where else ''}{where}" if dialect else path)
-        return f"this request is not in the recorded rollout, or was made more often than there ({what})"
+        return f"this request is not in the recorded rollout, or was made less often there ({what})"
 
 
 def _handler(server: ReplayServer) -> type[BaseHTTPRequestHandler]:

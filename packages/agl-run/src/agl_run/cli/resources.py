@@ -1,4 +1,4 @@
-"""``agl resources``: versions of prompts, weights and other resources, where they came from, and which one counts."""
+"""``agl resources``: versions of prompts, weights and other resources, their lineage and labels."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import Arm, Listed, Shown, arms, diff, listed, shown, text_of
+from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
@@ -113,7 +113,7 @@ def promote(
     VERSION, a label then, and --label.
     """
     if is_split and not if_better:
-        raise ConfigError("--split says whose rewards --if-better compares; give both, or neither")
+        raise ConfigError("--split limits the rewards that --if-better compares; give both, or neither")
     if is_split:
         split = resources.get_command(ctx, "split")
         assert split is not None  # noqa: S101  # a group of plugins' commands raises for an unknown one
@@ -146,7 +146,7 @@ def promote(
 @json_option
 @pass_manager
 def rollback(manager: PluginManager, name: str, label: str, store_url: str | None, as_json: bool) -> None:
-    """Point a label back at the version before; again, and it goes one further back."""
+    """Point a label back at its previous version; each repetition goes one version further back."""
     made = with_store(manager, store_url, lambda store: labels.move_back(store, name, label))
     if as_json:
         print_json(made)
@@ -194,7 +194,7 @@ def _better(pair: Sequence[Arm], bar: Criterion) -> str:
     return check_better((old.version, old.rewards), (new.version, new.rewards), bar)
 
 
-def _row(item: Listed) -> tuple[str, ...]:
+def _row(item: ListedVersion) -> tuple[str, ...]:
     version = item.version
     return (
         version.name,
@@ -209,7 +209,7 @@ def _row(item: Listed) -> tuple[str, ...]:
     )
 
 
-def _lines(found: Shown) -> list[str]:
+def _lines(found: ShownVersion) -> list[str]:
     version = found.version
     lines = [f"{version.name} {version.version}, made by {version.algorithm or 'a person'}, {when(version.created_at)}"]
     lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []

@@ -15,12 +15,12 @@ from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.progress import Quiet
 
 STOPPED = 130
-"""Exit status after an interrupt, as shells have it."""
+"""Exit status after an interrupt, by the shells' convention."""
 
 
 @click.command()
 @experiment_argument
-@click.option("--resume", is_flag=True, help="Continue one that was stopped, or was given more steps.")
+@click.option("--resume", is_flag=True, help="Continue an experiment that was stopped, or was given more steps.")
 @click.option("--fresh", is_flag=True, help="Start again an experiment that ran before.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @json_option

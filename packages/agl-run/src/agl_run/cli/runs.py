@@ -1,7 +1,7 @@
 """``agl runs``: list recorded rollouts, remove some, tidy old ones.
 
-Retention is explicit and never takes what a run still needs: a rollout that is not finished, or any rollout of an
-experiment that may be resumed.
+Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
+resumed.
 """
 
 import time
@@ -27,15 +27,15 @@ _BATCH = 500
 _own_store_option = click.option("--store", "store_url", help="As for agl runs.")
 
 
-class Listed(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A rollout and the reward that its spans give."""
+class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A rollout and the reward from its spans."""
 
     rollout: Rollout
     reward: float | None
 
 
-class Collected(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What ``gc`` did: ids removed, or that would be, and how many were kept because of a running experiment."""
+class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The result of ``gc``: removed ids (or those to remove), and the number kept for running experiments."""
 
     removed: list[str]
     kept_for_experiments: int
@@ -125,16 +125,16 @@ def collect_garbage(
         click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
 
 
-async def _listed(store: Store, query: RolloutQuery) -> list[Listed]:
-    found: list[Listed] = []
+async def _listed(store: Store, query: RolloutQuery) -> list[ListedRollout]:
+    found: list[ListedRollout] = []
     async for recording in read_recordings(store, query):
-        found.append(Listed(rollout=recording.rollout, reward=episode_reward(recording.spans)))
+        found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
         if len(found) == query.limit:
             break
     return found
 
 
-def _row(item: Listed) -> tuple[str, ...]:
+def _row(item: ListedRollout) -> tuple[str, ...]:
     rollout = item.rollout
     reward = "" if item.reward is None else f"{item.reward:g}"
     task = short(rollout.visible_task, 40)
@@ -154,7 +154,7 @@ async def _remove(store: Store, rollout_ids: Sequence[str], *, force: bool) -> i
     return await store.delete(rollout_ids)
 
 
-async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, *, is_dry_run: bool) -> Collected:
+async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, *, is_dry_run: bool) -> GarbageReport:
     running = await unfinished_experiments(store)
     finished = [rollout async for page in pages(store, query) for rollout in page]
     finished.sort(key=lambda rollout: rollout.finished_at)
@@ -162,4 +162,4 @@ async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, 
     chosen = [rollout.rollout_id for rollout in old if rollout.experiment not in running]
     for start in range(0, 0 if is_dry_run else len(chosen), _BATCH):
         await store.delete(chosen[start : start + _BATCH])
-    return Collected(removed=chosen, kept_for_experiments=len(old) - len(chosen), is_dry_run=is_dry_run)
+    return GarbageReport(removed=chosen, kept_for_experiments=len(old) - len(chosen), is_dry_run=is_dry_run)

@@ -1,4 +1,4 @@
-"""``agl show``: one rollout as a tree of what happened in it, or one resource with how it came to be."""
+"""``agl show``: one rollout as a tree of its spans, or one resource with its history."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,13 +10,13 @@ from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
 from agl.stores import all_spans
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import Listed, diff, listed
+from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, short, when
 from agl_run.cli.query import find
 
 
-class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
+class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A rollout, its attempts, and the spans of the chosen attempt and of the rollout alone."""
 
     rollout: Rollout
@@ -31,20 +31,20 @@ class Shown(Record, frozen=True, kw_only=True, omit_defaults=False):
 @json_option
 @pass_manager
 def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
-    """Show ROLLOUT_ID ("latest" for the newest) as a tree of what happened in it.
+    """Show ROLLOUT_ID ("latest" for the newest) as a tree of its spans.
 
-    The name of a resource in place of the id shows its versions, their scores and what changed from the first one.
+    The name of a resource in place of the id shows its versions, their scores and the changes since the first one.
     """
     found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
     if as_json:
         print_json(found)
         return
-    lines = (*_header(found), *tree(found.spans)) if isinstance(found, Shown) else _story(found)
+    lines = (*_header(found), *tree(found.spans)) if isinstance(found, ShownRollout) else _story(found)
     for line in lines:
         click.echo(line)
 
 
-async def _find(store: Store, name: str, number: int | None) -> "Shown | list[Listed]":
+async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | list[ListedVersion]":
     try:
         return await _load(store, name, number)
     except NotFoundError as error:
@@ -53,8 +53,8 @@ async def _find(store: Store, name: str, number: int | None) -> "Shown | list[Li
         return await listed(store, name, has_candidates=True)
 
 
-def _story(versions: Sequence[Listed]) -> Iterator[str]:
-    """The versions of a resource with their parents and scores, and the difference of the first and the best."""
+def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
+    """Describe the versions of a resource with their parents and scores, and the diff of the first and the last."""
     published = [item for item in versions if not item.version.metadata.get("candidate")] or list(versions)
     name = published[0].version.name
     yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
@@ -68,17 +68,19 @@ def _story(versions: Sequence[Listed]) -> Iterator[str]:
     yield from diff(published[0].version, published[-1].version)
 
 
-async def _load(store: Store, rollout_id: str, number: int | None) -> Shown:
+async def _load(store: Store, rollout_id: str, number: int | None) -> ShownRollout:
     rollout = await find(store, rollout_id)
     attempts = await store.attempts(rollout.rollout_id)
     chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
     if number is not None and chosen is None:
         raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
     spans = await all_spans(store, rollout.rollout_id, chosen)
-    return Shown(rollout=rollout, attempts=attempts, spans=[*spans, *await all_spans(store, rollout.rollout_id, "")])
+    return ShownRollout(
+        rollout=rollout, attempts=attempts, spans=[*spans, *await all_spans(store, rollout.rollout_id, "")]
+    )
 
 
-def _header(found: Shown) -> Iterator[str]:
+def _header(found: ShownRollout) -> Iterator[str]:
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
@@ -91,7 +93,7 @@ def _header(found: Shown) -> Iterator[str]:
 
 
 def tree(spans: Sequence[Span]) -> list[str]:
-    """The spans as indented lines: children below their parent, in order of start."""
+    """Format the spans as indented lines: children below their parent, in order of start."""
     known = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
@@ -108,7 +110,7 @@ def tree(spans: Sequence[Span]) -> list[str]:
 
 
 def line_of(span: Span) -> str:
-    """One span on one line."""
+    """Format a span on one line."""
     parts = [span.name]
     if span.reward is not None:
         parts.append(_reward(span.reward))

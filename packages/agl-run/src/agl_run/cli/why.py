@@ -1,4 +1,4 @@
-"""``agl why``: what became of every recorded model call, as a training row or a reason in words."""
+"""``agl why``: explain the outcome of every recorded model call: its training row, or the reason for its rejection."""
 
 import click
 
@@ -28,7 +28,7 @@ def why(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Say what became of every model call of ROLLOUT_ID ("latest" for the newest)."""
+    """Explain the outcome of every model call of ROLLOUT_ID ("latest" for the newest)."""
 
     async def load(store: Store) -> tuple[Episode, list[Span]]:
         rollout = await find(store, rollout_id)

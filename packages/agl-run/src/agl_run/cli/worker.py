@@ -1,4 +1,4 @@
-"""``agl worker``: take part in a running experiment, from this machine or another."""
+"""``agl worker``: run rollouts of a running experiment, on this machine or another."""
 
 import asyncio
 import signal
@@ -16,10 +16,10 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, read_experiment
 from agl_run.cli.output import json_option, print_json
 from agl_run.experiment.config import RunnerConfig
-from agl_run.experiment.joining import make_worker_plan
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.session import resolve_store_url
+from agl_run.experiment.worker_admission import make_worker_plan
 
 _SQLITE = "sqlite:///"
 
@@ -64,11 +64,11 @@ def worker(
     try:
         asyncio.run(work())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        tell("stopped", "stopped; what ran here runs again elsewhere")
+        tell("stopped", "stopped; running attempts were given back")
 
 
 def _stop_on_sigterm() -> None:
-    """Cancel the current task when the process is asked to end, as asyncio does by itself for Ctrl-C."""
+    """Cancel the current task on SIGTERM, as asyncio does for Ctrl-C."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -79,12 +79,12 @@ def _stop_on_sigterm() -> None:
 
 
 def _open(plan: Plan, given: str | None) -> Store:
-    """The experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
+    """Open the experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
     url = resolve_store_url(given or plan.config.experiment.store, plan)
     if url.startswith("memory:"):
         raise ConfigError(
-            f"the experiment's store is {url}, which only its own process sees; set [experiment] store to a URL that "
-            "both reach, or give --store http://HOST:PORT of the experiment's gateway"
+            f"the experiment's store is {url}, which only its own process can open; set [experiment] store to a URL "
+            "that both reach, or give --store http://HOST:PORT of the experiment's gateway"
         )
     if url.startswith(_SQLITE) and not Path(url.removeprefix(_SQLITE)).exists():
         raise ConfigError(

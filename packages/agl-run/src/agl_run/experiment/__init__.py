@@ -1,1 +1,1 @@
-"""Experiments: their configuration, the trainer that runs them, and what a person sees of it."""
+"""Experiments: their configuration, the trainer that runs them, and the progress that it shows."""

@@ -1,4 +1,4 @@
-"""Where a gateway is, as its own machine and as others reach it."""
+"""The address of a gateway, as seen from its own machine and from others."""
 
 import ipaddress
 import socket
@@ -7,22 +7,22 @@ from urllib.parse import urlsplit, urlunsplit
 from agl.errors import ConfigError
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-_ELSEWHERE = ("192.0.2.1", 9)
-"""An address that is nobody's (RFC 5737); nothing is sent to it."""
+_UNUSED_ADDRESS = ("192.0.2.1", 9)
+"""An address reserved for documentation (RFC 5737); nothing is sent to it."""
 
 
 def local_url(url: str) -> str:
-    """``url`` as this machine reaches it: a gateway that listens everywhere is reached at its own address."""
+    """Return ``url`` as this machine reaches it; a gateway that listens on all interfaces is reached over loopback."""
     return _with_host(url, _WILDCARDS.get(urlsplit(url).hostname or "", ""))
 
 
 def advertised_url(url: str, advertise: str = "") -> str:
-    """What machines elsewhere are told.
+    """Return the gateway's address for other machines.
 
     Args:
         url: Where the gateway listens.
         advertise: A host name, which gets the gateway's port, or a whole URL; by default the address that the
-            gateway is bound to, or, where it listens everywhere, that of the interface to the network.
+            gateway is bound to, or, if it listens on all interfaces, the address of the network interface.
 
     Raises:
         ConfigError: ``advertise`` is neither.
@@ -40,7 +40,7 @@ def advertised_url(url: str, advertise: str = "") -> str:
 
 
 def is_loopback(url: str) -> bool:
-    """Whether only processes of the same machine reach ``url``."""
+    """Return true if only processes on the same machine reach ``url``."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -56,10 +56,10 @@ def _with_host(url: str, host: str) -> str:
 
 
 def _own_address() -> str:
-    """The address of the interface that leads out of this machine, else its host name."""
+    """Return the address of the outgoing network interface, or the host name if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(_ELSEWHERE)
+            probe.connect(_UNUSED_ADDRESS)
             return probe.getsockname()[0]
         except OSError:
             return socket.gethostname()

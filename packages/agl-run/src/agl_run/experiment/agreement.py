@@ -1,4 +1,4 @@
-"""What an experiment makes of rollouts in which the tracer and the recording did not see the same model calls."""
+"""The policy for rollouts in which the tracer and the recording saw different model calls."""
 
 import logging
 from collections import Counter
@@ -13,29 +13,29 @@ _LOG = logging.getLogger("agl_run.experiment")
 
 UNSEEN = "unseen calls"
 UNATTRIBUTED = "unattributed calls"
-"""Reasons under which such rollouts are counted."""
+"""The reasons for which rollouts are dropped."""
 
 
 class AgreementPolicy:
-    """Applies ``unseen_calls`` and ``unattributed_calls``; each kind is reported once."""
+    """Applies ``unseen_calls`` and ``unattributed_calls``; reports each kind once."""
 
     def __init__(self, section: ExperimentSection) -> None:
         self._settings = {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
         self._told: set[str] = set()
 
     def verdict(self, kind: str) -> Verdict:
-        """Whether calls of such rollouts train."""
+        """Return the setting that decides if calls of such rollouts train."""
         return "accept" if self._settings[kind] == "accept" else "drop"
 
     def refusal(self, episode: Episode) -> str:
-        """Why the rollout does not train, ``""`` if nothing here speaks against it."""
+        """Return the reason why the rollout is left out of training, ``""`` if there is none."""
         return next((kind for kind in self._settings if _found(episode, kind) and self.verdict(kind) == "drop"), "")
 
     def report(self, episodes: Sequence[Episode]) -> None:
-        """Say what was found in a batch.
+        """Log a warning about the disagreements in a batch.
 
         Raises:
-            RunError: Where the experiment wants to end then.
+            RunError: The setting for a kind that was found is ``error``.
         """
         for kind, setting in self._settings.items():
             concerned = [episode for episode in episodes if _found(episode, kind)]
@@ -50,19 +50,19 @@ class AgreementPolicy:
 
 
 def describe(episodes: Sequence[Episode], kind: str) -> str:
-    """Which clients made such calls, and what to do."""
+    """Name the clients that made such calls, and the next step."""
     calls = [call for episode in episodes for call in _found(episode, kind)]
     clients = Counter(call.client for call in calls)
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
     if kind == UNSEEN:
         return (
-            f"{len(calls)} model calls that the framework's tracer saw and nobody recorded, made by {named}. Let these "
-            "clients call over HTTP with httpx, or give them the base URL and key of the resource; where they are "
-            'meant to be unknown, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"'
+            f"{len(calls)} model calls that the framework's tracer saw and that were not recorded, made by {named}. "
+            "Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
+            'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"'
         )
     return (
-        f"{len(calls)} recorded model calls outside of everything that the framework's tracer saw, made by {named}. "
-        "Install the tracer of whoever makes them, or name them in the code: with agl.operation(...)"
+        f"{len(calls)} recorded model calls outside of the framework's spans, made by {named}. "
+        "Install the tracer of the framework that makes them, or name them in the code: with agl.operation(...)"
     )
 
 

@@ -27,7 +27,7 @@ def require_blocking(method: str) -> None:
 
 
 def run_blocking(work: Work[T]) -> T:
-    """Run a coroutine to its end: on a loop of its own here, or in another thread where a loop runs already."""
+    """Run a coroutine to its end: on a new loop here, or in another thread if a loop already runs here."""
     return _ThreadRun(work).wait() if _is_in_loop() else asyncio.run(work())
 
 

@@ -1,4 +1,4 @@
-"""Building every component of a plan once, so that wrong parameters and missing packages show before a run."""
+"""Builds every component of a plan once, so that wrong parameters and missing packages show before a run."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from agl_run.experiment.plan import Plan
 
 
 async def check_components(plan: Plan) -> None:
-    """Build and release everything that can be built without starting it; raises what is wrong."""
+    """Build and release every component that can be built without being started; raises the first error."""
     config, manager = plan.config, plan.manager
     for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
         check_replays(plan, manager.build(manager.credit(credit.use), **credit.params))
@@ -48,7 +48,7 @@ class _Policies(dict[str, LLM]):
 def build_rewards(
     plan: Plan, upstreams: Iterable[Upstream] = (), *, unreachable: Mapping[str, str] | None = None
 ) -> list[tuple[str, RewardEmitter]]:
-    """The reward emitters by the names that they are used under.
+    """Build the reward emitters, with their names.
 
     Args:
         plan: The experiment.
@@ -68,7 +68,7 @@ def build_rewards(
 
 
 def no_token_ids(name: str, use: str) -> str:
-    """What is wrong with training on the tokens of a backend that gives none."""
+    """Return the error text for training on the tokens of a backend that returns no token ids."""
     return (
         f"an algorithm trains on the tokens of {name!r}, and its backend (use = {use!r}) returns no token ids; "
         "serve it with torch, vLLM or SGLang, or set has_token_ids = true if it does return them"

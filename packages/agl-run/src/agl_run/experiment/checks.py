@@ -1,4 +1,4 @@
-"""Makes a plan from a configuration and checks everything that can be checked before the first rollout."""
+"""Makes a plan from a configuration, with every check that needs no rollout."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -30,10 +30,10 @@ def make_plan(
     val: Iterable[Json] | str | Path | None = None,
     store: Store | None = None,
 ) -> Plan:
-    """Check a configuration; arguments beside it replace what it says.
+    """Check a configuration and make its plan; the other arguments replace settings of the configuration.
 
     Raises:
-        ConfigError: Something is wrong; one paragraph with the next step.
+        ConfigError: A setting is wrong; names the next step.
         PluginError: A component is unknown or broken.
     """
     config, section = _with_targets(config, manager), config.experiment
@@ -59,7 +59,7 @@ def make_plan(
 
 
 def _with_targets(config: ExperimentConfig, manager: PluginManager) -> ExperimentConfig:
-    """Let an algorithm that names nothing tune the only resource that it can."""
+    """Set the target of algorithms that name none and can tune only one resource."""
     algorithms = (
         msgspec.structs.replace(
             algorithm, tunes=algorithm.tunes or _only_target(config, manager.algorithm(algorithm.use))
@@ -93,7 +93,7 @@ def _check_section(plan: Plan) -> None:
         if not NAME.fullmatch(name):
             raise ConfigError(f"the name {name!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
-        raise ConfigError(f"an algorithm is called {VALIDATION!r}, which is what validation is called; rename it")
+        raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
         raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
@@ -125,7 +125,7 @@ def _check_first(config: ExperimentConfig) -> None:
 
 def _check_tasks(plan: Plan) -> None:
     section, algorithms = plan.config.experiment, plan.config.algorithm
-    if not plan.train and not all(map(_learns_elsewhere, algorithms)):
+    if not plan.train and not all(map(_needs_no_tasks, algorithms)):
         raise ConfigError("an algorithm needs training tasks; set [experiment] train to a JSON-lines file")
     if not (plan.train or plan.val or algorithms):
         raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
@@ -157,7 +157,7 @@ def _check_components(plan: Plan) -> None:
 
 
 def _check_roles(plan: Plan) -> None:
-    """Policies that are chosen by who calls need to know who that is, and somebody to send the call there."""
+    """Refuse ``agents`` patterns without a gateway, or with a runner that cannot name the calling agent."""
     config = plan.config
     patterns = {name: policy.agents for name, policy in config.policy.items() if policy.agents}
     check_patterns(patterns)
@@ -166,8 +166,7 @@ def _check_roles(plan: Plan) -> None:
     first = next(iter(patterns))
     if config.gateway.use == "none":
         raise ConfigError(
-            f"[policy.{first}] agents needs the gateway, which sends calls where they belong; "
-            'remove gateway.use = "none"'
+            f'[policy.{first}] agents needs the gateway, which routes calls by agent; remove gateway.use = "none"'
         )
     if config.runner.use == "command":
         raise ConfigError(
@@ -201,7 +200,7 @@ def _check_algorithms(plan: Plan) -> None:
 
 
 def _takes_turns(plan: Plan, algorithm: AlgorithmConfig) -> bool:
-    """Whether an algorithm's steps come between or beside those of others."""
+    """Return true if an algorithm's steps alternate with, or run beside, those of others."""
     schedule = plan.config.schedule
     return schedule.mode != "sequential" and algorithm.name not in schedule.first
 
@@ -246,21 +245,21 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
 
 
 def _check_experiment(plan: Plan, algorithm: AlgorithmConfig, source: str) -> None:
-    """Refuse a source that names this experiment or none, or that is mixed with algorithms."""
+    """Refuse a source that names this experiment or no experiment, or that is mixed with algorithms."""
     if experiment_of(source) in ("", plan.name):
         raise ConfigError(
             f"algorithm {algorithm.name!r} has the source {source!r}, which names no other experiment; write "
             f"{PREFIX}NAME with one that agl runs lists, or an algorithm of this experiment"
         )
-    if not _learns_elsewhere(algorithm):
+    if not _needs_no_tasks(algorithm):
         raise ConfigError(
             f"algorithm {algorithm.name!r} has both algorithms and other experiments as its source; use two "
             "algorithms, one for each"
         )
 
 
-def _learns_elsewhere(algorithm: AlgorithmConfig) -> bool:
-    """Whether all that it learns from is in other experiments, so that it needs no tasks."""
+def _needs_no_tasks(algorithm: AlgorithmConfig) -> bool:
+    """Return true if every source is another experiment, so that the algorithm needs no tasks."""
     return bool(algorithm.source) and all(source.startswith(PREFIX) for source in algorithm.source)
 
 

@@ -1,4 +1,4 @@
-"""Collecting rollouts: enqueue, wait for the change feed, read the spans, build the episodes."""
+"""Collects rollouts: enqueues them, waits for the change feed, reads the spans, builds the episodes."""
 
 import asyncio
 import hashlib
@@ -15,25 +15,25 @@ from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
+from agl_run.experiment.agent_patterns import AgentPatternCheck
 from agl_run.experiment.agreement import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.counterfactual import Replays
-from agl_run.experiment.names import NameCheck
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
 T = TypeVar("T")
 
 WAIT_S = 20.0
-"""Seconds of one wait at the change feed; only a bound, every change wakes it."""
+"""Longest single wait for the change feed, in seconds; every change ends the wait early."""
 
 GRACE_S = 90.0
-"""Seconds that a worker may take to start an agent's process and to stop an agent that ran out of time."""
+"""Seconds that a worker may take to start an agent's process and to stop an agent after its time limit."""
 
-TOGETHER = 64
-"""Rollouts that are read at once, as soon as so many have finished."""
+READ_BATCH = 64
+"""Finished rollouts that are read in one batch."""
 
 
-class Finishing:
+class WatchedRollouts:
     """The rollouts of one request, handed out as they finish."""
 
     def __init__(self, rollout_ids: Iterable[str], *, on_finish: Callable[[], None]) -> None:
@@ -44,7 +44,7 @@ class Finishing:
         self._on_finish = on_finish
 
     def resolve(self, rollout_id: str) -> None:
-        """Take note that a rollout is finished; idempotent."""
+        """Mark a rollout as finished; idempotent."""
         if rollout_id in self._open:
             self._open.remove(rollout_id)
             self._finished.append(rollout_id)
@@ -52,12 +52,12 @@ class Finishing:
             self._on_finish()
 
     def fail(self, error: Exception) -> None:
-        """End the waiting: nobody will hear of further rollouts."""
+        """End all waits with ``error``."""
         self._error = error
         self._news.set()
 
     async def take(self, count: int) -> list[str]:
-        """Those that were not taken yet, once there are ``count``, or all; nothing when all were taken."""
+        """Return newly finished rollouts, once there are ``count`` or all are finished; empty at the end."""
         while self._error is None and self._open and len(self._finished) < count:
             self._news.clear()
             await self._news.wait()
@@ -68,17 +68,17 @@ class Finishing:
 
 
 class FinishFeed:
-    """Wakes waiters through one shared reader of the change feed, and keeps spans for them that were read already."""
+    """Wakes waiters through one shared reader of the change feed, and caches spans that a worker has just read."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._requests: dict[str, Finishing] = {}
+        self._requests: dict[str, WatchedRollouts] = {}
         self._kept: dict[str, tuple[str, list[Span]]] = {}
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
     async def __aenter__(self) -> "FinishFeed":
-        """Start to read at the feed's end."""
+        """Start reading at the end of the feed."""
         self._reader = asyncio.create_task(self._read(await self._store.cursor()))
         return self
 
@@ -91,11 +91,11 @@ class FinishFeed:
     @contextmanager
     def watch(
         self, rollout_ids: Sequence[str], *, on_finish: Callable[[], None] = lambda: None
-    ) -> Generator[Finishing]:
-        """Watch rollouts; begin before they are enqueued. Raises what ended the reading."""
+    ) -> Generator[WatchedRollouts]:
+        """Watch rollouts; must begin before they are enqueued. Raises the error that ended the reader, if one did."""
         if self._error is not None:
             raise self._error
-        request = Finishing(rollout_ids, on_finish=on_finish)
+        request = WatchedRollouts(rollout_ids, on_finish=on_finish)
         self._requests |= dict.fromkeys(rollout_ids, request)
         try:
             yield request
@@ -105,12 +105,12 @@ class FinishFeed:
                 self._kept.pop(rollout_id, None)
 
     def keep(self, rollout_id: str, attempt_id: str, spans: list[Span]) -> None:
-        """Keep the spans of an attempt that is about to end for the one that watches its rollout, if anybody does."""
+        """Cache the spans of an ending attempt if its rollout is watched."""
         if rollout_id in self._requests:
             self._kept[rollout_id] = (attempt_id, spans)
 
     def kept(self, rollout_id: str) -> tuple[str, list[Span]] | None:
-        """An attempt's id and its spans, which are given away."""
+        """Remove and return the cached attempt id and spans of a rollout, ``None`` if there are none."""
         return self._kept.pop(rollout_id, None)
 
     async def _read(self, cursor: int) -> None:
@@ -121,7 +121,7 @@ class FinishFeed:
                     is_end = change.kind == "rollout" and change.status in ("succeeded", "failed", "cancelled")
                     if is_end and change.key in self._requests:
                         self._requests[change.key].resolve(change.key)
-        except Exception as error:  # noqa: BLE001  # handed to everybody who waits, now or later
+        except Exception as error:  # noqa: BLE001  # raised in every present and later wait
             self._error = error
             for request in set(self._requests.values()):
                 request.fail(error)
@@ -133,15 +133,15 @@ class Collector:
     Args:
         plan: The experiment.
         run: Number of the fresh start.
-        label: Name of who asks; part of the rollouts' ids.
+        caller: Name of the algorithm, or of another caller; part of the rollouts' ids.
         store: Where rollouts are queued.
-        feed: Wakes this when rollouts finish.
-        live: Gives the live versions, which are pinned.
-        progress: Takes (done, total, text).
-        algorithm: Whose agents and policy are selected; ``None`` selects all.
-        failure: Ends with the worker's error when the worker broke.
-        credit: Prepares training episodes when it is a counterfactual one.
-        log: Takes (step, metrics) about the replays.
+        feed: Signals finished rollouts.
+        live: Returns the live versions, to which rollouts are pinned.
+        progress: Called with (done, total, text).
+        algorithm: Selects the agents and the policy whose calls train; ``None`` selects all.
+        failure: Completes with the worker's error when the worker fails.
+        credit: Prepares training episodes if it is a counterfactual one.
+        log: Called with (step, metrics) of the replays.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Collector:
         *,
         plan: Plan,
         run: int,
-        label: str,
+        caller: str,
         store: Store,
         feed: FinishFeed,
         live: Callable[[], Mapping[str, str]],
@@ -161,7 +161,7 @@ class Collector:
     ) -> None:
         self._plan = plan
         self._run = run
-        self._label = label
+        self._caller = caller
         self._store = store
         self._feed = feed
         self._live = live
@@ -172,7 +172,7 @@ class Collector:
         self._asked: int = 0
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
-        self._names = NameCheck(plan, algorithm)
+        self._names = AgentPatternCheck(plan, algorithm)
         self._agreement = AgreementPolicy(plan.config.experiment)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
@@ -214,9 +214,9 @@ class Collector:
     async def _prepare(
         self, credit: CounterfactualCredit, episodes: Sequence[Episode], *, step: int, key: str
     ) -> list[Episode]:
-        """Let the credit replay what it needs; says and logs what that took."""
+        """Let the credit run its replays, and log their metrics."""
         place = f"{step_name(step)}-{key}-" if key else f"{step_name(step)}-"
-        prefix = f"{self._plan.name}-{self._run}-{self._label}-{REPLAY}-{place}"
+        prefix = f"{self._plan.name}-{self._run}-{self._caller}-{REPLAY}-{place}"
         replays = Replays(episodes, prefix=prefix, run_all=self._run_all, store=self._store)
         prepared = list(await credit.prepare(episodes, step=step, replay=replays))
         if replays.count and self._log is not None:
@@ -224,7 +224,7 @@ class Collector:
         return prepared
 
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
-        """Episodes of finished rollouts that others asked for, with what the experiment's policies left out."""
+        """Read the episodes of finished rollouts that other algorithms collected; counts the dropped ones by reason."""
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
         self._agreement.report(episodes)
         return self._apply_policies(episodes)
@@ -232,9 +232,9 @@ class Collector:
     async def pinned_before(
         self, task: Json, *, step: int, mode: Literal["train", "val", "test"]
     ) -> dict[str, str] | None:
-        """The versions that an earlier, equal request ran ``task`` with as its first, ``None`` if there is none.
+        """Return the versions to which an earlier, equal request pinned ``task`` as its first, ``None`` without one.
 
-        What is live may have changed since, and a rollout that exists keeps what it was pinned to.
+        The live versions may have changed since; an existing rollout keeps its pinned versions.
         """
         wanted = self._rollout(task, (step, f"{step_name(step)}-00000-000"), mode, {})
         try:
@@ -247,7 +247,7 @@ class Collector:
         section, runner = self._plan.config.experiment, self._plan.config.runner
         step, position = place
         return Rollout(
-            rollout_id=f"{section.name}-{self._run}-{self._label}-{mode}-{position}",
+            rollout_id=f"{section.name}-{self._run}-{self._caller}-{mode}-{position}",
             task=task,
             experiment=section.name,
             group_id=group_id_of(task, section.group_key),
@@ -260,25 +260,25 @@ class Collector:
                 retry_on=runner.retry_on,
             ),
             hidden=section.hidden,
-            metadata={"algorithm": self._label, "step": step},
+            metadata={"algorithm": self._caller, "step": step},
         )
 
     async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
         ids = [rollout.rollout_id for rollout in rollouts]
         self._count(asked=len(ids))
         episodes: dict[str, Episode] = {}
-        with self._feed.watch(ids, on_finish=lambda: self._count(done=1)) as finishing:
+        with self._feed.watch(ids, on_finish=lambda: self._count(done=1)) as watched:
             for rollout in await self._store.enqueue(rollouts):
                 if rollout.is_finished:
-                    finishing.resolve(rollout.rollout_id)
-            while taken := await self._unless_broken(finishing.take(TOGETHER)):
+                    watched.resolve(rollout.rollout_id)
+            while taken := await self._unless_broken(watched.take(READ_BATCH)):
                 kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
                 for episode in await read_episodes(self._store, taken, selection=self._selection, kept=kept):
                     episodes[episode.rollout.rollout_id] = episode
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
-        """Wait, and give the answer; raises the worker's error when the worker breaks first."""
+        """Await ``waiting``; raises the worker's error if the worker fails first."""
         task = asyncio.create_task(waiting)
         try:
             await asyncio.wait({task, self._failure}, return_when=asyncio.FIRST_COMPLETED)
@@ -289,7 +289,7 @@ class Collector:
             task.cancel()
 
     def _count(self, *, asked: int = 0, done: int = 0) -> None:
-        """Show how far all requests that are under way now have come together."""
+        """Show the joint progress of all running requests."""
         if self._done == self._asked:
             self._done, self._asked = 0, 0
         self._asked += asked
@@ -315,7 +315,7 @@ class Collector:
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):
-    """Which calls of an episode train, and which rewards count.
+    """The selection of the calls that train and the rewards that count.
 
     Attributes:
         agents: Regular expression over agent names; ``None`` for all.
@@ -349,13 +349,13 @@ async def read_episodes(
     selection: EpisodeSelection,
     kept: Mapping[str, tuple[str, list[Span]] | None] | None = None,
 ) -> list[Episode]:
-    """The episodes of finished rollouts in their order, from the store, in as few requests as they fit into.
+    """Read the episodes of finished rollouts in the given order, with as few requests as possible.
 
     Args:
-        store: Where they are.
-        rollout_ids: Each once.
-        selection: How they are built.
-        kept: Attempts and their spans that need not be read, by rollout.
+        store: The store that has them.
+        rollout_ids: Distinct ids.
+        selection: The calls and rewards that count.
+        kept: Attempt id and spans by rollout, where they are known already.
     """
     known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
     recordings = await _recordings(store, list(known), spans="none")
@@ -389,7 +389,7 @@ def _episode(recording: Recording, selection: EpisodeSelection) -> Episode:
 
 
 async def cancel_unfinished(store: Store, experiment: str) -> None:
-    """Cancel what a stopped run left queued or running, so that a fresh start does not pay for it."""
+    """Cancel the queued and running rollouts of a stopped run, so that a fresh start does not pay for them."""
     after = ""
     while True:
         query = RolloutQuery(experiment=experiment, status=("queued", "running"), after=after)
@@ -401,12 +401,12 @@ async def cancel_unfinished(store: Store, experiment: str) -> None:
 
 
 def step_name(step: int) -> str:
-    """A step as part of a rollout's id, where names sort as the steps do: five digits, more after an ``x``."""
+    """Format a step for a rollout's id, so that ids sort by step: five digits, or ``x`` and twelve."""
     return f"{step:05d}" if step < 100_000 else f"x{step:012d}"
 
 
 def group_id_of(task: Json, key: str = "") -> str:
-    """The task's identity: its ``key`` if there is one, else a digest of its content."""
+    """Return the task's identity: the value of its ``key`` if one is given, else a digest of its content."""
     if key:
         value = cast("dict[str, Json]", task).get(key) if isinstance(task, dict) else None
         if value is None:

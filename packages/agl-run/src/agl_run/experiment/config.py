@@ -16,7 +16,7 @@ from agl.errors import ConfigError
 from agl.schemas import AttemptStatus, Json, JsonResource, PromptTemplate, Record
 
 ASYNC = "async"
-"""The runner that an experiment has unless it says otherwise."""
+"""The default runner."""
 
 
 class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,7 +75,7 @@ class ResourceConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @classmethod
     def of(cls, resource: PromptTemplate | JsonResource) -> "ResourceConfig":
-        """The section that describes a resource."""
+        """Return the section that describes a resource."""
         if isinstance(resource, PromptTemplate):
             return cls(template=resource.template, engine=resource.engine)
         return cls(value=resource.value)
@@ -110,7 +110,7 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[experiment]``: what is run, on what, and where it is kept.
+    """``[experiment]``: the agent, its tasks and the store.
 
     Attributes:
         agent: ``module:attribute``, or a command as a list of words.
@@ -124,14 +124,14 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         workdir: Where checkpoints and metrics go; by default ``runs/NAME``.
         validate_every: Steps between validations; 0 for only before and after.
         validation_limit: Validation tasks at most; 0 for all.
-        failed: What a failed rollout means for training: left out, or trained with ``penalty``.
+        failed: Treatment of a failed rollout: left out of training, or trained with ``penalty``.
         missing_reward: The same for a rollout without a reward.
-        penalty: The reward that stands in.
-        unseen_calls: What a rollout means of which a framework reported model calls that nobody recorded: left out,
-            the end of the run, or trained with what is known.
-        unattributed_calls: The same for one with recorded calls outside of everything that its framework reported.
-        trust_agent_rewards: Whether rewards that came with an agent's own token may train.
-        reward_weights: How named rewards make the scalar that trains; empty for the only or unnamed one.
+        penalty: The substitute reward.
+        unseen_calls: Treatment of a rollout whose framework reported model calls that were not recorded: ``drop``
+            leaves it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
+        unattributed_calls: The same for a rollout with recorded calls outside of the framework's spans.
+        trust_agent_rewards: Whether rewards that the agent itself reported may train.
+        reward_weights: Weights of the named rewards in the scalar that trains; empty to use the only or unnamed one.
     """
 
     agent: str | tuple[str, ...]
@@ -155,14 +155,14 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole experiment, as it stands in a file.
+    """A whole experiment, as in a file.
 
     Attributes:
-        experiment: What is run, on what, and where it is kept.
+        experiment: The agent, its tasks and the store.
         runner: How attempts run.
         policy: Model servers by resource name.
         resource: Prompts and other values by resource name.
-        algorithm: What learns, in order.
+        algorithm: The algorithms, in order.
         schedule: The order in which algorithms take their steps.
         credit: How rewards reach calls.
         reward: Reward emitters, run after every attempt.
@@ -187,7 +187,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
 def policy(
     use: str, /, *, aliases: str | Iterable[str] = (), agents: str = "", label: str = "", **params: Json
 ) -> PolicyConfig:
-    """A model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
+    """Describe a model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
 
     Args:
         use: Name of the policy, such as ``"openai"``, ``"torch"`` or ``"vllm"``.
@@ -209,7 +209,7 @@ def runner(
     retry_on: AttemptStatus | Iterable[AttemptStatus] = ("lost",),
     **params: Json,
 ) -> RunnerConfig:
-    """A runner: ``runner("process", concurrency=4)``.
+    """Describe a runner: ``runner("process", concurrency=4)``.
 
     Args:
         use: Name of the runner, such as ``"async"``, ``"process"`` or ``"command"``.
@@ -230,7 +230,7 @@ def runner(
 
 
 def checked(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration, once every value has the type that its section declares.
+    """Check that every value has the type that its section declares, and return the configuration.
 
     Raises:
         ConfigError: A value has another type; names the section and the key.
@@ -253,7 +253,7 @@ def _checked(value: Any, where: str) -> Any:
 
 
 def readable(error: msgspec.ValidationError, where: str = "") -> str:
-    """The error in the words of an experiment file: where, what is wrong, and the values that a key may have."""
+    """Word an error as in an experiment file: the key, the problem, and the values that the key may have."""
     match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error))
     if match is None:
         return str(error)
@@ -264,7 +264,7 @@ def readable(error: msgspec.ValidationError, where: str = "") -> str:
 
 
 def _choices(path: str) -> tuple[str, ...]:
-    """The words that a key takes; a key that several sections have takes the same ones in each."""
+    """Return the words that a key takes; a key of several sections takes the same words in each."""
     key = re.findall(r"[a-z_]+", path)[-1]
     sections = (ExperimentSection, RunnerConfig, ResourceConfig, ScheduleConfig)
     hint = next(hints[key] for hints in map(get_type_hints, sections) if key in hints)
@@ -272,5 +272,5 @@ def _choices(path: str) -> tuple[str, ...]:
 
 
 def listed(names: str | Iterable[str]) -> tuple[str, ...]:
-    """One name, or several."""
+    """Return one name or several as a tuple."""
     return (names,) if isinstance(names, str) else tuple(names)

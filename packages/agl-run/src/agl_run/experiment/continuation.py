@@ -1,7 +1,7 @@
-"""Where a run of an experiment begins: anew, where it was stopped, or beyond the steps that it had finished.
+"""Finds the state from which a run begins: a fresh one, the one at which it was stopped, or an extended one.
 
-A finished experiment goes on when its file asks for more: an algorithm has more steps to take than it took, or there
-is a new one. What "more" means is the algorithm's to say, see :class:`~agl.contracts.ExtendableAlgorithm`.
+A finished experiment continues if its file asks for more: for further steps of an algorithm, or for a new algorithm.
+Each algorithm decides if further steps are left, see :class:`~agl.contracts.ExtendableAlgorithm`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ from agl_run.runners.liveness import worker_name
 
 
 async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> ExperimentRecord:
-    """The state that a run begins with, already saved.
+    """Return the state from which a run begins, after saving it.
 
     Raises:
-        ConfigError: The experiment ran before and it was not said what to do, or it cannot be continued.
+        ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set or it cannot be continued.
     """
     name = plan.name
     previous = await saved.load_experiment(store, name)
@@ -49,20 +49,20 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Exper
 
 
 async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:
-    """The states of the algorithms that had finished and go on."""
+    """Return the states of the finished algorithms that continue."""
     configs = plan.config.algorithm
     states = {
         config.name: await saved.load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
         for config in configs
     }
     going_on = {name for name, state in states.items() if not state.is_finished}
-    for _ in configs:  # until nothing changes: one that learns from another goes on because that one does
+    for _ in configs:  # until nothing changes: an algorithm continues if one that it learns from does
         going_on |= {c.name for c in configs if c.name not in going_on and _has_more(plan, c, states, going_on)}
     if previous.status == "finished" and not going_on:
         raise _nothing_more(plan, states)
     opened = [c for c in configs if c.name in going_on and (states[c.name].is_finished or not states[c.name].step)]
     for config in opened:
-        _refuse_what_was_passed_on(config, configs, plan.config.schedule, states)
+        _refuse_outdated_steps(config, configs, plan.config.schedule, states)
     return {
         config.name: msgspec.structs.replace(states[config.name], is_finished=False, stop_reason="")
         for config in opened
@@ -95,17 +95,17 @@ def _nothing_more(plan: Plan, states: Mapping[str, AlgorithmState]) -> ConfigErr
     )
 
 
-def _refuse_what_was_passed_on(
+def _refuse_outdated_steps(
     config: AlgorithmConfig,
     configs: Sequence[AlgorithmConfig],
     schedule: ScheduleConfig,
     states: Mapping[str, AlgorithmState],
 ) -> None:
-    """Further steps of an algorithm would undo what a later one in the schedule learned since."""
-    place = _place(config, configs, schedule)
+    """Refuse further steps of an algorithm whose resources a later one in the schedule has tuned since."""
+    position = _position(config, configs, schedule)
     for later in configs:
         shared = set(config.tunes).intersection(later.tunes)
-        if _place(later, configs, schedule) > place and shared and states[later.name].step:
+        if _position(later, configs, schedule) > position and shared and states[later.name].step:
             raise ConfigError(
                 f"algorithm {config.name!r} asks for further steps on {sorted(shared)}, and {later.name!r}, which "
                 f"comes after it, has trained that already. Give the steps to {later.name!r} and put "
@@ -113,8 +113,8 @@ def _refuse_what_was_passed_on(
             )
 
 
-def _place(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
-    """When an algorithm has its turn; those that take turns with each other are at one place."""
+def _position(config: AlgorithmConfig, configs: Sequence[AlgorithmConfig], schedule: ScheduleConfig) -> int:
+    """Return an algorithm's position in the schedule; algorithms that take turns share one."""
     first = [other.name for other in configs if other.name in schedule.first]
     if config.name in first:
         return first.index(config.name)

@@ -1,4 +1,4 @@
-"""Replays for a counterfactual credit: further rollouts of a step that ask what a run is worth without some agents."""
+"""Runs the replays of a counterfactual credit: rollouts of a step again, with some agents replaced."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -12,11 +12,11 @@ from agl_run.replay.plan import REPLAY, CounterfactualCredit, ReplayPlan
 from agl_run.replay.player import VERSION
 
 RunAll = Callable[[Sequence[Rollout]], Awaitable[list[Episode]]]
-"""Enqueues rollouts and gives their episodes in order."""
+"""Enqueues rollouts and returns their episodes in order."""
 
 
 def check_replays(plan: Plan, credit: Credit) -> None:
-    """Refuse a credit that replays rollouts with a runner that cannot; raises :class:`ConfigError`."""
+    """Raise :class:`ConfigError` if the credit replays rollouts and the runner cannot."""
     runner = plan.config.runner.use
     if isinstance(credit, CounterfactualCredit) and not plan.manager.runner(runner).can_replay:
         raise ConfigError(
@@ -30,14 +30,14 @@ class Replays:
     """Runs the episodes of one step again; see :class:`agl_run.replay.ReplayFn`.
 
     Args:
-        episodes: What may be replayed.
-        prefix: What the ids of the replays begin with.
-        run_all: Runs them.
-        store: Where they are recorded.
+        episodes: The episodes that may be replayed.
+        prefix: Start of the replays' ids.
+        run_all: Runs the replays.
+        store: The store that records them.
 
     Attributes:
-        count: Replays so far, those that a repeated step found paid for included.
-        failed: How many of them did not succeed.
+        count: Replays so far, including those that a repeated step found in the store.
+        failed: Replays that did not succeed.
     """
 
     def __init__(self, episodes: Iterable[Episode], *, prefix: str, run_all: RunAll, store: Store) -> None:
@@ -59,7 +59,7 @@ class Replays:
         return [episodes[plan] for plan in plans]
 
     def metrics(self) -> Mapping[str, float]:
-        """What to log; empty when nothing was replayed."""
+        """Return the metrics to log; empty if nothing was replayed."""
         return {"replays": float(self.count), "replays_failed": float(self.failed)} if self.count else {}
 
     def _rollout(self, plan: ReplayPlan) -> Rollout:
@@ -83,20 +83,21 @@ class Replays:
         )
 
     async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
-        """Raise when a model answered for a replaced agent: its part was not replaced, and the result means nothing."""
+        """Raise :class:`CaptureError` if a model answered for a replaced agent, which makes the replay worthless."""
         live = _live_calls(plan, episode)
         spans = await all_spans(self._store, episode.rollout.rollout_id) if live else []
         for span in spans:
             if span.span_id in live and span.call is not None and span.call.dialect != "embeddings":
                 raise CaptureError(
-                    f"the replay {episode.rollout.rollout_id} was to answer for the agent {live[span.span_id]!r}, and "
-                    "a model did. Replays answer calls that leave through httpx or httpx2 in the agent's process, made "
+                    f"a model answered for the agent {live[span.span_id]!r} in the replay "
+                    f"{episode.rollout.rollout_id}, which replaces that agent. Replays answer calls that leave through "
+                    "httpx or httpx2 in the agent's process, made "
                     "while the agent's span is open. Use a client on httpx, such as openai's, or another credit"
                 )
 
 
 def _live_calls(plan: ReplayPlan, episode: Episode) -> dict[str, str]:
-    """Replaced agents whose calls something else than the replay answered, by the call's span id."""
+    """Return the replaced agents whose calls the replay did not answer, by the call's span id."""
     return {
         call.span_id: call.agent
         for call in episode.transitions

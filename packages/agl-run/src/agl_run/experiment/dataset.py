@@ -11,7 +11,7 @@ from agl.schemas import Json
 
 
 def load_dataset(path: Path) -> list[Json]:
-    """The tasks in a JSON-lines file, blank lines skipped; raises :class:`DatasetError` with file and line."""
+    """Read the tasks in a JSON-lines file, blank lines skipped; raises :class:`DatasetError` with file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def load_dataset(path: Path) -> list[Json]:
 
 
 def as_tasks(data: Iterable[Any] | str | Path | None, *, folder: Path, name: str) -> list[Json]:
-    """Tasks from what a person passed as a dataset: a path, or any iterable of JSON values."""
+    """Read tasks from a path, or from any iterable of JSON values."""
     if data is None or data == "":
         return []
     if isinstance(data, str | Path):
@@ -51,7 +51,7 @@ def as_tasks(data: Iterable[Any] | str | Path | None, *, folder: Path, name: str
 
 
 def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> None:
-    """Refuse hidden keys that no task has: a typing error there would show the agent the answer."""
+    """Refuse hidden keys that no task has: a misspelt one would show the agent the answer."""
     for key in hidden:
         if tasks and not any(isinstance(task, dict) and key in task for task in tasks):
             raise DatasetError(f"hidden key {key!r} is in no task of {name}; check [experiment] hidden")

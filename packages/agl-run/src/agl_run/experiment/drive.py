@@ -1,4 +1,4 @@
-"""Driving the algorithms: give each its context, take its steps, save what it did, refuse to train a rollout twice."""
+"""Drives the algorithms: sets each up, takes its steps, saves its state, and refuses to train a rollout twice."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
-from agl_run.experiment.recorded import Reader, Sources
+from agl_run.experiment.recorded import SourceReader, Sources
 from agl_run.experiment.session import Session
 from agl_run.experiment.state import AlgorithmState
 
@@ -37,9 +37,9 @@ class Driver:
     """One run of an experiment's algorithms within a session.
 
     Args:
-        session: What runs.
+        session: The running experiment.
         state: The experiment's state at the start.
-        progress: What the person sees.
+        progress: Shows the progress.
     """
 
     def __init__(self, session: Session, state: ExperimentRecord, *, progress: Progress) -> None:
@@ -56,10 +56,10 @@ class Driver:
         return self.session.plan.name
 
     def credit(self, algorithm: AlgorithmConfig) -> Credit:
-        """An algorithm's credit assignment, its own or the experiment's, made anew.
+        """Build an algorithm's credit assignment, its own or the experiment's.
 
         Raises:
-            ConfigError: It cannot work here.
+            ConfigError: It replays rollouts, and the runner cannot.
         """
         plan = self.session.plan
         config = algorithm.credit or plan.config.credit
@@ -68,14 +68,14 @@ class Driver:
         return credit
 
     def collector(self, name: str, algorithm: AlgorithmConfig | None, *, credit: Credit | None = None) -> Collector:
-        """Collects rollouts under a name, for ``credit`` when it trains."""
+        """Make a collector whose rollout ids contain ``name``."""
         session = self.session
         if session.worker.failure is None:
             raise AglError("the worker is not running")
         return Collector(
             plan=session.plan,
             run=self.state.run,
-            label=name,
+            caller=name,
             store=session.store,
             feed=session.feed,
             live=session.live.versions,
@@ -87,18 +87,18 @@ class Driver:
         )
 
     async def _note_replays(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        """Keep counts of replays until the step that they belong to is finished."""
+        """Show the counts of replays, and keep them for the step's report."""
         self._replays[name] = values
         failed = f", {values['replays_failed']:.0f} of them failed" if values["replays_failed"] else ""
         self.progress.say(f"{name} step {step}: {values['replays']:.0f} further rollouts for the credit{failed}")
 
     async def load(self, algorithm: AlgorithmConfig) -> AlgorithmState:
-        """An algorithm's saved state, a new one before its first step."""
+        """Load an algorithm's saved state, or a new one before its first step."""
         found = await saved.load_algorithm(self.session.store, self.name, self.state.run, algorithm.name)
         return found or AlgorithmState()
 
     async def commit(self, name: str, state: AlgorithmState, report: StepReport) -> None:
-        """Save a step: state, ledger and live versions in one transaction; then report it."""
+        """Save a step's state, ledger and live versions in one transaction; then report it."""
         async with self._lock:
             self.state = msgspec.structs.replace(
                 self.state, live=self.session.live.versions(), turn=self.state.turn + 1
@@ -115,22 +115,22 @@ class Driver:
         await self._report(name, msgspec.structs.replace(report, metrics=metrics))
 
     async def changed(self) -> None:
-        """Return after the next step that any algorithm finishes."""
+        """Return once any algorithm has finished a step."""
         async with self._changed:
             await self._changed.wait()
 
-    def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> Reader:
-        """Reads the rollouts of an algorithm's sources."""
+    def recorded(self, algorithm: AlgorithmConfig, collector: Collector) -> SourceReader:
+        """Make the reader of an algorithm's sources."""
         plan = self.session.plan
         sources = Sources(
             experiment=plan.name,
             run=self.state.run,
-            labels=tuple(source for source in algorithm.source if not experiment_of(source)),
+            algorithms=tuple(source for source in algorithm.source if not experiment_of(source)),
             experiments=tuple(filter(None, map(experiment_of, algorithm.source))),
             tunes=algorithm.tunes,
             waits=plan.config.schedule.mode == "concurrent",
         )
-        return Reader(
+        return SourceReader(
             sources,
             store=self.session.store,
             collector=collector,
@@ -153,7 +153,7 @@ class Driver:
         )
 
     async def record(self, tasks: Sequence[Json]) -> None:
-        """Run every task once and say how it went: what an experiment without an algorithm is for."""
+        """Run every task once and show a summary, for an experiment without an algorithm."""
         collected = await self.collector("record", None)(tasks, step=1, mode="test")
         rewards = [episode.reward for episode in collected.episodes if episode.reward is not None]
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
@@ -162,10 +162,10 @@ class Driver:
         self.progress.say(f"recorded {len(tasks)} rollouts, {failed} failed{mean}")
 
     async def validate(self, step: int) -> float | None:
-        """Mean reward on the validation tasks with what is live now; a failed or unrewarded rollout counts 0.
+        """Return the mean reward of the live versions on the validation tasks; a failed or unrewarded rollout counts 0.
 
-        Returns ``None`` when there are no validation tasks, and for a step before the last whose rollouts are gone:
-        what was live then is no longer known.
+        Returns ``None`` without validation tasks, and for an earlier step whose rollouts were removed: the versions
+        that were live then are no longer known.
         """
         plan = self.session.plan
         tasks = plan.val[: plan.config.experiment.validation_limit or None]
@@ -209,7 +209,7 @@ class DrivenAlgorithm:
 
     @property
     def steps(self) -> int:
-        """Steps that it took, those before a restart included."""
+        """Steps so far, including those before a restart."""
         return self._state.step
 
     @property
@@ -218,7 +218,7 @@ class DrivenAlgorithm:
         return self._config.tunes
 
     async def check(self) -> None:
-        """Let the algorithm check what it needs, before its turn has come; keeps nothing of it."""
+        """Let the algorithm check its needs before its turn; builds and closes it."""
         algorithm = self._build()
         try:
             if isinstance(algorithm, CheckedAlgorithm):
@@ -239,7 +239,7 @@ class DrivenAlgorithm:
         self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
 
     async def step(self) -> None:
-        """One step; raises :class:`AglError` when it would train a rollout twice."""
+        """Take one step; raises :class:`AglError` if it trains a rollout twice."""
         if self._algorithm is None:
             raise AglError("begin() was not called")
         name = self._config.name
@@ -252,7 +252,9 @@ class DrivenAlgorithm:
             )
         twice = self._trained.intersection(report.trained)
         if twice:
-            raise AglError(f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time; this is its defect")
+            raise AglError(
+                f"algorithm {name!r} trained {sorted(twice)[0]!r} a second time. This is a defect of the algorithm"
+            )
         self._trained.update(report.trained)
         self._state = AlgorithmState(
             step=report.step,

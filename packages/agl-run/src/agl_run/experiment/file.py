@@ -1,6 +1,6 @@
-"""Reads an experiment file: TOML becomes the records of :mod:`agl_run.experiment.config`, and typing errors are named.
+"""Reads an experiment file: turns TOML into the records of :mod:`agl_run.experiment.config`.
 
-Unknown keys are refused with the close match before anything runs.
+Unknown keys are refused before anything runs, with a close match.
 """
 
 import tomllib
@@ -23,7 +23,7 @@ _GONE = {
     "logger": "metrics are always written to metrics.jsonl in the work directory; remove the section, and for another "
     "place install a plugin that observes agl_step_finished",
 }
-"""Sections of earlier releases, with what to do instead."""
+"""Sections of earlier releases, with their replacements."""
 
 
 def load_config(path: Path) -> ExperimentConfig:
@@ -32,7 +32,7 @@ def load_config(path: Path) -> ExperimentConfig:
 
 
 def load_data(path: Path) -> dict[str, Any]:
-    """A TOML file as plain data; raises :class:`ConfigError` when it cannot be read."""
+    """Read a TOML file as plain data; raises :class:`ConfigError` if it cannot be read."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -46,11 +46,11 @@ def load_data(path: Path) -> dict[str, Any]:
 
 
 def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> ExperimentConfig:
-    """An experiment from plain data, as in the TOML file.
+    """Build an experiment from plain data, as in the TOML file.
 
     Args:
         data: The sections by name.
-        source: Where the data is from, for messages.
+        source: Name of the data's origin, for messages.
 
     Raises:
         ConfigError: A key is unknown or a value has the wrong type; names the key and the close match.
@@ -65,7 +65,7 @@ def parse_config(data: dict[str, Any], *, source: str = "the experiment") -> Exp
 
 
 def _with_lists(section: Any) -> Any:
-    """A section, or an array of them, with one name written as a list of one where the record holds several."""
+    """Turn single names into lists where the record holds several; takes a section or an array of them."""
     if isinstance(section, list):
         return [_with_lists(item) for item in cast("list[Any]", section)]
     if not isinstance(section, dict):
@@ -106,12 +106,12 @@ def _unknown_key(where: str, key: str, known: list[str]) -> str:
     near = get_close_matches(key, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
     if "params" in known and not near:
-        hint += f"; what the component itself takes goes below params: params = {{ {key} = ... }}"
+        hint += f"; the component's own parameters go below params: params = {{ {key} = ... }}"
     return f"unknown key {where!r}; {hint}"
 
 
 def _nested(hint: Any, value: Any) -> list[tuple[Any, str, Any]]:
-    """The records below a key, with the name of each in a table of tables, and their data."""
+    """List the records below a key as (record, name in a table of tables or ``""``, data)."""
     if isinstance(hint, type):
         return [(hint, "", value)]
     inner = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Record)]

@@ -1,7 +1,6 @@
-"""Finished rollouts of another experiment in the same store, for an algorithm that learns from them.
+"""Reads finished rollouts of another experiment in the same store, for an algorithm that learns from them.
 
-They are read in the order in which they finished, by the store's change feed, so that what finishes later comes later
-and nothing is read twice.
+The store's change feed gives them in the order in which they finished, so that none is read twice.
 """
 
 from collections.abc import Sequence
@@ -11,22 +10,22 @@ from agl.errors import NotFoundError
 from agl.schemas import Record, Rollout
 
 PREFIX = "experiment:"
-"""Begins a source that is an experiment, and no algorithm."""
+"""Prefix of a source that is an experiment, not an algorithm."""
 
 BATCH = 256
-"""Rollouts of one answer at most."""
+"""Most rollouts in one answer."""
 
 _PAGE = 1000
 _FINISHED = ("succeeded", "failed")
 
 
-class Finished(Record, frozen=True, kw_only=True):
-    """Some rollouts of an experiment.
+class FinishedRollouts(Record, frozen=True, kw_only=True):
+    """A page of an experiment's finished rollouts.
 
     Attributes:
         rollouts: Training rollouts in the order in which they finished.
-        cursor: Position in the change feed behind the last of them.
-        is_all: Nothing more had finished when they were read.
+        cursor: Position in the change feed after the last of them.
+        is_all: No further rollout had finished when they were read.
     """
 
     rollouts: list[Rollout]
@@ -35,21 +34,21 @@ class Finished(Record, frozen=True, kw_only=True):
 
 
 def experiment_of(source: str) -> str:
-    """The experiment that a source names, ``""`` if it names an algorithm."""
+    """Return the experiment that a source names, ``""`` if it names an algorithm."""
     return source.removeprefix(PREFIX) if source.startswith(PREFIX) else ""
 
 
-async def finished(store: Store, experiment: str, *, after: int, limit: int = BATCH) -> Finished:
-    """The next training rollouts of an experiment that finished above the cursor ``after``; ``limit`` at most."""
+async def finished(store: Store, experiment: str, *, after: int, limit: int = BATCH) -> FinishedRollouts:
+    """Read at most ``limit`` training rollouts of an experiment that finished after the cursor ``after``."""
     found: list[Rollout] = []
     while changes := await store.changes(after=after, limit=_PAGE):
         ends = {change.key: change.cursor for change in changes if _is_end(change) and change.experiment == experiment}
         for rollout in await _existing(store, list(ends)):
             found += [rollout] if rollout.mode == "train" else []
             if len(found) == limit:
-                return Finished(rollouts=found, cursor=ends[rollout.rollout_id], is_all=False)
+                return FinishedRollouts(rollouts=found, cursor=ends[rollout.rollout_id], is_all=False)
         after = changes[-1].cursor
-    return Finished(rollouts=found, cursor=after, is_all=True)
+    return FinishedRollouts(rollouts=found, cursor=after, is_all=True)
 
 
 def _is_end(change: Change) -> bool:
@@ -57,7 +56,7 @@ def _is_end(change: Change) -> bool:
 
 
 async def _existing(store: Store, rollout_ids: Sequence[str]) -> list[Rollout]:
-    """The rollouts in the given order, without those that were removed since the change feed named them."""
+    """Read rollouts in the given order, without those removed since the change feed named them."""
     if not rollout_ids:
         return []
     try:

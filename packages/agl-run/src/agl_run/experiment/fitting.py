@@ -1,4 +1,4 @@
-"""Runs a plan: the experiment between two validations, or a few tasks without training."""
+"""Runs a plan: the whole experiment with validation before and after, or a few tasks without training."""
 
 import time
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class DevResult(Record, frozen=True, kw_only=True):
     """The result of :meth:`Trainer.dev`.
 
     Attributes:
-        episodes: What was recorded, one episode for each task.
+        episodes: One recorded episode for each task.
     """
 
     episodes: tuple[Episode, ...] = ()
@@ -55,7 +55,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     started = time.monotonic()
     session = Session(plan)
     try:
-        await check_algorithms(plan)  # wrong parameters are told before the experiment counts as started
+        await check_algorithms(plan)  # reports wrong parameters before the experiment counts as started
         store = await session.open_store()
         state = await begin(store, plan, resume=resume, fresh=fresh)
         await session.start(state, say=progress.say)
@@ -123,7 +123,7 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
 
 
 async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
-    """Let the algorithms check what they need before the first rollout is paid, then validate."""
+    """Let the algorithms check their needs before the first rollout costs anything, then validate."""
     able = _able_to_begin(turns, driver.session.plan.config.schedule)
     try:
         for turn in turns:
@@ -139,7 +139,7 @@ async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) 
 
 
 def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:
-    """The algorithms that can be set up now, because no earlier one changes what they tune."""
+    """Return the algorithms that can be set up now, because no earlier one changes their resources."""
     waiting = [turn for turn in turns if not turn.is_finished]
     if schedule.mode == "sequential":
         return waiting[:1]

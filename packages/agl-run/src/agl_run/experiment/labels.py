@@ -1,6 +1,6 @@
 """Labels: names such as ``production`` that point at a version of a resource, and move.
 
-Versions never change, so a roll-out or a roll-back is a label that moves. The store keeps every move.
+Versions never change: promotion and rollback move a label. The store keeps every move.
 """
 
 import re
@@ -13,18 +13,18 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 async def labels_of(store: Store, name: str) -> dict[str, str]:
-    """The version that every label of a resource points at."""
+    """Return the version that each label of a resource points at."""
     return {move.label: move.version for move in await store.labels(name)}
 
 
 async def labelled(store: Store, name: str, label: str) -> ResourceVersion | None:
-    """The version that a label points at, ``None`` if it points at none."""
+    """Return the version that a label points at, ``None`` if there is none."""
     version = (await labels_of(store, name)).get(label)
     return None if version is None else await store.resource(name, version)
 
 
 async def move(store: Store, name: str, label: str, version: str, *, reason: str = "") -> LabelMove:
-    """Point a label at a version that exists; returns the move, the last one if it points there already.
+    """Point a label at an existing version; returns the move, or the last one if the label already points there.
 
     Raises:
         ConfigError: The label has characters that it may not have.
@@ -36,7 +36,7 @@ async def move(store: Store, name: str, label: str, version: str, *, reason: str
 
 
 async def move_back(store: Store, name: str, label: str) -> LabelMove:
-    """Point a label at what it pointed at before its present version; again, and it goes further back."""
+    """Point a label at its previous version; each further call goes one version back."""
     moves = await store.label_moves(name, label)
     if not moves:
         raise NotFoundError("label", f"{name}/{label}", f"there are {sorted(await labels_of(store, name)) or 'none'}")

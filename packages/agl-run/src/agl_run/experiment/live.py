@@ -1,4 +1,4 @@
-"""The live version of every resource, and what an agent gets of them."""
+"""The live version of every resource, and the resources of a rollout."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -10,11 +10,11 @@ from agl.errors import NotFoundError
 from agl.schemas import LLM, JsonResource, NamedResources, Resource, ResourceVersion, Rollout
 
 _CACHED = 256
-"""Versions that a worker elsewhere keeps; rollouts of a step share theirs."""
+"""Most versions that a remote worker caches; the rollouts of a step share them."""
 
 
 class LiveResources:
-    """Knows which version of each resource is live, and resolves the pinned ones of a rollout.
+    """Holds the live version of each resource, and resolves the versions to which a rollout is pinned.
 
     Args:
         store: Where versions are kept.
@@ -28,13 +28,13 @@ class LiveResources:
         self._cache: dict[tuple[str, str], ResourceVersion] = {}
 
     def current(self, name: str) -> ResourceVersion:
-        """The live version; raises :class:`NotFoundError` that lists what there is."""
+        """Return the live version; raises :class:`NotFoundError` that lists the known resources."""
         if name not in self._live:
             raise NotFoundError("resource", name, f"there are {sorted(self._live)}")
         return self._live[name]
 
     def versions(self) -> dict[str, str]:
-        """Name and live version of every resource."""
+        """Return the live version of every resource, by name."""
         return {name: version.version for name, version in self._live.items()}
 
     def set(self, version: ResourceVersion) -> None:
@@ -43,7 +43,7 @@ class LiveResources:
         self._cache[(version.name, version.version)] = version
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version, unless a step that is repeated stored an equal one before; does not make it live."""
+        """Store a version, unless an equal one was stored when the step ran before; does not make it live."""
         existing = await self._find(version.name, version.version)
         number = 2
         while existing is not None and existing.resource != version.resource:
@@ -67,7 +67,7 @@ class LiveResources:
             self.set(await self._store.resource(name, version))
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """What the agent gets: pinned versions where the rollout pins, the live ones elsewhere."""
+        """Return the agent's resources: the pinned version of each, or the live one if it is not pinned."""
         found: dict[str, Any] = {}
         for name, live in self._live.items():
             pinned = rollout.resources.get(name)
@@ -87,12 +87,12 @@ class LiveResources:
 
 
 class PinnedResources:
-    """What an agent gets where the experiment runs elsewhere: the pinned versions, read from the store.
+    """Resolves a rollout's pinned versions from the store, on a remote worker.
 
     Args:
         store: Where versions are kept.
         endpoints: For every policy the LLM that agents get.
-        live: Gives the live versions, for rollouts that pin none.
+        live: Returns the live versions, for resources that are not pinned.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PinnedResources:
         self._cache: dict[tuple[str, str], ResourceVersion] = {}
 
     async def for_rollout(self, rollout: Rollout) -> NamedResources:
-        """The resources of one rollout."""
+        """Return the resources of one rollout."""
         versions = {**await self._live(), **rollout.resources}
         found = {name: await self._version(name, version) for name, version in versions.items()}
         return {name: resource_for_agent(self._endpoints, name, version) for name, version in found.items()}
@@ -119,7 +119,7 @@ class PinnedResources:
 
 
 def resource_for_agent(endpoints: Mapping[str, LLM], name: str, version: ResourceVersion) -> Resource | Any:
-    """A version as an agent gets it: a policy as the LLM that serves it, JSON as its value."""
+    """Convert a version for an agent: a policy to the LLM that serves it, JSON to its value."""
     if name in endpoints:
         return endpoints[name]
     resource = version.resource

@@ -1,7 +1,7 @@
-"""One trainer per experiment: a lock of the operating system on a file in the work directory.
+"""One trainer per experiment: an operating system lock on a file in the work directory.
 
-The system gives the lock back when its holder ends, however it ends, so that nothing has to be guessed from process
-ids, which a restarted container uses again. The holder's id is in a file beside it, for people to read.
+The system releases the lock when its holder ends, even by a kill, so stale process ids cannot mislead: a restarted
+container uses ids again. The holder's id is in a file beside it, for people to read.
 """
 
 import os
@@ -13,10 +13,10 @@ from agl.errors import ConfigError
 
 
 class ExperimentLock:
-    """Held while an experiment runs; released when its process ends or is killed.
+    """A lock held while an experiment runs; released when its process ends or is killed.
 
-    Protects against a second trainer on this machine by mistake; it is no distributed lock. What the holder starts or
-    forks does not hold it.
+    Prevents an accidental second trainer on this machine; it is no distributed lock. Child processes of the holder do
+    not hold it.
     """
 
     def __init__(self, workdir: Path) -> None:
@@ -28,8 +28,8 @@ class ExperimentLock:
         """Take the lock.
 
         Raises:
-            ConfigError: Another trainer holds it, in this process or another one, which is named; or the work
-                directory is on a file system that has no locks.
+            ConfigError: Another trainer holds it, in this process or in another one, which the message names; or the
+                work directory is on a file system without locks.
         """
         self._file.parent.mkdir(parents=True, exist_ok=True)
         try:

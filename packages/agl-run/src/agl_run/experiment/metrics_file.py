@@ -1,4 +1,4 @@
-"""Keeps an experiment's metrics as JSON lines beside its checkpoints: an observer of finished steps."""
+"""Writes an experiment's metrics as JSON lines beside its checkpoints, as an observer of finished steps."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A plan: an experiment with its agent, tasks, resources and plugins, ready to be checked and run."""
+"""The plan of an experiment: its agent, tasks, resources and plugins, ready to run."""
 
 import os
 import re
@@ -20,7 +20,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 """Names of experiments, algorithms and resources, which are parts of ids."""
 
 VALIDATION = "validate"
-"""Name under which validation rollouts and metrics are kept; no algorithm may have it."""
+"""Name of validation in rollout ids and metrics; no algorithm may have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +29,13 @@ class Plan:
 
     Attributes:
         config: The configuration.
-        folder: What relative paths are relative to.
+        folder: Base of relative paths.
         manager: Finds components by name.
         agent: The agent.
         train: Training tasks.
         val: Validation tasks.
         resources: Initial resources that are not policies.
-        store: A store object that was passed, else ``None`` and the URL in the configuration counts.
+        store: The store object that was passed, ``None`` to open the URL in the configuration.
         workdir: Where checkpoints and metrics go.
     """
 
@@ -55,9 +55,9 @@ class Plan:
         return self.config.experiment.name
 
     def renamed(self, name: str) -> "Plan":
-        """The same experiment under another name and with a work directory of its own, which a dry run uses.
+        """Copy the plan under another name, with its own work directory, for a dry run.
 
-        It runs its attempts itself, because workers elsewhere know the experiment by its own name.
+        The copy runs its attempts itself, because remote workers look for the original name.
         """
         concurrency = self.config.runner.concurrency or RunnerConfig().concurrency
         section = msgspec.structs.replace(self.config.experiment, name=name)
@@ -66,25 +66,25 @@ class Plan:
         return replace(self, config=config, workdir=self.workdir / name)
 
     def entry(self, algorithm: AlgorithmConfig) -> AlgorithmEntry:
-        """The registered record of an algorithm."""
+        """Return the registered record of an algorithm."""
         return self.manager.algorithm(algorithm.use)
 
     def needs_token_ids(self) -> bool:
-        """Whether any algorithm trains on tokens."""
+        """Return true if any algorithm trains on tokens."""
         return any(self.entry(algorithm).needs_token_ids for algorithm in self.config.algorithm)
 
     def label(self, name: str) -> str:
-        """The label of the version that a resource starts from; ``""`` to start from what the experiment says."""
+        """Return the label of the version that a resource starts from, ``""`` for the experiment's own value."""
         given = self.config.policy.get(name) or self.config.resource.get(name)
         return given.label if given is not None else ""
 
     def trained_policies(self) -> set[str]:
-        """Policies whose weights an algorithm tunes."""
+        """Return the policies whose weights an algorithm tunes."""
         return {name for algorithm in self.config.algorithm for name in algorithm.tunes} & set(self.config.policy)
 
 
 def load_agent(spec: AgentSpec) -> LoadedAgent:
-    """The agent, imported with a placeholder for keys that are not set; raises :class:`ConfigError`."""
+    """Import the agent, with placeholders for API keys that are not set; raises :class:`ConfigError`."""
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
-    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # a client made at the top of the module asks for one
+    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # for clients made at the top of the module
         return spec.load()

@@ -1,4 +1,4 @@
-"""Shows a person how an experiment goes: bars on a terminal, plain lines elsewhere, nothing when quiet."""
+"""Shows the progress of an experiment: bars on a terminal, plain lines elsewhere, nothing when quiet."""
 
 import sys
 import time
@@ -6,23 +6,23 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Takes news of a run; every method returns at once."""
+    """Shows the progress of a run; every method returns at once."""
 
     def say(self, text: str) -> None:
-        """One line for the person."""
+        """Show one line."""
         ...
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Task ``name`` has done ``done`` of ``total``; ``total`` 0 removes it."""
+        """Show that task ``name`` is at ``done`` of ``total``; a ``total`` of 0 removes the task."""
         ...
 
     def close(self) -> None:
-        """Leave the terminal as it was; idempotent."""
+        """Restore the terminal; idempotent."""
         ...
 
 
 class Quiet:
-    """Says nothing."""
+    """Shows nothing."""
 
     def say(self, text: str) -> None:
         """Ignore."""
@@ -35,7 +35,7 @@ class Quiet:
 
 
 class Lines:
-    """Plain lines: what is said, and each task's state at most every ``every_s`` seconds."""
+    """Prints plain lines: every message, and each task's state at most every ``every_s`` seconds."""
 
     def __init__(self, *, every_s: float = 5.0) -> None:
         self._every_s = every_s
@@ -46,7 +46,7 @@ class Lines:
         print(text, flush=True)
 
     def update(self, name: str, done: int, total: int, text: str = "") -> None:
-        """Print the state when it is time, or when the task is complete."""
+        """Print the task's state if ``every_s`` seconds have passed since the last time."""
         now = time.monotonic()
         if total == 0:
             self._last.pop(name, None)
@@ -59,7 +59,7 @@ class Lines:
 
 
 class Bars:
-    """Progress bars."""
+    """Draws progress bars."""
 
     def __init__(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -95,5 +95,5 @@ class Bars:
 
 
 def default_progress() -> Progress:
-    """Bars if standard output is a terminal, else lines."""
+    """Return bars if standard output is a terminal, else lines."""
     return Bars() if sys.stdout.isatty() else Lines()

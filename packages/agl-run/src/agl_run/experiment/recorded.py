@@ -1,7 +1,7 @@
-"""Rollouts that others paid for, given to an algorithm: which they are, how old, and when there are new ones.
+"""Reads rollouts that other algorithms or experiments collected, for an algorithm that learns from them.
 
-Only whole steps are shared: a step that is finished is never repeated, so what it collected is final and what another
-algorithm learns from it is the same after a restart. Rollouts of another experiment come as they have finished.
+Only whole steps are shared: a finished step is never repeated, so its rollouts are final, and another algorithm learns
+the same from them after a restart. Rollouts of another experiment come in the order in which they finished.
 """
 
 import asyncio
@@ -14,33 +14,33 @@ from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Record, ResourceVersion, Rollout
 from agl_run.experiment.collect import Collector, step_name
-from agl_run.experiment.finished import PREFIX, Finished, finished
+from agl_run.experiment.finished import PREFIX, FinishedRollouts, finished
 from agl_run.experiment.state import AlgorithmState, load_algorithm
 
 PAGE = 1000
 
 
 class Sources(Record, frozen=True, kw_only=True):
-    """Whose rollouts are read.
+    """The algorithms and experiments whose rollouts are read.
 
     Attributes:
         experiment: The experiment's name.
         run: Number of the fresh start.
-        labels: Names of the algorithms that pay.
+        algorithms: Names of the algorithms that collect.
         experiments: Names of other experiments whose rollouts are read.
-        tunes: Resources of the one who asks, whose versions are what rollouts grow old by.
-        waits: Whether the sources go on while the one who asks waits.
+        tunes: Resources of the reading algorithm; their versions give the age of a rollout.
+        waits: Whether the sources continue while the reading algorithm waits.
     """
 
     experiment: str
     run: int
-    labels: tuple[str, ...]
+    algorithms: tuple[str, ...]
     tunes: tuple[str, ...]
     waits: bool
     experiments: tuple[str, ...] = ()
 
 
-class Reader:
+class SourceReader:
     """Reads the sources' rollouts for one algorithm; see :class:`agl.contracts.RecordedFn`."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Reader:
         current: Callable[[str], ResourceVersion],
         changed: Callable[[], Awaitable[None]],
     ) -> None:
-        """``current`` gives live versions; ``changed`` returns after the next step that any algorithm finishes."""
+        """Take ``current``, which returns live versions, and ``changed``, which returns after a step."""
         self._sources = sources
         self._store = store
         self._collector = collector
@@ -61,34 +61,34 @@ class Reader:
 
     async def __call__(self, *, after: Mapping[str, int] | None = None, max_age: int | None = None) -> Recorded:
         """See :class:`agl.contracts.RecordedFn`."""
-        if not (self._sources.labels or self._sources.experiments):
+        if not (self._sources.algorithms or self._sources.experiments):
             raise ConfigError('the algorithm has no source; name the algorithm to learn from: source = "grpo"')
         known = dict(after or {})
-        states = await self._news(known)
-        elsewhere = {PREFIX + name: await self._elsewhere(name, known) for name in self._sources.experiments}
+        states = await self._changed_states(known)
+        external = {PREFIX + name: await self._from_experiment(name, known) for name in self._sources.experiments}
         rollouts = [
             rollout
-            for label, state in states.items()
-            async for rollout in self._rollouts(label, after=known.get(label, 0), last=state.step)
+            for algorithm, state in states.items()
+            async for rollout in self._rollouts(algorithm, after=known.get(algorithm, 0), last=state.step)
         ]
-        rollouts += [rollout for part in elsewhere.values() for rollout in part.rollouts]
+        rollouts += [rollout for part in external.values() for rollout in part.rollouts]
         ages = await self._ages(max_age)
         young = [rollout for rollout in rollouts if max_age is None or _is_young(rollout, ages)]
         kept, left_out = await self._collector.read(young)
         dropped = Counter(left_out) + Counter(stale=len(rollouts) - len(young))
-        is_over = all(state.is_finished for state in states.values()) and all(p.is_all for p in elsewhere.values())
+        is_over = all(state.is_finished for state in states.values()) and all(p.is_all for p in external.values())
         return Recorded(
             episodes=tuple(kept),
             dropped=dict(dropped),
             steps={
-                **{label: state.step for label, state in states.items()},
-                **{source: part.cursor for source, part in elsewhere.items()},
+                **{algorithm: state.step for algorithm, state in states.items()},
+                **{source: part.cursor for source, part in external.items()},
             },
             is_over=is_over,
         )
 
-    async def _elsewhere(self, experiment: str, known: Mapping[str, int]) -> Finished:
-        """What finished in another experiment since; raises :class:`ConfigError` where nothing ever did."""
+    async def _from_experiment(self, experiment: str, known: Mapping[str, int]) -> FinishedRollouts:
+        """Read the next rollouts of another experiment; raises :class:`ConfigError` if it has none at all."""
         after = known.get(PREFIX + experiment, 0)
         found = await finished(self._store, experiment, after=after)
         if not after and not found.rollouts:
@@ -98,26 +98,26 @@ class Reader:
             )
         return found
 
-    async def _news(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
-        """The sources' states, when there is something new in them or nothing more will be."""
+    async def _changed_states(self, known: Mapping[str, int]) -> dict[str, AlgorithmState]:
+        """Wait until a source has a new step, or all are finished; returns the sources' states."""
         while True:
             changed = asyncio.ensure_future(self._changed())  # before reading, so that no step is missed
             try:
-                states = {label: await self._state(label) for label in self._sources.labels}
-                is_new = any(state.step > known.get(label, 0) for label, state in states.items())
+                states = {algorithm: await self._state(algorithm) for algorithm in self._sources.algorithms}
+                is_new = any(state.step > known.get(algorithm, 0) for algorithm, state in states.items())
                 if is_new or not self._sources.waits or all(state.is_finished for state in states.values()):
                     return states
                 await changed
             finally:
                 changed.cancel()
 
-    async def _state(self, label: str) -> AlgorithmState:
+    async def _state(self, algorithm: str) -> AlgorithmState:
         sources = self._sources
-        return await load_algorithm(self._store, sources.experiment, sources.run, label) or AlgorithmState()
+        return await load_algorithm(self._store, sources.experiment, sources.run, algorithm) or AlgorithmState()
 
-    async def _rollouts(self, label: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
-        """Finished rollouts of the steps above ``after`` up to ``last``, which is where their ids sort."""
-        prefix = f"{self._sources.experiment}-{self._sources.run}-{label}-train-"
+    async def _rollouts(self, algorithm: str, *, after: int, last: int) -> AsyncIterator[Rollout]:
+        """Read the finished rollouts of the steps above ``after`` up to ``last``; ids sort by step."""
+        prefix = f"{self._sources.experiment}-{self._sources.run}-{algorithm}-train-"
         first = prefix + step_name(after + 1)
         query = RolloutQuery(experiment=self._sources.experiment, mode="train", after=first, limit=PAGE)
         while True:
@@ -125,14 +125,14 @@ class Reader:
             for rollout in page:
                 if not rollout.rollout_id.startswith(prefix) or _step(rollout) > last:
                     return
-                if rollout.is_finished and rollout.metadata.get("algorithm") == label:
+                if rollout.is_finished and rollout.metadata.get("algorithm") == algorithm:
                     yield rollout
             if len(page) < PAGE:
                 return
             query = msgspec.structs.replace(query, after=page[-1].rollout_id)
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
-        """The tuned resources' versions that are young enough, by name."""
+        """Return the versions of each tuned resource that are young enough, by its name."""
         if max_age is None:
             return {}
         return {name: await self._lineage(name, max_age + 1) for name in self._sources.tunes}

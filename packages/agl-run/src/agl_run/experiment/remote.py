@@ -1,8 +1,8 @@
-"""A worker elsewhere: joins the running experiment that its store names, and follows it through stops and starts.
+"""A remote worker: joins the running experiment in its store, and follows it through stops and restarts.
 
-While an experiment runs it is a :class:`~agl_run.runners.worker.Worker` like the experiment's own, with the gateway
-elsewhere. When the experiment stops, or starts again at another address, what runs is given back and the worker waits.
-Presence has no wake-up in a store, so it is read every two seconds; rollouts arrive by wake-up.
+While the experiment runs, this is a :class:`~agl_run.runners.worker.Worker` like the experiment's own, with a remote
+gateway. When the experiment stops, or restarts at another address, the worker gives its running attempts back and
+waits. Stores have no wake-up for presence, so it is read every two seconds; rollouts arrive by wake-up.
 """
 
 import asyncio
@@ -18,12 +18,18 @@ from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.schemas import Rollout
 from agl.tracing import load_secret
-from agl_run.experiment.joining import Obstacle, check_direct_calls, differences, try_gateway, unreachable_policies
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Serving, load_serving
 from agl_run.experiment.state import load_experiment
-from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
+from agl_run.experiment.worker_admission import (
+    JoinProblem,
+    check_direct_calls,
+    differences,
+    try_gateway,
+    unreachable_policies,
+)
+from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.runners.worker import Worker, WorkerSetup
@@ -31,28 +37,28 @@ from agl_run.runners.worker import Worker, WorkerSetup
 _LOG = logging.getLogger("agl_run.experiment")
 
 LOOK_S = 2.0
-"""Seconds between two looks at the experiment's record."""
+"""Seconds between two reads of the experiment's record."""
 
 SUMMARY_S = 10.0
-"""Seconds between two summaries of what was done."""
+"""Seconds between two summaries of the finished rollouts."""
 
 Tell = Callable[..., None]
-"""``tell(event, text, **values)``: news for the person and for programs; returns at once."""
+"""``tell(event, text, **values)`` reports an event to a person or a program; returns at once."""
 
 
 @dataclass(kw_only=True)
 class Tally:
-    """How many rollouts this worker finished, by status."""
+    """Counts of the rollouts that this worker finished, by status."""
 
     finished: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def total(self) -> int:
-        """Finished ones, whatever their status."""
+        """The number of finished rollouts of any status."""
         return sum(self.finished.values())
 
     def text(self) -> str:
-        """In words."""
+        """Return the counts in words."""
         parts = ", ".join(f"{count} {status}" for status, count in sorted(self.finished.items()))
         return f"{self.total} rollouts finished" + (f" ({parts})" if parts else "")
 
@@ -61,10 +67,10 @@ class RemoteWorker:
     """Runs an experiment's attempts in this process until the experiment is finished.
 
     Args:
-        plan: What runs here; see :func:`~agl_run.experiment.joining.make_worker_plan`.
+        plan: The plan of this worker; see :func:`~agl_run.experiment.worker_admission.make_worker_plan`.
         store: The experiment's store; stays open.
-        tell: Takes news.
-        gateway_url: The gateway as this machine reaches it; by default what the experiment advertises.
+        tell: Reports events.
+        gateway_url: The gateway as this machine reaches it; by default the advertised address.
         concurrency: Attempts at once, at least 1.
         stays: Whether to wait for the next run when the experiment is finished.
     """
@@ -92,10 +98,10 @@ class RemoteWorker:
         self.tally = Tally()
 
     async def run(self) -> Tally:
-        """Take part until the experiment is finished; returns what was done.
+        """Run attempts until the experiment is finished; returns the counts of finished rollouts.
 
         Raises:
-            ConfigError: The experiment runs, and this machine cannot take part in it; says why and what to do.
+            ConfigError: The experiment runs and this machine cannot join it; names the reason and the next step.
         """
         while not self._is_over:
             found = await self._wait()
@@ -106,12 +112,12 @@ class RemoteWorker:
         return self.tally
 
     async def _wait(self) -> tuple[Serving, RemoteGateway | None] | None:
-        """The running experiment and its gateway once it can be joined; ``None`` when it is finished."""
+        """Wait until the experiment can be joined; returns its record and gateway, ``None`` if it is finished."""
         seen: tuple[str, int] | None = None
         while True:
             try:
                 serving = await load_serving(self._store, self._plan.name)
-                if serving is None and await self._look_for_end():
+                if serving is None and await self._check_finished():
                     return None
             except TokenError as error:
                 raise ConfigError(
@@ -126,16 +132,16 @@ class RemoteWorker:
                 self._say_once("waiting", f"experiment {self._plan.name!r} does not run; waiting for it to start")
             else:
                 gateway = self._gateway_of(serving)
-                obstacle = await self._obstacle(serving, gateway)
-                if obstacle is None:
+                problem = await self._join_problem(serving, gateway)
+                if problem is None:
                     return serving, gateway
                 if seen is None or seen[0] != serving.session:
                     seen = (serving.session, serving.beat)
-                self._refuse(serving, obstacle, runs=seen[1] != serving.beat)
+                self._refuse(serving, problem, runs=seen[1] != serving.beat)
             await asyncio.sleep(LOOK_S)
 
-    async def _look_for_end(self) -> bool:
-        """Whether the experiment is finished, and nothing more is to be waited for."""
+    async def _check_finished(self) -> bool:
+        """Return true if the experiment is finished and the worker does not wait for its next run."""
         state = await load_experiment(self._store, self._plan.name)
         self._is_over = state is not None and state.status == "finished" and not self._stays
         return self._is_over
@@ -144,17 +150,17 @@ class RemoteWorker:
         url = (self._gateway_url or serving.gateway_url) if serving.gateway_url else ""
         return RemoteGateway(url, secret=load_secret()) if url else None
 
-    async def _obstacle(self, serving: Serving, gateway: RemoteGateway | None) -> Obstacle | None:
+    async def _join_problem(self, serving: Serving, gateway: RemoteGateway | None) -> JoinProblem | None:
         found = differences(serving, self._plan) or check_direct_calls(serving)
         if found is None and gateway is not None:
             found = await try_gateway(serving, gateway, is_given=bool(self._gateway_url))
         return found
 
-    def _refuse(self, serving: Serving, obstacle: Obstacle, *, runs: bool) -> None:
-        """An experiment that was killed leaves its record behind, so only one that counts on is certain to run."""
-        if runs and (obstacle.kind == "settings" or not self._has_joined):
-            raise ConfigError(obstacle.text)
-        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {obstacle.text}")
+    def _refuse(self, serving: Serving, problem: JoinProblem, *, runs: bool) -> None:
+        """Raise a problem if the experiment certainly runs: a killed one leaves its record, but its beat stops."""
+        if runs and (problem.kind == "settings" or not self._has_joined):
+            raise ConfigError(problem.text)
+        self._say_once("waiting", f"waiting for experiment {self._plan.name!r} on {serving.host!r}: {problem.text}")
 
     def _say_once(self, event: str, text: str) -> None:
         if text != self._said:
@@ -162,7 +168,7 @@ class RemoteWorker:
             self._tell(event, text, experiment=self._plan.name)
 
     async def _take_part(self, serving: Serving, gateway: RemoteGateway | None) -> None:
-        """Run attempts until this start of the experiment is over; what still runs then is given back."""
+        """Run attempts until this start of the experiment ends, then give the running ones back."""
         member = Presence(experiment=self._plan.name, member=self._name, session=serving.session, since=time.time())
         self._said = ""
         with ExitStack() as stack:
@@ -176,13 +182,13 @@ class RemoteWorker:
                 self._tell("lost", f"the store does not answer: {error}")
                 await asyncio.sleep(LOOK_S)
             finally:
-                await self._take_leave()
+                await self._sign_off()
 
-    async def _take_leave(self) -> None:
+    async def _sign_off(self) -> None:
         try:
             await self._store.withdraw(self._plan.name, [self._name])
         except StoreError as error:
-            _LOG.debug("the worker could not take leave: %s", error)
+            _LOG.debug("the worker could not sign off: %s", error)
 
     def _announce(self, serving: Serving, gateway: RemoteGateway | None) -> None:
         calls = f"model calls go to {gateway.url}" if gateway is not None else "model calls are recorded here"
@@ -201,7 +207,7 @@ class RemoteWorker:
             name: msgspec.structs.replace(llm, endpoint=f"{url}/v1") if url else llm
             for name, llm in serving.endpoints.items()
         }
-        around = Surroundings(
+        context = WorkerContext(
             store=self._store,
             resources=PinnedResources(self._store, endpoints, live=self._live).for_rollout,
             gateway_url=url,
@@ -211,7 +217,7 @@ class RemoteWorker:
             concurrency=self._concurrency,
             unreachable=unreachable_policies(serving),
         )
-        setup = worker_setup(self._plan, around, make_tracers(self._plan, stack))
+        setup = worker_setup(self._plan, context, make_tracers(self._plan, stack))
         runner = setup.runner if gateway is None else GuardedRunner(setup.runner, gateway)
         return replace(setup, runner=runner, finished=self._count)
 
@@ -228,7 +234,7 @@ class RemoteWorker:
         lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
         summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
         try:
-            while not (over := await self._over(serving, gateway)):
+            while not (reason := await self._end_reason(serving, gateway)):
                 await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if worker.failure.done():
                     worker.failure.result()
@@ -238,13 +244,13 @@ class RemoteWorker:
         finally:
             lost.cancel()
         if not self._is_over:
-            self._tell("left", over)
+            self._tell("left", reason)
 
-    async def _over(self, serving: Serving, gateway: RemoteGateway | None) -> str:
-        """Why this start of the experiment is over, ``""`` while it runs."""
+    async def _end_reason(self, serving: Serving, gateway: RemoteGateway | None) -> str:
+        """Return the reason why this start of the experiment ended, ``""`` while it runs."""
         current = await load_serving(self._store, self._plan.name)
         if current is None:
-            is_finished = await self._look_for_end()
+            is_finished = await self._check_finished()
             return f"experiment {self._plan.name!r} " + ("is finished" if is_finished else "ended or was stopped")
         if current.session != serving.session:
             return f"experiment {self._plan.name!r} was started again"

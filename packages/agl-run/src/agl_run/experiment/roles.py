@@ -1,4 +1,4 @@
-"""Checks, before a run, which policy takes the calls of which agent: ``[policy.NAME] agents = "write|rewrite"``."""
+"""Checks before a run that each agent's calls go to one policy: ``[policy.NAME] agents = "write|rewrite"``."""
 
 import re
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from agl.tracing import upstreams_for
 
 
 def check_patterns(patterns: Mapping[str, str]) -> None:
-    """Refuse ``agents`` patterns, by policy name, that are no regular expression or name an agent of another one's.
+    """Refuse ``agents`` patterns, by policy name, that are no regular expression or that share an agent's name.
 
-    Two expressions can overlap in ways that only a call shows; such a call is refused by the gateway.
+    Two expressions can overlap in ways that only a call shows; the gateway refuses such a call.
 
     Raises:
-        ConfigError: Names the policies, and the agent that both claim.
+        ConfigError: A pattern is wrong; names the policies and the agent that both claim.
     """
     for policy, pattern in patterns.items():
         try:

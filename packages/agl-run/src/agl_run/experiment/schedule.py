@@ -1,4 +1,4 @@
-"""Runs algorithms one after the other, in turns or side by side, those named first before the others."""
+"""Runs algorithms one after the other, in turns or side by side; those in ``schedule.first`` run before the others."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -7,8 +7,8 @@ from typing import Protocol
 from agl_run.experiment.config import ScheduleConfig
 
 
-class Turn(Protocol):
-    """One algorithm, as the schedule sees it."""
+class ScheduledAlgorithm(Protocol):
+    """An algorithm in a schedule."""
 
     is_finished: bool
 
@@ -19,26 +19,26 @@ class Turn(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps that it took, those before a restart included."""
+        """Steps so far, including those before a restart."""
         ...
 
     async def begin(self) -> None:
-        """Set up and restore; idempotent."""
+        """Set up and restore the algorithm; idempotent."""
         ...
 
     async def step(self) -> None:
-        """One step, saved when it returns."""
+        """Take one step, saved when this returns."""
         ...
 
     async def end(self) -> None:
-        """Release; idempotent."""
+        """Release the algorithm; idempotent."""
         ...
 
 
 async def run_schedule(
-    turns: Sequence[Turn], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
+    turns: Sequence[ScheduledAlgorithm], schedule: ScheduleConfig, *, after_step: Callable[[], Awaitable[None]]
 ) -> None:
-    """Those of ``schedule.first`` to their end, then the others as its mode says."""
+    """Run the algorithms of ``schedule.first`` to their end, then the others in the schedule's mode."""
     first = [turn for turn in turns if turn.name in schedule.first]
     rest = [turn for turn in turns if turn.name not in schedule.first]
     try:
@@ -54,8 +54,8 @@ async def run_schedule(
             await turn.end()
 
 
-async def sequential(turns: Sequence[Turn], *, after_step: Callable[[], Awaitable[None]]) -> None:
-    """One after the other, each to its end; a resource passes from one to the next with its newest version."""
+async def sequential(turns: Sequence[ScheduledAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
+    """Run each to its end, one after the other; each starts from the newest versions that the one before left."""
     for turn in turns:
         if turn.is_finished:
             continue
@@ -68,8 +68,10 @@ async def sequential(turns: Sequence[Turn], *, after_step: Callable[[], Awaitabl
             await turn.end()
 
 
-async def alternate(turns: Sequence[Turn], *, every: int, after_step: Callable[[], Awaitable[None]]) -> None:
-    """``every`` steps each in turn until all are finished; after a restart in the order of an unbroken run."""
+async def alternate(
+    turns: Sequence[ScheduledAlgorithm], *, every: int, after_step: Callable[[], Awaitable[None]]
+) -> None:
+    """Take ``every`` steps each in turn until all are finished; a restart keeps the order of an unbroken run."""
     taken = [turn.steps for turn in turns]
     position = 0
     try:
@@ -87,10 +89,10 @@ async def alternate(turns: Sequence[Turn], *, every: int, after_step: Callable[[
             await turn.end()
 
 
-async def concurrent(turns: Sequence[Turn], *, after_step: Callable[[], Awaitable[None]]) -> None:
-    """All at once; the first failure stops the others."""
+async def concurrent(turns: Sequence[ScheduledAlgorithm], *, after_step: Callable[[], Awaitable[None]]) -> None:
+    """Run all at once; the first failure stops the others."""
 
-    async def run(turn: Turn) -> None:
+    async def run(turn: ScheduledAlgorithm) -> None:
         try:
             await turn.begin()
             while not turn.is_finished:

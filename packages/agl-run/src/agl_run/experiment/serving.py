@@ -1,8 +1,8 @@
-"""Tells in the store how a running experiment can be joined, for workers on other machines.
+"""The record of a running experiment in its store, from which workers on other machines join it.
 
-The record says where the gateway is, which models and versions agents get, and which settings a worker must have too.
-It holds addresses and names, never a key. It is the presence of the experiment's own process among the members of the
-experiment, which counts every few seconds.
+The record holds the gateway's address, the models and versions that agents get, and the settings that a worker must
+share; it never holds a key. It is the presence of the experiment's own process among the members of the experiment,
+and its beat counts up every few seconds.
 """
 
 import asyncio
@@ -24,29 +24,29 @@ from agl_run.runners.liveness import place
 _LOG = logging.getLogger("agl_run.experiment")
 
 BEAT_S = 4.0
-"""Seconds between two counts of a running experiment."""
+"""Seconds between two beats of a running experiment."""
 
 FAREWELL_S = 6.0
-"""Seconds that an experiment waits at its end for its workers to take leave."""
+"""Seconds that an experiment waits at its end for its workers to sign off."""
 
 _LOOK_S = 0.2
 
 
 class Serving(Record, frozen=True, kw_only=True):
-    """A running experiment, as its store knows it.
+    """A running experiment, as recorded in its store.
 
     Attributes:
         session: Random; every start of the experiment has its own.
-        run: Which fresh start it is.
-        host: Name of its machine, and ``place`` what tells it from others of that name.
+        run: Number of the fresh start.
+        host: Name of its machine; ``place`` tells machines of the same name apart.
         release: Version of agl.
-        gateway_url: The gateway's base URL for other machines, ``""`` where calls are recorded by who runs the agent.
+        gateway_url: The gateway's base URL for other machines, ``""`` where each worker records the calls itself.
         upstreams: The policies, without keys.
         endpoints: For every policy the LLM that agents get; the endpoint is the gateway's, if there is one.
         live: The live version of every resource.
         requires_calls: Whether a successful attempt without any model call is a failure.
-        settings: What a worker's experiment file must say too.
-        beat: Counts while the experiment runs.
+        settings: Settings that a worker's experiment file must share.
+        beat: Counts up while the experiment runs.
     """
 
     session: str
@@ -64,11 +64,11 @@ class Serving(Record, frozen=True, kw_only=True):
 
 
 OWNER = ""
-"""The member that runs the experiment; workers elsewhere go by their names."""
+"""The member name of the process that runs the experiment; remote workers use their own names."""
 
 
 async def load_serving(store: Store, name: str) -> Serving | None:
-    """The running experiment, ``None`` when none runs or it ended in order."""
+    """Read the record of the running experiment, ``None`` if there is none; a killed one leaves its record."""
     for presence in await store.presences(name, member=OWNER):
         found = {**presence.details, "session": presence.session, "beat": presence.beat}
         return msgspec.convert(found, Serving)
@@ -76,10 +76,10 @@ async def load_serving(store: Store, name: str) -> Serving | None:
 
 
 async def require_alone(store: Store, name: str, *, patience_s: float = 1.5 * BEAT_S) -> None:
-    """Refuse to run an experiment that another machine runs; takes ``patience_s`` when one there was killed.
+    """Refuse to run an experiment that another machine runs; takes ``patience_s`` if a killed one left its record.
 
     Raises:
-        ConfigError: It runs there; names the machine. Two trainers of one machine meet at their lock instead.
+        ConfigError: It runs there; names the machine. A lock keeps two trainers on one machine apart.
     """
     found = await load_serving(store, name)
     if found is None or found.place == place():
@@ -94,12 +94,12 @@ async def require_alone(store: Store, name: str, *, patience_s: float = 1.5 * BE
 
 
 async def withdraw(store: Store, name: str) -> None:
-    """Remove the record of an experiment that ended, or that starts anew and was killed before."""
+    """Remove the record of an experiment that ended, or that a killed process left."""
     await store.withdraw(name, [OWNER])
 
 
 def settings_of(plan: Plan) -> dict[str, Json]:
-    """The settings that decide what an attempt does and earns, wherever it runs."""
+    """Return the settings that decide an attempt's behaviour and rewards on any machine."""
     config = plan.config
     settings: dict[str, Json] = {
         "experiment.hidden": list(config.experiment.hidden),
@@ -111,7 +111,7 @@ def settings_of(plan: Plan) -> dict[str, Json]:
 
 
 class Announcement:
-    """Keeps the record of a running experiment: ``async with Announcement(store, name, serving) as announcement:``."""
+    """Maintains the record of a running experiment: ``async with Announcement(store, name, serving) as a:``."""
 
     def __init__(self, store: Store, name: str, serving: Serving, *, beat_s: float = BEAT_S) -> None:
         self._store = store
@@ -122,13 +122,13 @@ class Announcement:
         self._beating: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Announcement":
-        """Write it, and count from now on."""
+        """Write the record, and start the beat."""
         await self._write()
         self._beating = asyncio.create_task(self._beat())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Remove it and wait a moment for the workers to notice; a store that does not answer is left as it is."""
+        """Remove the record and wait a moment for the workers to sign off; a store that does not answer is ignored."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -136,10 +136,12 @@ class Announcement:
             await withdraw(self._store, self._name)
             await self._see_workers_off()
         except StoreError as error:
-            _LOG.warning("workers elsewhere could not be told that experiment %r ended: %s", self._name, error)
+            _LOG.warning(
+                "the store could not record for remote workers that experiment %r ended: %s", self._name, error
+            )
 
     async def update(self, live: Mapping[str, str]) -> None:
-        """Tell which versions are live now."""
+        """Write the live versions to the record."""
         self._serving = msgspec.structs.replace(self._serving, live=dict(live))
         await self._write()
 
@@ -162,10 +164,10 @@ class Announcement:
             try:
                 await self._write()
             except StoreError as error:
-                _LOG.warning("experiment %r could not say that it still runs: %s", self._name, error)
+                _LOG.warning("the store could not record that experiment %r still runs: %s", self._name, error)
 
     async def _see_workers_off(self) -> None:
-        """Workers whose store is this experiment's own gateway read the end there, so it stays open a moment."""
+        """Wait for the workers to sign off: some read the end from this experiment's own gateway, which closes next."""
         for _ in range(int(FAREWELL_S / _LOOK_S)):
             if not await self._store.presences(self._name):
                 return
@@ -183,7 +185,7 @@ def make_serving(
     live: Mapping[str, str],
     requires_calls: bool,
 ) -> Serving:
-    """The record of an experiment that starts now; keys that stand in addresses are left out."""
+    """Make the record of an experiment that starts now, without the keys in addresses."""
     return Serving(
         session=new_trace_id(),
         run=run,

@@ -23,8 +23,8 @@ from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, require_alone, withdraw
-from agl_run.experiment.waiting import WorkerWatch
-from agl_run.experiment.worker_setup import Surroundings, make_tracers, worker_setup
+from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
+from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.runners.worker import Worker
 
@@ -32,14 +32,14 @@ _LOG = logging.getLogger("agl_run.experiment")
 
 
 class Session:
-    """Everything that runs while an experiment runs: ``async with Session(plan, state) as session:``.
+    """The running parts of an experiment: call ``open_store``, then ``start``, and at the end ``close``.
 
     Attributes:
         store: The opened store.
         live: The live resources.
-        feed: Wakes who waits for rollouts.
+        feed: Wakes waiters when rollouts finish.
         policies: The running policies by name.
-        worker: The worker; its ``failure`` ends when it broke.
+        worker: The worker; its ``failure`` completes when it fails.
     """
 
     store: Store
@@ -58,7 +58,7 @@ class Session:
         self._stack = AsyncExitStack()
 
     async def open_store(self) -> Store:
-        """Lock the experiment and open its store; the first thing to do.
+        """Lock the experiment and open its store; must be the first call.
 
         Raises:
             ConfigError: Another process runs the experiment, here or on another machine.
@@ -73,11 +73,11 @@ class Session:
         return self.store
 
     async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
-        """Start the rest: policies at their live versions, the gateway, the worker, or the wait for others.
+        """Start the other parts: the policies at their live versions, the gateway and the worker.
 
         Args:
-            state: Where the experiment stands.
-            say: Told when rollouts wait and no worker claims them, in an experiment that leaves them to others.
+            state: The experiment's state.
+            say: Called with a line when rollouts wait and no worker claims them, if this process runs none.
         """
         await withdraw(self.store, self.plan.name)
         await self._reclaim_lost()
@@ -88,13 +88,13 @@ class Session:
         self.live = LiveResources(self.store, llms)
         await self._make_live(state)
         self.feed = await self._stack.enter_async_context(FinishFeed(self.store))
-        around = self._surroundings(upstreams)
+        context = self._worker_context(upstreams)
         tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
-        setup = replace(worker_setup(self.plan, around, tracers), keep=self.feed.keep)
+        setup = replace(worker_setup(self.plan, context, tracers), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(Worker(setup))
-        announcement = Announcement(self.store, self.plan.name, self._serving(state, around, llms))
+        announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
         self._announcement = await self._stack.enter_async_context(announcement)
-        if not around.concurrency and say is not None:
+        if not context.concurrency and say is not None:
             await self._stack.enter_async_context(WorkerWatch(self.store, self.plan.name, say=say))
 
     async def close(self) -> None:
@@ -102,13 +102,13 @@ class Session:
         await self._stack.aclose()
 
     def endpoint(self, name: str) -> LLM:
-        """Where a policy serves, past the gateway; raises :class:`ConfigError` that lists what there is."""
+        """Return a policy's own endpoint, not the gateway's; raises :class:`ConfigError` that lists the policies."""
         if name not in self._served:
             raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._served)}")
         return self._served[name].llm
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
-        """Store a version and make it live; a policy serves it before this returns."""
+        """Store a version and make it live; its policy serves it before this returns."""
         version = await self.live.publish(version)
         policy = self.policies.get(version.name)
         if policy is not None:
@@ -127,7 +127,7 @@ class Session:
         self._served[name] = served
 
     async def _reclaim_lost(self) -> None:
-        """Give back attempts of this experiment whose worker died on this machine, without waiting for leases."""
+        """Give back attempts whose worker died on this machine, without waiting for their leases to lapse."""
         query = RolloutQuery(experiment=self.plan.name, status=("running",))
         lost = [
             attempt.attempt_id
@@ -190,7 +190,7 @@ class Session:
         self._advertised_url = advertised_url(url, config.advertise)
 
     def _agent_llms(self) -> dict[str, LLM]:
-        """The policies as agents call them; behind a gateway, those that share a model go by their own names."""
+        """Return the policies as agents call them; behind a gateway, those that share a model use their own names."""
         llms = {name: served.llm for name, served in self._served.items()}
         if not self._gateway_url:
             return llms
@@ -218,7 +218,7 @@ class Session:
                 self.live.set(await self.live.publish(first))
 
     async def _start_from_label(self, name: str) -> bool:
-        """Make the version live that the resource's label points at; whether there is one."""
+        """Make the version live that the resource's label points at; returns false if there is none."""
         label = self.plan.label(name)
         version = await labelled(self.store, name, label) if label else None
         if version is None:
@@ -228,8 +228,8 @@ class Session:
         self.live.set(version)
         return True
 
-    def _surroundings(self, upstreams: list[Upstream]) -> Surroundings:
-        return Surroundings(
+    def _worker_context(self, upstreams: list[Upstream]) -> WorkerContext:
+        return WorkerContext(
             store=self.store,
             resources=self.live.for_rollout,
             gateway_url=self._gateway_url,
@@ -239,15 +239,15 @@ class Session:
             concurrency=self.plan.config.runner.concurrency,
         )
 
-    def _serving(self, state: ExperimentRecord, around: Surroundings, llms: Mapping[str, LLM]) -> Serving:
+    def _serving(self, state: ExperimentRecord, context: WorkerContext, llms: Mapping[str, LLM]) -> Serving:
         return make_serving(
             self.plan,
             run=state.run,
             gateway_url=self._advertised_url,
-            upstreams=around.upstreams,
+            upstreams=context.upstreams,
             endpoints=llms,
             live=self.live.versions(),
-            requires_calls=around.requires_calls,
+            requires_calls=context.requires_calls,
         )
 
 
@@ -273,7 +273,7 @@ def _require_no_replicas(upstreams: list[Upstream]) -> None:
 
 
 def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> None:
-    """Refuse weights that are served under a name that agents cannot know."""
+    """Refuse weights that are served under a name that agents do not use."""
     if served.model != agents_ask_for:
         raise PolicyError(
             f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
@@ -282,7 +282,7 @@ def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> Non
 
 
 def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """A policy's parameters, with a ``model`` that is a folder beside the experiment file made absolute."""
+    """Return a policy's parameters, with the path of a ``model`` folder made absolute."""
     model = params.get("model")
     if isinstance(model, str) and (plan.folder / model).is_dir():
         return {**params, "model": str((plan.folder / model).absolute())}
@@ -295,7 +295,7 @@ def _open_store(plan: Plan) -> Any:
 
 
 def resolve_store_url(url: str, plan: Plan) -> str:
-    """A relative SQLite path made relative to the experiment's folder."""
+    """Resolve a relative SQLite path against the experiment's folder."""
     prefix = "sqlite:///"
     if not url.startswith(prefix) or url.startswith(f"{prefix}/"):
         return url

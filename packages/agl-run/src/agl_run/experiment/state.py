@@ -1,4 +1,4 @@
-"""Saves and loads what an experiment remembers: its record, one state per algorithm, and a ledger.
+"""The stored state of an experiment: its record, one state per algorithm, and a ledger.
 
 Everything is written together after each step, so a crash repeats at most the step in flight and the ledger always
 agrees with the state.
@@ -13,7 +13,7 @@ from agl.schemas import Json, Record
 
 
 class AlgorithmState(Record, frozen=True, kw_only=True):
-    """An algorithm between two steps."""
+    """The state of an algorithm between two steps."""
 
     step: int = 0
     is_finished: bool = False
@@ -22,24 +22,24 @@ class AlgorithmState(Record, frozen=True, kw_only=True):
 
 
 def algorithm_key(name: str, run: int, algorithm: str) -> str:
-    """Where an algorithm's state is kept."""
+    """Return the key of an algorithm's state in the store."""
     return f"experiment/{name}/{run}/algorithm/{algorithm}"
 
 
 async def load_experiment(store: Store, name: str) -> ExperimentRecord | None:
-    """The experiment's record, ``None`` if it never ran."""
+    """Load the experiment's record, ``None`` if it never ran."""
     return next(iter(await store.experiments(name)), None)
 
 
 async def load_algorithm(store: Store, name: str, run: int, algorithm: str) -> AlgorithmState | None:
-    """An algorithm's state, ``None`` before its first step."""
+    """Load an algorithm's state, ``None`` before its first step."""
     key = algorithm_key(name, run, algorithm)
     data = (await store.load_state(key)).get(key)
     return None if data is None else msgspec.json.decode(data, type=AlgorithmState)
 
 
 async def trained_rollouts(store: Store, name: str, run: int, algorithm: str) -> set[str]:
-    """Ids of all rollouts that an algorithm trained on."""
+    """Load the ids of all rollouts that an algorithm trained on."""
     return set(await store.trained(name, run=run, algorithm=algorithm))
 
 
@@ -62,5 +62,5 @@ async def save(
 
 
 async def unfinished_experiments(store: Store) -> set[str]:
-    """Names of the experiments that may still be resumed, whose rollouts must therefore be kept."""
+    """Load the names of the experiments that can still be resumed, whose rollouts must be kept."""
     return {record.name for record in await store.experiments() if record.status == "running"}

@@ -39,13 +39,13 @@ Tasks = Iterable[Json] | str | Path
 class Trainer:
     """Runs an agent on tasks and lets algorithms learn from it.
 
-    Every argument is a section of an experiment file, as the record that the file becomes; where a name is enough, a
-    string does.
+    Every argument is a section of an experiment file, as the record of that section, or as a string if a name is
+    enough.
 
     Args:
         algorithm: One algorithm or several: ``agl.GRPO(tunes="main_llm")`` or a registered name.
         n_runners: Attempts at once; the same as the runner's ``concurrency``.
-        adapter: ``{"agent_match": "write|rewrite"}``: whose calls train, where the algorithm does not say it.
+        adapter: ``{"agent_match": "write|rewrite"}``: the agents whose calls train, unless the algorithm names them.
         initial_resources: Resources by name; an ``LLM`` becomes a policy that runs elsewhere.
         policies: Model servers by resource name: ``{"main_llm": agl_run.policy("torch", model=...)}``.
         store: URL or store object.
@@ -53,19 +53,19 @@ class Trainer:
         runner: ``async``, ``process``, or with its settings ``agl_run.runner("process", timeout_s=60)``.
         credit: ``episode``, or with its parameters ``agl.algorithms.component("turn", gamma=0.9)``.
         rewards: Reward emitters, by name or as components.
-        tracers: Names of tracers, such as ``("langchain",)``: who made each call, in the words of a framework.
-        schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every`` and
-            ``first`` say how many steps make a turn and who runs to its end before the others.
+        tracers: Names of tracers, such as ``("langchain",)``, which record the agent or node behind each call.
+        schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every``
+            sets the steps in a turn, and ``first`` the algorithms that run to their end before the others.
         gateway: ``auto``, ``none``, or a ``GatewayConfig``.
-        disabled_plugins: Names of plugins or distributions to leave out; ignored where ``plugins`` is given.
-        progress: What the person sees; bars or lines by default.
+        disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
+        progress: Shows the progress; bars or lines by default.
         plugins: The plugin manager; by default one with the installed plugins.
-        folder: What relative paths are relative to.
+        folder: Base of relative paths.
         settings: Any further key of the ``[experiment]`` section, such as ``seed`` or ``hidden``.
 
     Raises:
-        ConfigError: An argument is unknown or has the wrong type; what the experiment lacks is said by ``fit`` and
-            ``dev``, before the first rollout.
+        ConfigError: An argument is unknown or has the wrong type. ``fit`` and ``dev`` report what is missing, before
+            the first rollout.
     """
 
     def __init__(  # noqa: PLR0913  # keyword-only; each is a section of the experiment file
@@ -121,13 +121,13 @@ class Trainer:
         plugins: PluginManager | None = None,
         progress: Progress | None = None,
     ) -> "Trainer":
-        """The trainer that an experiment file describes.
+        """Make the trainer that an experiment file describes.
 
         Args:
-            config: The experiment, such as :func:`load_config` reads it.
+            config: The experiment, as :func:`load_config` reads it.
             folder: The file's folder.
-            plugins: The plugin manager; by default one with the installed plugins that the experiment leaves in.
-            progress: What the person sees; bars or lines by default.
+            plugins: The plugin manager; by default one with the installed plugins that the experiment does not disable.
+            progress: Shows the progress; bars or lines by default.
         """
         return cls(
             algorithm=config.algorithm,
@@ -148,13 +148,13 @@ class Trainer:
 
     @property
     def config(self) -> ExperimentConfig:
-        """The experiment as it would stand in a file."""
+        """The experiment as its file would describe it."""
         return self._config
 
     def plan(
         self, agent: Agent | None = None, train_dataset: Tasks | None = None, val_dataset: Tasks | None = None
     ) -> Plan:
-        """Check everything that can be checked without starting anything; see :meth:`fit` for the arguments."""
+        """Run every check that starts nothing; see :meth:`fit` for the arguments."""
         disabled = self._config.plugins.get("disabled", ())
         return make_plan(
             self._config,
@@ -181,7 +181,7 @@ class Trainer:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
             train_dataset: Tasks, or the path of a JSON-lines file.
             val_dataset: Likewise.
-            resume: Continue an experiment that was stopped, or a finished one that has more steps to take by now.
+            resume: Continue a stopped experiment, or a finished one that was given more steps.
             fresh: Start an experiment that ran before from its beginning.
 
         Raises:
@@ -203,8 +203,8 @@ class Trainer:
     ) -> FitResult:
         """Run the experiment like :meth:`fit`, beside the event loop of an async program.
 
-        The agent runs on another loop in another thread. Cancelling this stops the experiment after the step in
-        flight was given up; it can be resumed.
+        The agent runs on another loop in another thread. Cancelling this abandons the step in flight and stops
+        the experiment, which can be resumed.
         """
         plan = self.plan(agent, train_dataset, val_dataset)
         return await run_beside(lambda: fit_plan(plan, progress=self._shown(), resume=resume, fresh=fresh))
@@ -219,13 +219,13 @@ class Trainer:
     ) -> DevResult:
         """Run the agent on a few tasks without training; blocks, in a script and in a notebook.
 
-        Shows what would be recorded: calls, rewards, rows, and why a call would reach none. The rollouts belong to an
-        experiment of their own, so that a trainer may run at the same time.
+        Shows the calls, rewards and rows of each rollout, and the reason why a call is in no row. The rollouts belong
+        to an experiment of their own, so that a trainer may run at the same time.
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
             train_dataset: Tasks, or the path of a JSON-lines file.
-            tasks: How many of them to run.
+            tasks: Number of tasks to run.
             record_as: Name of the rollouts' experiment; by default ``NAME-dev``.
 
         Raises:
@@ -310,5 +310,5 @@ def _component(given: str | ComponentConfig) -> ComponentConfig:
 
 
 def _several(given: Any) -> tuple[Any, ...]:
-    """Several items, or one that stands alone."""
+    """Return one item or several as a list."""
     return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # the caller's types say it

@@ -1,4 +1,4 @@
-"""A worker's parts from an experiment's plan: the same for the experiment's own process and for one elsewhere."""
+"""Builds a worker's parts from an experiment's plan, for the experiment's own process and for a remote worker."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,33 +10,33 @@ from agl.schemas import Claim, NamedResources, Outcome, Rollout
 from agl.tracing import load_secret
 from agl_run.experiment.build import build_rewards
 from agl_run.experiment.plan import Plan
-from agl_run.runners.setup import RunSetup, Settles, environment
+from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
 
 
 class NoRunner:
-    """The runner of an experiment whose attempts all run elsewhere."""
+    """The runner of an experiment that leaves all attempts to remote workers."""
 
     async def start(self) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     async def execute(self, claim: Claim) -> Outcome:
-        """Nothing is claimed here."""
+        """Raise :class:`RunError`: this process claims no attempts."""
         raise RunError(f"attempt {claim.attempt.attempt_id!r} was claimed where [runner] concurrency is 0")
 
     async def stop(self) -> None:
-        """Nothing runs."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a worker works with besides the plan.
+class WorkerContext:
+    """The parts of a worker that its plan does not give.
 
     Attributes:
         store: Where rollouts come from.
-        resources: Gives the resources of a rollout.
+        resources: Returns the resources of a rollout.
         gateway_url: Base URL without ``/v1``; ``""`` where calls are recorded in the agent's process.
-        gateway: Waited for before an attempt ends.
+        gateway: Settles an attempt's calls before the attempt ends.
         upstreams: The running policies.
         unreachable: Policies that this machine cannot reach past the gateway, with the reason.
         requires_calls: Whether a successful attempt without any model call is a failure.
@@ -46,44 +46,44 @@ class Surroundings:
     store: Store
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str
-    gateway: Settles | None
+    gateway: SettlingGateway | None
     upstreams: Sequence[Upstream]
     requires_calls: bool
     concurrency: int
     unreachable: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def worker_setup(plan: Plan, around: Surroundings, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
-    """The setup of a worker for this experiment."""
+def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str, Tracer]]) -> WorkerSetup:
+    """Build the setup of a worker for this experiment."""
     manager, config = plan.manager, plan.config.runner
     setup = RunSetup(
         agent=plan.agent,
-        store=around.store,
+        store=context.store,
         secret=load_secret(),
-        resources=around.resources,
-        gateway_url=around.gateway_url,
-        gateway=around.gateway,
-        upstreams=around.upstreams,
+        resources=context.resources,
+        gateway_url=context.gateway_url,
+        gateway=context.gateway,
+        upstreams=context.upstreams,
         tracers=tracers,
         plugins=manager.worker_env(),
-        concurrency=around.concurrency,
+        concurrency=context.concurrency,
     )
     runner: Runner = (
-        manager.build(manager.runner(config.use), setup=setup, **config.params) if around.concurrency else NoRunner()
+        manager.build(manager.runner(config.use), setup=setup, **config.params) if context.concurrency else NoRunner()
     )
     return WorkerSetup(
-        store=around.store,
+        store=context.store,
         runner=runner,
         experiment=plan.name,
-        concurrency=around.concurrency,
-        rewards=build_rewards(plan, around.upstreams, unreachable=around.unreachable),
-        gateway=around.gateway,
-        requires_calls=around.requires_calls,
+        concurrency=context.concurrency,
+        rewards=build_rewards(plan, context.upstreams, unreachable=context.unreachable),
+        gateway=context.gateway,
+        requires_calls=context.requires_calls,
     )
 
 
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
-    """The experiment's tracers by name, with their environment set until ``stack`` closes."""
+    """Build the experiment's tracers by name; their environment is set until ``stack`` closes."""
     manager = plan.manager
     names = dict.fromkeys((*plan.config.tracers, "otel", "wire"))
     tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]

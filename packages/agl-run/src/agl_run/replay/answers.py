@@ -1,4 +1,4 @@
-"""Answers that no model gives now: recorded ones, and ones made of a text, as the bytes that a client expects."""
+"""Encodes recorded answers, and answers made from a text, as the bytes that a client expects."""
 
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -11,17 +11,17 @@ _NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
 
 
 def asked(dialect: Dialect, request: Json) -> list[dict[str, Any]]:
-    """The conversation that a request body asks to continue, as it compares with others."""
+    """Return the conversation that a request body asks to continue, in comparable form."""
     return comparable(call_messages(ModelCall(request_id="", dialect=dialect, model="", request=request)))
 
 
 def key_of(dialect: Dialect, request: Json) -> bytes:
-    """Equal for requests of one dialect that ask to continue the same conversation."""
+    """Return a key that is equal for requests of one dialect that ask to continue the same conversation."""
     return to_json([dialect, asked(dialect, request)])
 
 
 def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
-    """The choices of each HTTP exchange together, in order of the first."""
+    """Group calls into HTTP exchanges, whose choices they are, in order of the first call."""
     found: dict[tuple[str, int], list[ModelCall]] = {}
     for call in calls:
         found.setdefault((call.request_id, call.retry_count), []).append(call)
@@ -29,7 +29,7 @@ def exchanges_of(calls: Sequence[ModelCall]) -> list[list[ModelCall]]:
 
 
 def answer_of(exchange: Sequence[ModelCall]) -> dict[str, Any] | None:
-    """The response body of an exchange with all its choices; ``None`` when there was no JSON object."""
+    """Return the response body of an exchange with all its choices, ``None`` if it was no JSON object."""
     first = exchange[0]
     if not _is_object(first.response):
         return None
@@ -40,14 +40,14 @@ def answer_of(exchange: Sequence[ModelCall]) -> dict[str, Any] | None:
 
 
 def encode_answer(dialect: Dialect, answer: dict[str, Any], *, is_streamed: bool) -> tuple[str, bytes]:
-    """Content type and body: plain, or as the stream of events that the dialect would have sent."""
+    """Encode an answer as content type and body: plain, or as the event stream of the dialect."""
     if is_streamed:
         return "text/event-stream", stream_of(dialect, answer)
     return "application/json", to_json(answer)
 
 
 def text_answer(dialect: Dialect, request: Json, *, text: str, answer_id: str) -> dict[str, Any]:
-    """A response body that says ``text`` and calls no tool, with as many choices as were asked for."""
+    """Make a response body with ``text``, without tool calls, and with the requested number of choices."""
     body: dict[str, Any] = request if _is_object(request) else {}
     head: dict[str, Any] = {"id": answer_id, "model": body.get("model", "")}
     count = body.get("n")

@@ -1,6 +1,6 @@
-"""Answers model calls of a replay in the agent's process: from the record, from a replacement, or not at all.
+"""Answers model calls of a replay in the agent's process, from the recording or with a replacement.
 
-The wire hook asks before a request leaves. What is answered here never reaches a model, costs no tokens, and is
+The wire hook asks before a request leaves. A call that is answered here never reaches a model, costs no tokens, and is
 recorded with the model version ``replay:recorded``, ``replay:silent`` or ``replay:sibling``.
 """
 
@@ -17,16 +17,16 @@ from agl_run.replay.plan import ReplayPlan
 Source = Literal["recorded", "silent", "sibling"]
 
 VERSION = "replay:"
-"""Begins the model version of a call that was answered from a recording."""
+"""Prefix of the model version of a call that a replay answered."""
 
 
 class RecordedAnswer(Record, frozen=True, kw_only=True):
     """An answer of the recorded rollout.
 
     Attributes:
-        agent: Who asked.
-        request: The request body; only the conversation in it counts.
-        response: The whole response body, all its choices.
+        agent: The agent that made the call.
+        request: The request body; only its conversation is compared.
+        response: The response body with all its choices.
     """
 
     agent: str
@@ -36,7 +36,7 @@ class RecordedAnswer(Record, frozen=True, kw_only=True):
 
 
 class ReplayScript(Record, frozen=True, kw_only=True):
-    """A plan with the answers that it needs, in order of time; it can travel to the agent's process."""
+    """A plan with the answers that it needs, in order of time; can be sent to the agent's process."""
 
     plan: ReplayPlan
     recorded: tuple[RecordedAnswer, ...] = ()
@@ -61,19 +61,19 @@ class Player:
             self._siblings[answer.agent].append(answer)
 
     def respond(self, request: Request, *, agent: str) -> CannedAnswer | None:
-        """The answer to a request of ``agent``; ``None`` when a model has to give it."""
+        """Return the answer to a request of ``agent``, ``None`` if a model has to answer."""
         dialect, asked = request.dialect, request.to_dict()
         if asked is None or dialect == "embeddings":
             return None
         with self._lock:
-            found = self._replaced(dialect, asked, agent) or self._then(dialect, asked, agent)
+            found = self._replacement(dialect, asked, agent) or self._recorded_answer(dialect, asked, agent)
         if found is None:
             return None
         source, answer = found
         content_type, body = encode_answer(dialect, answer, is_streamed=asked.get("stream") is True)
         return CannedAnswer(content_type=content_type, body=body, model_version=f"{VERSION}{source}")
 
-    def _replaced(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
+    def _replacement(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
         if agent not in self._plan.replaced:
             return None
         turn = self._turns[agent]
@@ -83,6 +83,6 @@ class Player:
             return "sibling", said[turn].response
         return "silent", text_answer(dialect, request, text=self._plan.text, answer_id=f"replay-{new_span_id()}")
 
-    def _then(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
+    def _recorded_answer(self, dialect: Dialect, request: Json, agent: str) -> tuple[Source, Json] | None:
         waiting = self._recorded.get((agent, key_of(dialect, request)))
         return ("recorded", waiting.popleft().response) if waiting else None

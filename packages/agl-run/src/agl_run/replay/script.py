@@ -1,4 +1,4 @@
-"""What a runner needs of replays: the answers of the recorded rollouts, read from the store before the agent starts."""
+"""Loads the answers of recorded rollouts from the store, before a replay starts its agent."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from agl_run.replay.player import RecordedAnswer, ReplayScript
 
 
 async def load_script(store: Store, rollout: Rollout) -> ReplayScript | None:
-    """The script of a rollout that is a replay, ``None`` for any other.
+    """Load the script of a replay, ``None`` for any other rollout.
 
-    Raises :class:`RunError` when a rollout that it replays is gone.
+    Raises :class:`RunError` if a rollout that it replays is gone.
     """
     plan = replay_of(rollout)
     if plan is None:
@@ -32,12 +32,12 @@ async def _answers(store: Store, rollout_id: str) -> tuple[RecordedAnswer, ...]:
         return recorded_answers(await all_spans(store, rollout_id))
     except NotFoundError as error:
         raise RunError(
-            f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until then"
+            f"rollout {rollout_id!r} is to be replayed and is no longer in the store; keep it until its replays ran"
         ) from error
 
 
 def recorded_answers(spans: Sequence[Span]) -> tuple[RecordedAnswer, ...]:
-    """The whole answers of one attempt in order of time; of a request that was retried, the last one."""
+    """Return the complete answers of one attempt in order of time; the last one of a retried request."""
     timeline = chronological(spans)
     enclosing = Enclosing(timeline.spans)
     calls = {id(span.call): span for span in timeline.spans if span.call and is_answered(span.call)}

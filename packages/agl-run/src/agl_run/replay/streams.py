@@ -1,4 +1,4 @@
-"""A whole answer as the stream of events that its dialect would have sent: each text in one piece."""
+"""Encodes a complete answer as the event stream of its dialect, with each text in one piece."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ Event = dict[str, Any]
 
 
 def stream_of(dialect: Dialect, answer: Event) -> bytes:
-    """Server-sent events for a whole answer of ``dialect``."""
+    """Encode a complete answer of ``dialect`` as server-sent events."""
     if dialect in ("messages", "responses"):
         events = _messages(answer) if dialect == "messages" else _responses(answer)
         return b"".join(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events)
@@ -44,7 +44,7 @@ def _messages(answer: Event) -> Iterator[Event]:
 
 
 def _block(block: Event) -> tuple[Event, Event]:
-    """A content block as it starts, and the one delta that completes it."""
+    """Split a content block into its initial form and the one delta that completes it."""
     match block.get("type"):
         case "tool_use":
             text = to_json(block.get("input", {})).decode()

@@ -1,1 +1,1 @@
-"""Running agents: what an agent is, the runners that execute attempts, and the worker that feeds them."""
+"""Agents, the runners that execute attempts, and the worker that feeds them."""

@@ -1,4 +1,4 @@
-"""Agents: functions, classes with a ``rollout`` method and command lines, and how each is called."""
+"""Agents and their calls: functions, classes with a ``rollout`` method, and command lines."""
 
 import importlib
 import inspect
@@ -25,7 +25,8 @@ class AgentSpec:
         path: ``"module:attribute"``; importable in a child process.
         target: The object itself: a function, a ``LitAgent``, or a ``LitAgent`` class.
         command: Program and arguments; ``{task}`` in an argument is replaced by a file with the task's JSON.
-        folder: Put first on ``sys.path`` to import ``path``; where a command runs; ``""`` for the current one.
+        folder: First entry of ``sys.path`` when importing ``path``; a command's working directory; ``""`` for the
+            current directory.
     """
 
     path: str = ""
@@ -35,7 +36,7 @@ class AgentSpec:
 
     @classmethod
     def of(cls, agent: Any, *, folder: str = "") -> "AgentSpec":
-        """The specification of whatever a person passed as the agent."""
+        """Make the specification of an agent given in any accepted form."""
         if isinstance(agent, AgentSpec):
             return agent
         if isinstance(agent, str):
@@ -49,7 +50,7 @@ class AgentSpec:
         )
 
     def load(self) -> "LoadedAgent":
-        """The agent, imported, made and ready to be called."""
+        """Import the agent, and make an instance if it is a class."""
         target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
         if inspect.isclass(target):
             target = cast("Any", target())
@@ -72,7 +73,7 @@ class LoadedAgent:
     """An agent as a function of (rollout, resources).
 
     Attributes:
-        is_async: It gives a coroutine.
+        is_async: Whether ``call`` returns a coroutine.
         parameters: Names of the function's parameters without a default; empty for a ``LitAgent``.
     """
 
@@ -82,7 +83,7 @@ class LoadedAgent:
 
 
 def import_attribute(path: str, folder: str = "") -> Any:
-    """Import ``module:attribute``; raises :class:`ConfigError` that says what is missing and what is near."""
+    """Import ``module:attribute``; raises :class:`ConfigError` that names a missing part and a close match."""
     module_name, _, attribute = path.partition(":")
     if not attribute:
         raise ConfigError(f"the agent {path!r} is not of the form 'module:attribute', such as 'agent:solve'")
@@ -99,7 +100,7 @@ def import_attribute(path: str, folder: str = "") -> Any:
         raise ConfigError(
             f"no module {module_name!r} for the agent {path!r}; looked in {where} and sys.path"
         ) from error
-    except Exception as error:  # whatever a person's module raises is reported as theirs
+    except Exception as error:  # any error of the agent's module is reported as its own
         raise ConfigError(
             f"the agent's module {module_name!r} raised {type(error).__name__} when it was imported: {error}; "
             "make it importable first, or use --debug to see where it happened"

@@ -1,4 +1,4 @@
-"""Runs one attempt in this process: calls the agent, stops it in time, and writes down how it ended.
+"""Runs one attempt in this process: calls the agent, stops it in time, and records its outcome.
 
 The `async` runner calls this in the experiment's process, the `process` runner in a child.
 """
@@ -38,16 +38,16 @@ from agl_run.runners.agent import LoadedAgent
 from agl_run.runners.result import describe_error, read_result
 
 STOP_GRACE_S = 5.0
-"""Seconds that a cancelled agent gets to stop before it is given up."""
+"""Seconds that a cancelled agent gets to stop before it is abandoned."""
 
 
 class AttemptStopped(BaseException):
-    """Raised inside the thread of an agent that ran out of time; not an ``Exception``, so that it gets through."""
+    """Raised inside the thread of an agent past its time limit; no ``Exception``, so that agents do not catch it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptScope:
-    """The surroundings of an attempt, apart from its agent.
+    """The context of an attempt, apart from its agent.
 
     Attributes:
         resources: Named resources, not yet bound to the attempt.
@@ -57,7 +57,7 @@ class AttemptScope:
         tracers: The installed tracers.
         recorder: Collects the spans that are made in this process.
         executor: Runs agents that are plain functions.
-        replay: What answers the model calls of an attempt that replays a recorded one.
+        replay: Script that answers the model calls, if the attempt is a replay.
     """
 
     resources: NamedResources
@@ -73,7 +73,7 @@ class AttemptScope:
 async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *, scope: AttemptScope) -> Outcome:
     """Run the agent once; returns the outcome with the spans that were not drained before.
 
-    Never raises for what the agent does. Cancelling this coroutine stops the agent, then re-raises.
+    Never raises for an error of the agent. Cancelling this coroutine stops the agent, then re-raises.
     """
     active = _active(rollout, attempt, scope)
     resources = bind_resources(scope.resources, token=scope.token)
@@ -93,7 +93,7 @@ async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *,
 
 
 def bind_resources(resources: NamedResources, *, token: str) -> NamedResources:
-    """The resources as the agent gets them: every LLM that has no key of its own carries the attempt's token."""
+    """Add the attempt's token to every LLM that has no key of its own."""
     return {
         name: _with_token(value, token) if isinstance(value, LLM) and token else value
         for name, value in resources.items()
@@ -150,7 +150,7 @@ class _AgentExitError(Exception):
 
 
 class _Invocation:
-    """One call of the agent: on the event loop if it is a coroutine function, in a thread if it is a plain one."""
+    """One call of the agent: on the event loop for a coroutine function, in a thread for a plain one."""
 
     def __init__(self, agent: LoadedAgent, rollout: Rollout, resources: NamedResources, *, executor: Executor) -> None:
         self._agent = agent
@@ -184,7 +184,7 @@ class _Invocation:
                 self._thread = None
 
     async def stop(self, task: "asyncio.Future[Any]") -> bool:
-        """Cancel the coroutine and interrupt the thread; returns whether the agent really ended."""
+        """Cancel the coroutine and interrupt the thread; returns true if the agent ended."""
         self._interrupt()
         task.cancel()
         waiting = {task} if self._future is None else {task, self._future}
@@ -200,7 +200,7 @@ class _Invocation:
 
 
 def _notice(future: "asyncio.Future[Any]") -> None:
-    """Look at how a stopped agent ended, so that the event loop does not report it to the person as forgotten."""
+    """Retrieve a stopped agent's exception, so that the event loop does not report it as never retrieved."""
     if not future.cancelled():
         future.exception()
 
@@ -216,27 +216,27 @@ def _timeout_error(timeout_s: float | None, *, stopped: bool) -> ErrorInfo:
 
 
 @dataclass(frozen=True)
-class _Extra:
+class _ResultSpans:
     attributes: dict[str, Any]
     rewards: tuple[Span, ...]
 
 
 def _read(
     status: AttemptStatus, error: ErrorInfo | None, value: Any, active: ActiveAttempt
-) -> tuple[AttemptStatus, ErrorInfo | None, _Extra]:
+) -> tuple[AttemptStatus, ErrorInfo | None, _ResultSpans]:
     if status != "succeeded":
-        return status, error, _Extra({}, ())
+        return status, error, _ResultSpans({}, ())
     try:
         result = read_result(value)
     except RunError as wrong:
-        return "failed", describe_error(wrong), _Extra({}, ())
+        return "failed", describe_error(wrong), _ResultSpans({}, ())
     attributes = {} if result.output is None else {semconv.OUTPUT: result.output}
     rewards = () if result.reward is None else (reward_span(active, result.reward),)
-    return status, error, _Extra(attributes, rewards)
+    return status, error, _ResultSpans(attributes, rewards)
 
 
 def reward_span(active: ActiveAttempt, reward: Reward) -> Span:
-    """A span that carries a reward, at this moment, below the attempt's root."""
+    """Make a span that carries a reward, at the present time, below the attempt's root."""
     return make_reward_span(
         active.rollout_id, active.attempt_id, reward, trace_id=active.trace_id, parent_id=active.root_span_id
     )

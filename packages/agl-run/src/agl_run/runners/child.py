@@ -1,6 +1,6 @@
 """A worker child of the `process` runner: runs one attempt at a time until its standard input ends.
 
-Its real standard output carries messages; whatever the agent prints goes to standard error instead.
+Its real standard output carries messages; the agent's output goes to standard error instead.
 """
 
 import asyncio

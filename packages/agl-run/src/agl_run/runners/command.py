@@ -34,7 +34,7 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import AttemptTokens, make_reward_span, redact
-from agl_run.runners.printed import Printed
+from agl_run.runners.printed import PrintedText
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl_run.runners.spool import Spool
@@ -57,7 +57,7 @@ class CommandRunner:
         self._running: set[asyncio.subprocess.Process] = set()
 
     async def start(self) -> None:
-        """Nothing is shared between attempts."""
+        """Do nothing: attempts share no state."""
 
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt."""
@@ -117,7 +117,7 @@ class CommandRunner:
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
     ) -> tuple[AttemptStatus, ErrorInfo | None, str]:
-        printed, complaints = Printed(), Printed()
+        printed, complaints = PrintedText(), PrintedText()
         try:
             async with asyncio.timeout(limit):
                 await _converse(process, task, printed, complaints)
@@ -137,8 +137,10 @@ class CommandRunner:
         await asyncio.gather(*(stop_process(process) for process in list(self._running)))
 
 
-async def _converse(process: asyncio.subprocess.Process, task: bytes, printed: Printed, complaints: Printed) -> None:
-    """Give a program its task, take what it prints while it prints it, and wait for its end."""
+async def _converse(
+    process: asyncio.subprocess.Process, task: bytes, printed: PrintedText, complaints: PrintedText
+) -> None:
+    """Send a program its task, read its output as it prints, and wait for its end."""
     assert process.stdout is not None and process.stderr is not None  # noqa: S101, PT018  # spawned with pipes
     async with asyncio.TaskGroup() as group:
         group.create_task(_feed(process, task))
@@ -159,7 +161,7 @@ async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
 async def spawn_process(
     words: list[str], environment: dict[str, str], *, cwd: str | None = None
 ) -> asyncio.subprocess.Process:
-    """Start a program with its pipes, in a process group of its own so that its children can be stopped with it."""
+    """Start a program with its pipes, in its own process group, so that its children are stopped with it."""
     group: dict[str, Any] = (
         {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
         if sys.platform == "win32"
@@ -177,7 +179,7 @@ async def spawn_process(
 
 
 async def stop_process(process: asyncio.subprocess.Process) -> None:
-    """Ask a program and its children to stop, then kill them; returns at once when it has ended."""
+    """Ask a program and its children to stop, then kill them; returns at once if it has ended."""
     if process.returncode is None:
         _signal_group(process, "SIGTERM")
         with suppress(TimeoutError):

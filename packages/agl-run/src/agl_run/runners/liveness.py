@@ -1,4 +1,4 @@
-"""Who a worker is, and whether it still lives: so that a restarted trainer need not wait for leases to lapse."""
+"""Names workers and detects dead ones, so that a restarted trainer does not wait for leases to lapse."""
 
 import ctypes
 import hashlib
@@ -12,19 +12,19 @@ from typing import Any
 from agl.schemas import new_trace_id
 
 _MULTICAST = 1 << 40
-"""Bit of a hardware address that says it is made up, where the machine has none."""
+"""Bit that marks a random hardware address, on a machine without one."""
 
 
 def worker_name() -> str:
-    """``host@place:pid:random``: says which process holds an attempt, and whether that process still lives."""
+    """Return ``host@place:pid:random``, which identifies the process that holds an attempt."""
     return f"{socket.gethostname()}@{place()}:{os.getpid()}:{new_trace_id()[:8]}"
 
 
 def place() -> str:
-    """A digest of where this process runs: processes of one place see each other's ids and loopback addresses.
+    """Return a digest of the machine and container: processes with equal ones share process ids and loopback addresses.
 
-    Machines and containers may have equal host names. On Linux the boot and the namespaces of the process tell them
-    apart, elsewhere the hardware address.
+    Machines and containers may have equal host names. On Linux the boot id and the namespaces of the process tell them
+    apart, on other systems the hardware address.
     """
     facts = [socket.gethostname()]
     with suppress(OSError):
@@ -36,14 +36,14 @@ def place() -> str:
 
 
 def worker_is_dead(name: str) -> bool:
-    """Whether a worker of this place certainly no longer runs; false when it cannot be known."""
+    """Return true if a worker of this place has certainly ended, false if unknown."""
     where, _, rest = name.partition(":")
     pid = rest.partition(":")[0]
     return where == f"{socket.gethostname()}@{place()}" and pid.isdigit() and not process_is_alive(int(pid))
 
 
 def process_is_alive(pid: int) -> bool:
-    """Whether a process with this id exists on this machine; portable."""
+    """Return true if a process with this id exists on this machine; portable."""
     if pid == os.getpid():
         return True
     if os.name == "nt":

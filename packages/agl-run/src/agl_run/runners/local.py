@@ -1,8 +1,8 @@
 """The `async` runner: many attempts at once in this process.
 
-Coroutine agents share the event loop, plain functions get a thread each. A coroutine that runs out of time is
-cancelled, a thread gets an exception raised in it; code that swallows both, or that blocks in C, can only be refused
-its model calls: use the `process` runner for agents that do.
+Coroutine agents share the event loop, plain functions get a thread each. A coroutine past its time limit is
+cancelled, a thread gets an exception raised in it. Code that swallows both, or that blocks in C, keeps running without
+model calls: use the `process` runner for such agents.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from agl_run.runners.tokens import issue_token
 _LOG = logging.getLogger("agl_run.runners")
 
 FLUSH_S = 1.0
-"""Seconds between writes of the spans of running attempts: what a crash of this process can cost."""
+"""Seconds between writes of the spans of running attempts; a crash of this process loses at most these spans."""
 
 
 class AsyncRunner:
     """Runs attempts in this process: coroutines on its event loop, plain functions in a thread each.
 
-    An agent that runs out of time is cancelled; code that swallows that, or that blocks in C, can only be refused its
-    model calls.
+    An agent past its time limit is cancelled. Code that swallows that, or that blocks in C, keeps running without model
+    calls.
     """
 
     def __init__(self, setup: RunSetup) -> None:
@@ -46,7 +46,7 @@ class AsyncRunner:
         self._flusher: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Install the tracers and make the threads' pool."""
+        """Install the tracers and make the thread pool."""
         self._set_environment()
         for _, tracer in self._setup.tracers:
             tracer.install()
@@ -54,7 +54,7 @@ class AsyncRunner:
         self._flusher = asyncio.create_task(self._flush_loop())
 
     def _set_environment(self) -> None:
-        """Let clients that read the environment be built at all; never overrides what the person set."""
+        """Set the variables without which clients cannot be built; never overrides one that is set."""
         for name, value in self._setup.environment().items():
             if name not in os.environ:
                 os.environ[name] = value
@@ -82,7 +82,7 @@ class AsyncRunner:
             outcome = await run_attempt(self._agent, claim.rollout, claim.attempt, scope=scope)
         finally:
             del self._recorders[attempt_id]
-        async with self._flushing:  # what is being written is there before the attempt ends
+        async with self._flushing:  # a write in progress finishes before the attempt ends
             rest = recorder.drain()
         return msgspec.structs.replace(outcome, spans=(*outcome.spans, *rest)) if rest else outcome
 
@@ -93,7 +93,7 @@ class AsyncRunner:
                 await self._flush()
 
     async def _flush(self) -> None:
-        """Write what waits; what the store refuses goes back and is written with the attempt's end."""
+        """Write the pending spans; keep those that the store refuses for the end of their attempt."""
         drained = [(recorder, recorder.drain()) for recorder in list(self._recorders.values())]
         spans = [span for _, own in drained for span in own]
         if not spans:
@@ -101,13 +101,13 @@ class AsyncRunner:
         try:
             await self._setup.store.append_spans(spans)
         except StoreError as error:
-            _LOG.warning("%d spans could not be written yet: %s", len(spans), error)
+            _LOG.warning("%d spans could not be written and are kept: %s", len(spans), error)
             for recorder, own in drained:
                 for span in own:
                     recorder.record(span)
 
     async def stop(self) -> None:
-        """Uninstall the tracers and let the threads go."""
+        """Uninstall the tracers and release the threads."""
         if self._flusher is not None:
             self._flusher.cancel()
             await asyncio.gather(self._flusher, return_exceptions=True)

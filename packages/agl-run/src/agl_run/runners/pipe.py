@@ -13,7 +13,7 @@ _HEADER = struct.Struct("<I")
 
 
 class ChildStart(Record, frozen=True, kw_only=True, tag="start"):
-    """First message to a child: what all its attempts share."""
+    """The first message to a child, with the settings that all its attempts share."""
 
     agent_path: str
     folder: str
@@ -24,7 +24,7 @@ class ChildStart(Record, frozen=True, kw_only=True, tag="start"):
 
 
 class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
-    """Run this attempt."""
+    """A request to run an attempt."""
 
     rollout: Rollout
     attempt: Attempt
@@ -34,19 +34,19 @@ class ChildRun(Record, frozen=True, kw_only=True, tag="run"):
 
 
 class ChildReady(Record, frozen=True, kw_only=True, tag="ready"):
-    """The child has loaded its agent, or says in ``error`` why it could not."""
+    """The report that the child loaded its agent, or in ``error`` the reason why it could not."""
 
     error: str = ""
 
 
 class ChildSpans(Record, frozen=True, kw_only=True, tag="spans"):
-    """Spans of the attempt that runs."""
+    """Spans of the running attempt."""
 
     spans: tuple[Span, ...]
 
 
 class ChildDone(Record, frozen=True, kw_only=True, tag="done"):
-    """The attempt ended."""
+    """The outcome of an attempt."""
 
     outcome: Outcome
 
@@ -59,13 +59,13 @@ _FROM_CHILD = msgspec.msgpack.Decoder(FromChild)
 
 
 def frame(message: Any) -> bytes:
-    """A message with its length in front."""
+    """Encode a message with its length in front."""
     data = encode(message)
     return _HEADER.pack(len(data)) + data
 
 
 def read_to_child(stream: BinaryIO) -> ToChild | None:
-    """The next message for the child, ``None`` at the end of the stream; blocks."""
+    """Read the next message for the child, ``None`` at the end of the stream; blocks."""
     header = stream.read(_HEADER.size)
     if len(header) < _HEADER.size:
         return None
@@ -73,6 +73,6 @@ def read_to_child(stream: BinaryIO) -> ToChild | None:
 
 
 async def read_from_child(stream: Any) -> FromChild:
-    """The next message from the child; raises :class:`asyncio.IncompleteReadError` when it is gone."""
+    """Read the next message from the child; raises :class:`asyncio.IncompleteReadError` when it is gone."""
     header = await stream.readexactly(_HEADER.size)
     return _FROM_CHILD.decode(await stream.readexactly(_HEADER.unpack(header)[0]))

@@ -1,4 +1,4 @@
-"""The `openai` policy: any OpenAI-compatible endpoint that runs elsewhere; its weights are not trained here."""
+"""The `openai` policy: any running OpenAI-compatible endpoint; its weights are not trained."""
 
 import os
 
@@ -12,11 +12,11 @@ class OpenAIPolicy:
 
     Args:
         name: The policy's name.
-        model: Model name that the endpoint knows.
+        model: Model name at the endpoint.
         base_url: Base URL with its ``/v1``.
         api_key_env: Environment variable that holds the key; ``""`` if none is needed.
         has_token_ids: Whether the endpoint gives token ids and log-probabilities when asked (vLLM and SGLang do).
-        sampling_parameters: Defaults that agents find in the resource.
+        sampling_parameters: Default sampling parameters of the resource.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class OpenAIPolicy:
         )
 
     async def start(self) -> ServedModel:
-        """Check that the key is there."""
+        """Check that the key is set."""
         variable = self._served.api_key_env
         if variable and not os.environ.get(variable) and "api.openai.com" in self._served.base_urls[0]:
             raise PolicyError(
@@ -51,10 +51,10 @@ class OpenAIPolicy:
         return self._served
 
     async def stop(self) -> None:
-        """Nothing was started."""
+        """Do nothing."""
 
     async def load(self, version: ResourceVersion) -> ServedModel:
-        """An endpoint's own model can be served again; weights cannot be loaded into it."""
+        """Serve the endpoint's own model; raises for weights, which cannot be loaded into it."""
         if not isinstance(version.resource, LLM):
             raise PolicyError(
                 f"policy {self._name!r} is an endpoint that runs elsewhere and cannot load {version.version!r}; "
@@ -63,10 +63,10 @@ class OpenAIPolicy:
         return self._served
 
     def resource(self) -> Resource:
-        """The endpoint."""
+        """Return the endpoint as a resource."""
         return self._served.llm
 
     @property
     def has_token_ids(self) -> bool:
-        """As configured."""
+        """Whether the endpoint returns token ids, as configured."""
         return self._has_token_ids

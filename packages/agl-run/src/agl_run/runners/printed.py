@@ -1,4 +1,4 @@
-"""What a program prints, in bounded memory: how it began and how it ended."""
+"""Keeps a program's output in bounded memory: its beginning and its end."""
 
 import asyncio
 from collections import deque
@@ -12,8 +12,8 @@ TAIL = 64_000
 _CHUNK = 64 * 1024
 
 
-class Printed:
-    """Takes any number of bytes and keeps the first ``HEAD`` and the last ``TAIL`` of them."""
+class PrintedText:
+    """Accepts any number of bytes, and keeps the first ``HEAD`` and the last ``TAIL`` of them."""
 
     def __init__(self) -> None:
         self._head = b""
@@ -22,12 +22,12 @@ class Printed:
         self._total = 0
 
     async def read(self, stream: asyncio.StreamReader) -> None:
-        """Take all that comes until the stream ends."""
+        """Add the bytes of a stream until it ends."""
         while chunk := await stream.read(_CHUNK):
             self.add(chunk)
 
     def add(self, data: bytes) -> None:
-        """Take more."""
+        """Add bytes."""
         self._total += len(data)
         room = HEAD - len(self._head)
         self._head += data[:room]
@@ -38,7 +38,7 @@ class Printed:
             self._in_tail -= len(self._tail.popleft())
 
     def text(self) -> str:
-        """What was kept; a line of its own says how much is missing between the two parts."""
+        """Return the kept text; a line between the two parts gives the number of missing bytes."""
         tail = b"".join(self._tail)[-TAIL:]
         left_out = self._total - len(self._head) - len(tail)
         if not left_out:

@@ -20,10 +20,10 @@ START_S = 60.0
 """Seconds that a child may take to start and import its agent."""
 
 START_TRIES = 3
-"""How often a child is started when a signal from outside, such as the memory killer's, ends it before it is ready."""
+"""Most starts of a child that an outside signal, such as the out-of-memory killer's, ends before it is ready."""
 
 KILL_GRACE_S = 3.0
-"""Seconds beyond the time limit, in which the child itself may stop its agent, before it is killed."""
+"""Seconds after the time limit in which the child may stop its agent before it is killed."""
 
 
 class ProcessRunner:
@@ -43,7 +43,7 @@ class ProcessRunner:
         self._all: set[_Child] = set()
 
     async def start(self) -> None:
-        """Start one child, so that an agent that cannot be imported is an error now."""
+        """Start one child, so that an agent that cannot be imported fails now."""
         self._idle.append(await self._new_child())
 
     async def execute(self, claim: Claim) -> Outcome:
@@ -69,7 +69,7 @@ class ProcessRunner:
         return outcome
 
     async def _idle_child(self) -> "_Child | None":
-        """A child that waits, those that died while they waited left out."""
+        """Return an idle child, after discarding those that died; ``None`` if there is none."""
         while self._idle:
             child = self._idle.pop()
             if child.is_alive:

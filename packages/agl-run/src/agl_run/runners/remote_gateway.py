@@ -1,7 +1,7 @@
-"""The gateway of an experiment that runs elsewhere, as a worker needs it.
+"""A worker's client for the gateway of an experiment on another machine.
 
-Whether it can be reached, whether it is still the same one, and when it has written an attempt's calls. It speaks
-HTTP with the standard library, a request at a time, and uses no proxy.
+Checks that the gateway can be reached and is still the same one, and waits until it has written an attempt's calls.
+Speaks HTTP with the standard library, one request at a time, without a proxy.
 """
 
 import asyncio
@@ -21,23 +21,23 @@ TIMEOUT_S = 10.0
 """Seconds that one request may take."""
 
 PATIENCE_S = 30.0
-"""Seconds without an answer after which a gateway counts as gone; as long as a worker's lease."""
+"""Seconds without an answer after which a gateway counts as gone; equals a worker's lease."""
 
 RETRY_S = 1.0
 FRESH_S = 2.0
-"""Seconds for which an answer counts as proof that the gateway is there."""
+"""Seconds for which an answer proves that the gateway runs."""
 
 
 class RemoteGateway:
-    """One start of one gateway, by its base URL without ``/v1``; used in one event loop.
+    """One start of a gateway, by its base URL without ``/v1``; used in one event loop.
 
     Args:
-        url: As this machine reaches it.
-        secret: The key that signs attempt tokens, equal here and there.
-        patience_s: Seconds without an answer after which it counts as gone.
+        url: The address as this machine reaches it.
+        secret: The key that signs attempt tokens, equal on both machines.
+        patience_s: Seconds without an answer after which the gateway counts as gone.
 
     Attributes:
-        lost: Set once it is gone, or another one answers in its place.
+        lost: Set once the gateway is gone, or another one answers in its place.
     """
 
     def __init__(self, url: str, *, secret: bytes, patience_s: float = PATIENCE_S) -> None:
@@ -50,10 +50,10 @@ class RemoteGateway:
         self._failed_at = float("-inf")
 
     async def look(self) -> str:
-        """Ask who it is; returns ``""``, or what is wrong in words that follow its address.
+        """Ask the gateway for its id; returns ``""``, or a problem in words that follow its address.
 
         Raises:
-            GatewayLostError: Another gateway answers there than did before.
+            GatewayLostError: Another gateway answers than before.
         """
         status, answer = await self._ask("GET", "/identity")
         if status == 200:
@@ -68,15 +68,15 @@ class RemoteGateway:
         return f"does not answer as a gateway of this release does ({answer})"
 
     def silence_s(self) -> float:
-        """Seconds since it last answered."""
+        """Return the seconds since the last answer."""
         return time.monotonic() - self._answered_at
 
     def failed_since(self, moment: float) -> bool:
-        """Whether it did not answer at some time after ``moment``, as :func:`time.monotonic` counts."""
+        """Return true if a request failed after ``moment``, a time of :func:`time.monotonic`."""
         return self._failed_at >= moment
 
     async def ready(self) -> None:
-        """Return once it answers; raises :class:`GatewayLostError` when it is gone, or silent for long."""
+        """Return once the gateway answers; raises :class:`GatewayLostError` if it is gone or stays silent."""
         if self.lost.is_set():
             raise self._gone("is gone")
         if self.silence_s() < FRESH_S:
@@ -91,7 +91,7 @@ class RemoteGateway:
         """Return once every answered call of the attempt is in the store.
 
         Raises:
-            GatewayLostError: It does not answer for long, or another gateway does.
+            GatewayLostError: It stays silent for ``patience_s`` seconds, or another gateway answers.
             CaptureError: The store refused some of the calls.
         """
         deadline = time.monotonic() + self._patience_s
@@ -117,7 +117,7 @@ class RemoteGateway:
         return GatewayLostError(f"the gateway {self.url} {what}")
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
-        """Status, and the gateway's id or what is wrong; status 0 when there was no answer."""
+        """Return the status, with the gateway's id or the problem; status 0 if there was no answer."""
         try:
             status, answer = await asyncio.to_thread(self._request, method, path, body)
         except (OSError, http.client.HTTPException) as error:
@@ -148,9 +148,9 @@ class RemoteGateway:
 
 
 class GuardedRunner:
-    """A runner whose attempts wait for the gateway, and are given back where the gateway may have failed them.
+    """A runner whose attempts wait for the gateway, and are given back if the gateway may have made them fail.
 
-    An agent that failed while the gateway did not answer says nothing about the agent.
+    A failure while the gateway did not answer is not the agent's.
     """
 
     def __init__(self, runner: Runner, gateway: RemoteGateway) -> None:
@@ -164,8 +164,8 @@ class GuardedRunner:
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt; raises :class:`GatewayLostError` for one that must be repeated.
 
-        Where the gateway is gone for good it never returns: the worker is about to be stopped, and would only claim
-        the rollout again.
+        Never returns if the gateway is gone for good: the worker is about to stop, and would only claim the rollout
+        again.
         """
         try:
             await self._gateway.ready()

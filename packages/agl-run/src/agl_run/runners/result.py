@@ -1,4 +1,4 @@
-"""What an agent's return value means, and how its failure is written down."""
+"""Interprets an agent's return value, and describes its failure."""
 
 import math
 import traceback
@@ -16,16 +16,16 @@ MAX_TRACEBACK = 20_000
 
 
 class AgentResult(Record, frozen=True, kw_only=True):
-    """A return value, read: the reward it is, if any, and the output it is, if any."""
+    """The reward or the output that an agent returned."""
 
     reward: Reward | None = None
     output: Json = None
 
 
 def read_result(value: Any) -> AgentResult:
-    """What the agent's return value says.
+    """Read an agent's return value.
 
-    A number is the reward, a dict of numbers its dimensions, ``None`` nothing; every other JSON value is the output.
+    A number is the reward, a dict of numbers its dimensions, ``None`` is neither; any other JSON value is the output.
 
     Raises:
         RunError: The value is none of these, or a number that is not finite.
@@ -43,7 +43,7 @@ def read_result(value: Any) -> AgentResult:
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
-    """An exception as data, secrets removed, long tracebacks cut at the front."""
+    """Convert an exception to data, with secrets removed and long tracebacks cut at the front."""
     from agl.tracing import redact
 
     kind = type(error)

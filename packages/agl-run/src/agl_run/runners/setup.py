@@ -1,4 +1,4 @@
-"""The settings of a runner, apart from the attempt that it runs."""
+"""The settings of a runner that all its attempts share."""
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
@@ -12,17 +12,17 @@ from agl.tracing import SECRET_ENV
 from agl_run.runners.agent import AgentSpec
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
-"""Variable with the admin token of a served store; in the process of a command, the attempt's token."""
+"""Variable with the admin token of a served store; in a command's process, with the attempt's token."""
 
 PLACEHOLDER_KEY = "agl-no-key-needed"
-"""What ``OPENAI_API_KEY`` holds in a process whose calls get their token from the wire hook."""
+"""Value of ``OPENAI_API_KEY`` in a process whose calls get their token from the wire hook."""
 
 
-class Settles(Protocol):
-    """What who runs attempts needs of the gateway, wherever that is."""
+class SettlingGateway(Protocol):
+    """A gateway that can wait for an attempt's calls, local or remote."""
 
     async def settle(self, attempt_id: str) -> None:
-        """Return once every call of the attempt that was answered is in the store.
+        """Return once every answered call of the attempt is in the store.
 
         Raises:
             GatewayLostError: The gateway went away meanwhile; the worker gives the attempt back.
@@ -38,9 +38,9 @@ class RunSetup:
         agent: The agent to run.
         store: Where spans go while an attempt runs.
         secret: Key that signs attempt tokens; never stored.
-        resources: Gives the resources of a rollout, pinned versions applied.
+        resources: Returns the resources of a rollout, with pinned versions applied.
         gateway_url: The gateway's base URL without ``/v1``; ``""`` when model calls are recorded in the process.
-        gateway: The gateway, here or elsewhere, so that an attempt ends only after its calls are in the store.
+        gateway: The gateway, local or remote, so that an attempt ends only after its calls are in the store.
         upstreams: The configured policies, so that the wire hook knows which calls to redirect.
         tracers: Names of the tracers to install in the process that runs the agent, with the objects made.
         plugins: Environment that makes child processes load the same plugins, such as ``AGL_DISABLED_PLUGINS``.
@@ -52,7 +52,7 @@ class RunSetup:
     secret: bytes
     resources: Callable[[Rollout], Awaitable[NamedResources]]
     gateway_url: str = ""
-    gateway: Settles | None = None
+    gateway: SettlingGateway | None = None
     upstreams: Sequence[Upstream] = ()
     tracers: Sequence[tuple[str, Tracer]] = ()
     plugins: dict[str, str] = field(default_factory=dict[str, str])
@@ -60,24 +60,24 @@ class RunSetup:
 
     @property
     def base_url(self) -> str:
-        """The address for an agent's client by default, with ``/v1``; ``""`` if nothing is configured."""
+        """The default base URL of an agent's client, with ``/v1``; ``""`` if nothing is configured."""
         if self.gateway_url:
             return f"{self.gateway_url}/v1"
         return self.upstreams[0].base_url if self.upstreams else ""
 
     def environment(self, token: str = PLACEHOLDER_KEY) -> dict[str, str]:
-        """Variables by which OpenAI's and Anthropic's libraries, and others that read the same ones, find the model."""
+        """Return the variables that point OpenAI's and Anthropic's clients at the model; empty without one."""
         return client_environment(self.base_url, token) if self.base_url else {}
 
 
 def environment_for_agents() -> dict[str, str]:
-    """This process's environment without the keys that open the store: an agent's process has no use for them."""
+    """Return this process's environment without the keys of the store, which an agent's process does not need."""
     return {name: value for name, value in os.environ.items() if name not in (SECRET_ENV, ADMIN_TOKEN_ENV)}
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set environment variables, and give back what was there before."""
+    """Set environment variables, and restore the previous ones at the end."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -91,7 +91,7 @@ def environment(variables: Mapping[str, str]) -> Generator[None]:
 
 
 def client_environment(base_url: str, token: str) -> dict[str, str]:
-    """Variables that point OpenAI's and Anthropic's clients, and whoever reads the same ones, at ``base_url``."""
+    """Return the variables that point OpenAI's and Anthropic's clients at ``base_url``."""
     return {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_BASE": base_url,

@@ -1,7 +1,7 @@
-"""Recording a Python program from within, without a gateway: what `agl exec` and the `command` runner fall back to.
+"""Records a Python program from within, for `agl exec` and the `command` runner without a gateway.
 
-The program's interpreter finds a ``sitecustomize`` of ours first on its path. That one records the whole process as
-one attempt and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
+The program's interpreter finds agl's ``sitecustomize`` first on its path. It records the whole process as one attempt
+and appends every span to a file as it ends, so that a killed program loses at most the span in flight.
 """
 
 import os
@@ -14,13 +14,13 @@ from agl.contracts import Upstream
 from agl.schemas import Record, Span, decode, encode, from_json, to_json
 
 VARIABLE = "AGL_SPOOL"
-"""Names the environment variable with the settings as JSON."""
+"""Environment variable with the settings as JSON."""
 
 _HEADER = struct.Struct("<I")
 
 
 class SpoolSettings(Record, frozen=True, kw_only=True):
-    """What the recorded program needs to know."""
+    """The settings of a recorded program."""
 
     file: str
     rollout_id: str
@@ -42,7 +42,7 @@ class Spool:
     def environment(
         self, upstreams: Sequence[Upstream] = (), *, gateway_url: str = "", token: str = ""
     ) -> dict[str, str]:
-        """Variables that make a Python program record itself; with a gateway, what does not go through that."""
+        """Return the variables that make a Python program record itself; a gateway records its own calls."""
         settings = SpoolSettings(
             file=str(self._file),
             rollout_id=self._root.rollout_id,
@@ -57,7 +57,7 @@ class Spool:
         return {VARIABLE: to_json(settings).decode(), "PYTHONPATH": path}
 
     def read(self) -> list[Span]:
-        """The spans so far, a torn last one left out."""
+        """Read the spans so far, without an incomplete last one."""
         if not self._file.exists():
             return []
         data = self._file.read_bytes()

@@ -1,4 +1,4 @@
-"""The token of an attempt: how long it holds."""
+"""Issues the tokens of attempts, with their lifetimes."""
 
 import time
 
@@ -6,14 +6,14 @@ from agl.schemas import Attempt, Rollout
 from agl.tracing import AttemptTokens
 
 TOKEN_HOURS = 24.0
-"""Hours that the token of an attempt without a time limit holds."""
+"""Lifetime in hours of the token of an attempt without a time limit."""
 
 TOKEN_SLACK_S = 60.0
-"""Seconds that a token outlives the attempt's time limit, for what is still on its way."""
+"""Seconds that a token outlives the attempt's time limit, for calls in flight."""
 
 
 def issue_token(tokens: AttemptTokens, rollout: Rollout, attempt: Attempt) -> str:
-    """A token for this attempt, valid a little longer than the attempt may take."""
+    """Issue a token for this attempt, valid for slightly longer than the attempt may take."""
     limit = rollout.retry.timeout_s
     seconds = TOKEN_HOURS * 3600 if limit is None else limit + TOKEN_SLACK_S
     return tokens.issue(rollout.rollout_id, attempt.attempt_id, expires_at=time.time() + seconds)

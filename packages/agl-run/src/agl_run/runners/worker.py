@@ -1,6 +1,6 @@
 """The worker: claims rollouts, hands them to a runner, keeps their leases, and writes their outcomes.
 
-One worker serves one runner. It never looks into an attempt: that is the runner's part.
+One worker serves one runner. It leaves the course of an attempt to the runner.
 """
 
 import asyncio
@@ -20,15 +20,15 @@ from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.result import describe_error, read_result
-from agl_run.runners.setup import Settles
+from agl_run.runners.setup import SettlingGateway
 
 _LOG = logging.getLogger("agl_run.runners")
 
 LEASE_S = 30.0
-"""Seconds after which an attempt of a silent worker counts as lost; renewed three times as often."""
+"""Seconds after which an attempt of a silent worker counts as lost; leases are renewed three times as often."""
 
 CLAIM_WAIT_S = 20.0
-"""Seconds that one claim waits in the store; only a bound, arriving work wakes it."""
+"""Longest wait of one claim in the store, in seconds; arriving work ends it early."""
 
 
 def _ignore(*_: object) -> None:
@@ -40,16 +40,16 @@ class WorkerSetup:
     """The parts of a worker and its settings.
 
     Attributes:
-        store: Where rollouts come from and outcomes go.
+        store: Source of rollouts and target of outcomes.
         runner: Executes attempts; started and stopped by the worker.
         experiment: Only this experiment's rollouts are claimed, ``None`` for all.
-        concurrency: Attempts at once; 0 claims none, because workers elsewhere do.
+        concurrency: Attempts at once; 0 leaves them all to remote workers.
         rewards: Reward emitters by name, run after the agent, hidden task fields included.
-        gateway: Waited for before an attempt ends, so that its calls are in the store.
+        gateway: Settles an attempt's calls before the attempt ends, so that they are in the store.
         requires_calls: Whether a successful attempt without any model call is a failure.
         finished: Called with every rollout that reached its final status here.
-        keep: Gets the ids of a rollout and its attempt, and the attempt's spans, where they were read to judge it:
-            whoever waits for the rollout need not read them again.
+        keep: Called with the ids of a rollout and its attempt, and the attempt's spans, if they were read to judge it;
+            a waiter for the rollout can then skip that read.
     """
 
     store: Store
@@ -57,7 +57,7 @@ class WorkerSetup:
     experiment: str | None = None
     concurrency: int = 8
     rewards: Sequence[tuple[str, RewardEmitter]] = ()
-    gateway: Settles | None = None
+    gateway: SettlingGateway | None = None
     requires_calls: bool = False
     finished: Callable[[Rollout], None] = _ignore
     keep: Callable[[str, str, list[Span]], None] = _ignore
@@ -83,7 +83,7 @@ class Worker:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Stop claiming, stop what runs and give it back to the queue, stop the runner."""
+        """Stop claiming, give running attempts back to the queue, and stop the runner."""
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
@@ -93,13 +93,13 @@ class Worker:
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
         await self._setup.runner.stop()
         if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
-            self.failure.exception()  # whoever waited has seen it; nobody else needs a warning
+            self.failure.exception()  # retrieved, so that asyncio does not log it again
 
     def _spawn(self, work: Callable[[], Awaitable[None]]) -> "asyncio.Task[None]":
         async def guarded() -> None:
             try:
                 await work()
-            except Exception as error:  # noqa: BLE001  # handed to whoever waits for rollouts
+            except Exception as error:  # noqa: BLE001  # raised for the waiters of rollouts
                 if self.failure is not None and not self.failure.done():
                     self.failure.set_exception(error)
 
@@ -132,7 +132,7 @@ class Worker:
         task.add_done_callback(lambda ended: self._ended(key, ended))
 
     def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
-        """Forget an attempt; an outcome that the store did not take breaks the worker, loudly and at once."""
+        """Forget an attempt; an outcome that the store refused makes the worker fail at once."""
         self._running.pop(key, None)
         error = None if task.cancelled() else task.exception()
         if error is not None and self.failure is not None and not self.failure.done():
@@ -148,7 +148,7 @@ class Worker:
             for attempt_id in held:
                 task = self._running.get(attempt_id)
                 if attempt_id not in kept and task is not None:
-                    _LOG.info("attempt %s is no longer ours; stopping it", attempt_id)
+                    _LOG.info("attempt %s was taken from this worker; stopping it", attempt_id)
                     task.cancel()
 
     async def _run(self, claim: Claim) -> None:
@@ -172,7 +172,7 @@ class Worker:
         await self._finish(outcome)
 
     async def _execute(self, claim: Claim) -> Outcome:
-        """Run the agent; when it ends another may start, while this one's outcome is still being written."""
+        """Run the agent; another may start when it ends, before this one's outcome is written."""
         try:
             return await self._setup.runner.execute(claim)
         finally:
@@ -183,7 +183,7 @@ class Worker:
         try:
             rollouts = await self._setup.store.finish([outcome])
         except FencedError:
-            _LOG.info("attempt %s was decided by somebody else; its outcome is dropped", outcome.attempt_id)
+            _LOG.info("attempt %s was decided elsewhere; its outcome here is dropped", outcome.attempt_id)
             return
         for rollout in rollouts:
             if rollout.is_finished:
@@ -196,7 +196,7 @@ class Worker:
             _LOG.debug("attempt %s was not given back: %s", claim.attempt.attempt_id, error)
 
     async def _judge(self, rollout: Rollout, outcome: Outcome) -> Outcome:
-        """Add the reward emitters' spans; turn a success without model calls into a failure where calls matter."""
+        """Add the reward emitters' spans; a success without model calls becomes a failure if calls are required."""
         setup = self._setup
         if outcome.status != "succeeded" or not (setup.rewards or setup.requires_calls):
             return outcome
@@ -216,7 +216,7 @@ class Worker:
 
 
 def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
-    """All spans of an attempt as its store will give them: those that it has, and those that come with the outcome."""
+    """Return all spans of an attempt as the store will return them: the stored ones, then those of the outcome."""
     spans = list(recorded)
     known = {span.span_id for span in recorded}
     for span in added:
@@ -236,7 +236,7 @@ _NO_CALLS = (
 
 
 def _bypassing(spans: Sequence[Span], attempt_id: str) -> str:
-    """Who called a model all the same, as a framework's tracer saw it."""
+    """Name the clients whose calls a framework's tracer saw."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
     return f". The framework's tracer saw calls by {', '.join(clients)}" if clients else ""
 

@@ -1,12 +1,12 @@
 """Shared parts of stores on SQL databases: rows, packed spans, batches, and the layouts of older releases.
 
-A store on anything else needs :mod:`agl.stores` alone.
+A store on another kind of database needs only :mod:`agl.stores`.
 """
 
 from agl_run.sql._batches import Batches, perform
-from agl_run.sql._older import older_documents
+from agl_run.sql._new_spans import AttemptSpans, place_spans
+from agl_run.sql._old_layouts import older_documents
 from agl_run.sql._packing import Packer, Unpacker
-from agl_run.sql._places import Place, place_spans
 from agl_run.sql._rows import (
     ATTEMPT_BITS,
     NUMBER_MASK,
@@ -24,9 +24,9 @@ __all__ = [
     "NUMBER_MASK",
     "ROLLOUT",
     "SEQUENCE_BITS",
+    "AttemptSpans",
     "Batches",
     "Packer",
-    "Place",
     "Row",
     "Unpacker",
     "number_of",

@@ -1,4 +1,4 @@
-"""Work that waits for a database, done together in threads of the store, and answered into the callers' event loops."""
+"""Batches database work in threads of the store, and returns answers to the callers' event loops."""
 
 import asyncio
 import threading
@@ -17,14 +17,14 @@ Job: TypeAlias = tuple[W, "Future[Any]"]
 
 
 class Batches(Generic[W]):
-    """Does work in threads: what waits together is done together, or each by itself where together it fails.
+    """Does work in threads: waiting items form a batch, and run one by one if the batch fails.
 
     Args:
-        act: Does a batch, in a transaction; returns the answers, an exception for what was refused. What it raises
-            undoes all of the batch.
-        shown_url: For the error of calls after the close.
-        threads: How many batches are done at once; a writer has one.
-        explain: Makes what ``act`` raised something to tell the caller.
+        act: Does a batch in a transaction; returns the answers, with an exception for each refused item. An exception
+            that it raises undoes the whole batch.
+        shown_url: Names the store in the error of calls after the close.
+        threads: Batches done at once; a writer has one.
+        explain: Converts an exception of ``act`` into the one that the caller gets.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Batches(Generic[W]):
         self.is_closed = False
 
     async def run(self, work: W, *, undo: Callable[[Any], W] | None = None) -> Any:
-        """The answer of ``work``; ``undo`` makes the work that takes it back if the caller is cancelled meanwhile."""
+        """Do ``work`` and return its answer; ``undo`` makes the work that reverts it if the caller is cancelled."""
         future = self.submit(work)
         try:
             return await asyncio.wrap_future(future)
@@ -53,7 +53,7 @@ class Batches(Generic[W]):
             raise
 
     def submit(self, work: W) -> "Future[Any]":
-        """Let work be done; raises :class:`~agl.errors.StoreError` after the close."""
+        """Queue work; raises :class:`~agl.errors.StoreError` after the close."""
         future: Future[Any] = Future()
         with self._lock:
             if self.is_closed:
@@ -65,13 +65,13 @@ class Batches(Generic[W]):
         return future
 
     def close(self) -> None:
-        """Finish what waits and end the threads. Blocks; safe to call twice."""
+        """Finish the queued work and end the threads. Blocks; idempotent."""
         with self._lock:
             self.is_closed = True
         self._executor.shutdown(wait=True)
 
     def _work(self) -> None:
-        """Runs in a thread until nothing waits; work that comes meanwhile calls another thread, if there is one."""
+        """Run in a thread until the queue is empty; further work may start another thread, up to ``threads``."""
         while batch := self._take():
             if jobs := [job for job in batch if job[1].set_running_or_notify_cancel()]:
                 self._do(jobs)
@@ -84,7 +84,7 @@ class Batches(Generic[W]):
     def _do(self, jobs: Sequence[Job[W]]) -> None:
         try:
             answers = self._act([work for work, _ in jobs])
-        except Exception as error:  # noqa: BLE001  # the threads outlive every failure, and each caller hears of it
+        except Exception as error:  # noqa: BLE001  # the threads outlive every failure, and each caller gets the error
             if len(jobs) > 1 and not isinstance(error, StoreError):
                 for job in jobs:
                     self._do([job])
@@ -97,13 +97,13 @@ class Batches(Generic[W]):
                 future.set_result(answer)
 
     def _take_back(self, undo: Callable[[Any], W], done: "Future[Any]") -> None:
-        with suppress(Exception):  # what failed, or cannot be taken back any more, is left to the leases
+        with suppress(Exception):  # leases cover what failed or can no longer be reverted
             if answer := done.result():
                 self.submit(undo(answer))
 
 
 def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:
-    """The answers of operations in one transaction; what one refuses, with an error of ours, undoes no other."""
+    """Do operations in one transaction; the answer of a refused one is its :class:`AglError`, the others stand."""
     answers: list[Any] = []
     for work in works:
         try:

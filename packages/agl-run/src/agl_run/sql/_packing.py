@@ -1,4 +1,4 @@
-"""Spans as bytes: packed ids stay packed, and a conversation's prompts share their prefix.
+"""Packs spans into bytes: ids stay packed, and the prompts of a conversation share their prefix.
 
 A model call keeps its prompt ids and its request as (sequence of an earlier call of the attempt, shared byte length,
 suffix). The bytes that a later call can share are the earlier prompt followed by the earlier response, and the
@@ -22,7 +22,7 @@ from agl_run.sql._sharing import Marks
 
 MIN_DEFLATED = 512
 SHARED_KEYS = ("functions", "tools", "system", "instructions", "prompt", "input", "messages")
-"""Keys of a request that the text to share is made of, in its order."""
+"""Request keys that form the shared text, in its order."""
 
 _PLAIN = b"\x00"
 _CALL = b"\x01"
@@ -57,7 +57,7 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class _Whole(msgspec.Struct, frozen=True, gc=False):
-    """The bytes of a call that later ones can share."""
+    """The inflated bytes of a call that later ones share."""
 
     prompt: bytes
     response: bytes
@@ -71,7 +71,7 @@ class Packer:
         self._marks = Marks()
 
     def pack(self, span: Span, *, attempt: object, sequence: int) -> bytes:
-        """The span as bytes to keep at ``sequence`` of ``attempt``."""
+        """Pack the span into bytes to keep at ``sequence`` of ``attempt``."""
         try:
             call = span.call
             return _PLAIN + encode(span) if call is None else self._pack_call(span, call, attempt, sequence)
@@ -107,11 +107,11 @@ class Packer:
         return _CALL + encode(packed)
 
     def forget(self, attempt: object) -> None:
-        """Drop what is remembered of an attempt, because it ended or because its last span was not kept."""
+        """Drop the marks of an attempt that ended, or whose last span was not kept."""
         self._marks.forget(attempt)
 
     def clear(self) -> None:
-        """Drop everything, because what was packed last may not have been kept."""
+        """Drop all marks, because the last packed spans may not have been kept."""
         self._marks.clear()
 
 
@@ -119,7 +119,7 @@ class Unpacker:
     """Turns bytes of one attempt back into spans.
 
     Args:
-        fetch: Gives the stored bytes at a sequence of the attempt, for a base that was not unpacked before.
+        fetch: Returns the stored bytes at a sequence of the attempt, for a base that was not unpacked before.
     """
 
     def __init__(self, fetch: Callable[[int], bytes]) -> None:
@@ -127,7 +127,7 @@ class Unpacker:
         self._known: dict[int, _Whole] = {}
 
     def unpack(self, data: bytes, *, sequence: int) -> Span:
-        """The span that was stored at ``sequence``."""
+        """Unpack the span that was stored at ``sequence``."""
         is_plain = data[:1] == _PLAIN
         span = decode(memoryview(data)[1:], Span) if is_plain else self._join(_open(data), sequence)
         force_setattr(span, "sequence", sequence)
@@ -169,19 +169,19 @@ def _restore(packed: _Packed, base: _Whole | None) -> _Whole:
 
 
 def _head(first: bytes, second: bytes, length: int) -> bytes:
-    """The first ``length`` bytes of ``first + second``."""
+    """Return the first ``length`` bytes of ``first + second``."""
     return first[:length] + second[: max(0, length - len(first))]
 
 
 def _squeeze(ids: bytes) -> tuple[bytes, bytes]:
-    """Packed int32 ids as their two low and their two high planes of bytes; odd lengths stay whole."""
+    """Split packed int32 ids into their two low and two high byte planes; odd lengths stay whole."""
     if len(ids) % 4:
         return ids, b""
     return ids[0::4] + ids[1::4], ids[2::4] + ids[3::4]
 
 
 def _widen(low: bytes, high: bytes) -> bytes:
-    """The inverse of :func:`_squeeze`."""
+    """Join byte planes; the inverse of :func:`_squeeze`."""
     if not high:
         return low
     count = len(low) // 2
@@ -192,7 +192,7 @@ def _widen(low: bytes, high: bytes) -> bytes:
 
 
 def _split(request: Json) -> tuple[bytes, Json]:
-    """The text that later requests may share, and the rest of the request."""
+    """Split a request into the text that later requests may share, and the rest."""
     if not isinstance(request, dict):
         return b"", request
     body = cast("dict[str, Any]", request)
@@ -201,7 +201,7 @@ def _split(request: Json) -> tuple[bytes, Json]:
 
 
 def _merge(text: bytes, rest: Json) -> Json:
-    """The inverse of :func:`_split`."""
+    """Join the parts of a request; the inverse of :func:`_split`."""
     return rest | msgspec.json.decode(text) if text else rest
 
 
@@ -210,7 +210,7 @@ def _parse(text: bytes) -> Json:
 
 
 def _open(data: bytes) -> _Packed:
-    """A stored call with its text inflated."""
+    """Inflate the text of a stored call."""
     packed = decode(memoryview(data)[1:], _Packed)
     if packed.is_deflated:
         force_setattr(packed, "text", zlib.decompress(packed.text))

@@ -1,7 +1,7 @@
 """Turns rollouts and changes into rows of SQL tables and back.
 
-A rollout has a number (``seq``, never used again) and its attempts are ``seq << 8 | number``, with number 0 for what
-belongs to no attempt, so that one range of numbers holds all that belongs to a rollout.
+A rollout has a number (``seq``, never reused). Its attempts are ``seq << 8 | number``, with number 0 for spans of no
+attempt, so that all attempts and spans of a rollout are in one range of numbers.
 """
 
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ from agl.schemas import Rollout, attempt_id_of, decode
 from agl.stores import MAX_SEQUENCE
 
 Row: TypeAlias = tuple[Any, ...]
-"""One row of a table, as a database driver gives it."""
+"""One row of a table, as a database driver returns it."""
 
 ATTEMPT_BITS = 8
 NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
@@ -25,7 +25,7 @@ ROLLOUT = "r.seq, r.status, r.attempts, r.attempt, r.started_at, r.finished_at, 
 
 
 def read_rollout(row: Row) -> Rollout:
-    """A rollout from the columns of :data:`ROLLOUT`."""
+    """Read a rollout from the columns of :data:`ROLLOUT`."""
     _, status, attempts, attempt, started_at, finished_at, data = row
     rollout = decode(data, Rollout)
     force_setattr(rollout, "status", status)
@@ -37,7 +37,7 @@ def read_rollout(row: Row) -> Rollout:
 
 
 def progress_row(rollout: Rollout, seq: int) -> Row:
-    """Status, attempts, attempt, start, end and stage of a rollout, and its number.
+    """Return a rollout's status, attempts, attempt, start, end and stage, and its number.
 
     The stage is ``open`` while the rollout is queued or running, and its status after that.
     """
@@ -47,7 +47,7 @@ def progress_row(rollout: Rollout, seq: int) -> Row:
 
 
 def read_change(row: Row) -> Change:
-    """A change from cursor, kind, status, name, attempt, rollout id and experiment."""
+    """Read a change from the columns cursor, kind, status, name, attempt, rollout id and experiment."""
     cursor, kind, status, name, attempt, rollout_id, experiment = row
     if kind == "resource":
         return Change(cursor=cursor, kind=kind, key=name, status=status)
@@ -57,7 +57,7 @@ def read_change(row: Row) -> Change:
 
 
 def number_of(attempt_id: str) -> int:
-    """The number in an attempt's id; 0 for ids that no attempt can have."""
+    """Return the number in an attempt's id; 0 for ids that no attempt can have."""
     digits = attempt_id.rpartition(".")[2]
     number = int(digits) if digits.isdecimal() and len(digits) <= 3 else 0
     return number if number <= NUMBER_MASK and str(number) == digits else 0

@@ -1,4 +1,4 @@
-"""Finding the earlier call of an attempt that a new call continues, by digests instead of by keeping its bytes.
+"""Finds the earlier call of an attempt that a new call continues, from digests instead of stored bytes.
 
 A remembered call leaves a :class:`Mark`: digests of its prompt ids, of those with its response ids, and of its text
 without the two characters that close it. A new call that begins with such bytes shares them. Marks are few and small;
@@ -18,19 +18,19 @@ ATTEMPTS = 1024
 
 
 class Point(msgspec.Struct, frozen=True, gc=False):
-    """The digest of the first ``length`` bytes of something."""
+    """The digest of the first ``length`` bytes of some data."""
 
     length: int
     digest: bytes
 
 
 class Mark(msgspec.Struct, frozen=True, gc=False):
-    """The trace that a call leaves: digests instead of its bytes.
+    """The digests that are kept of a call.
 
     Attributes:
-        head: How its ids begin, or its text if it has none; most other calls are told apart by it.
+        head: Start of its ids, or of its text if it has none; differs from that of most other calls.
         depth: Links from here to ``key``, the key call at the head of this stretch of the chain of bases.
-        key_ids: Bytes of ids that are shared with ``key``; ``key_text`` of text.
+        key_ids: Bytes of ids shared with ``key``; ``key_text`` the bytes of text.
     """
 
     sequence: int
@@ -45,7 +45,7 @@ class Mark(msgspec.Struct, frozen=True, gc=False):
 
 
 class Share(msgspec.Struct, frozen=True, gc=False):
-    """A base and how many leading bytes of ids and of text are shared with it."""
+    """A base, with the numbers of leading bytes of ids and of text that are shared with it."""
 
     base: Mark
     ids: int
@@ -53,13 +53,13 @@ class Share(msgspec.Struct, frozen=True, gc=False):
 
 
 class Marks:
-    """The marks of the attempts that were used last."""
+    """The marks of the most recently used attempts."""
 
     def __init__(self) -> None:
         self._marks: OrderedDict[object, list[Mark]] = OrderedDict()
 
     def add(self, attempt: object, sequence: int, *, prompt: bytes, response: bytes, text: bytes) -> Share | None:
-        """Remember a call and return what it shares with an earlier one of its attempt."""
+        """Add the mark of a call, and return its share with an earlier call of the attempt."""
         marks = self._marks.setdefault(attempt, [])
         self._marks.move_to_end(attempt)
         head = (prompt or text)[:MIN_SHARED]
@@ -97,7 +97,7 @@ def _by_text(marks: list[Mark], text: bytes) -> Share | None:
 
 
 def _longest(points: list[tuple[Point, Mark]], data: bytes) -> tuple[int, Mark] | None:
-    """The longest point that ``data`` begins with, in one pass over it; the newest of equal ones."""
+    """Find the longest point that ``data`` begins with, the newest of equal ones, in one pass."""
     best: tuple[int, Mark] | None = None
     if not points:
         return best
@@ -133,7 +133,7 @@ def _digest(parts: Iterable[bytes | memoryview]) -> bytes:
 
 
 def _link(mark: Mark, share: Share | None) -> tuple[Mark, Share | None]:
-    """The mark at its place in the chain of bases, and its base: the one found, or that one's key call.
+    """Link the mark into the chain of bases; its base is the share found, or that one's key call.
 
     A mark becomes a key call, based on the key call before it, where its stretch of the chain would be too long.
     """

@@ -1,8 +1,7 @@
-"""Transactions on a SQLite file: one thread writes, a few read, and one looks around while somebody waits.
+"""Transactions on a SQLite file: one thread writes, a few read, and one watches the file while a call waits.
 
-What waits together is written in one transaction, and answered after its commit. Reads run on connections of their
-own. A change by another process, or by another store object, is noticed within ``poll_s`` seconds, and only while
-somebody waits.
+Queued writes share one transaction, and are answered after its commit. Reads run on connections of their own. A change
+by another process, or by another store object, is noticed within ``poll_s`` seconds while a call waits.
 """
 
 import asyncio
@@ -30,28 +29,28 @@ Look: TypeAlias = Callable[[Reads], Any]
 
 
 def _nothing(_: Tables) -> None:
-    """No operation."""
+    """Do nothing."""
 
 
 _LOOK = Work(act=_nothing)
-"""Has overdue attempts decided; gives the version of the file, which changes with what others write, and the next
+"""Decides overdue attempts; answers with the file's data version, which changes with other writers, and the next
 deadline."""
 
 _logger = logging.getLogger(__name__)
 
 
 class OverdueError(Exception):
-    """An attempt's deadline has come and is not decided; the read did not take place."""
+    """Raised in place of a read while an attempt past its deadline is undecided."""
 
 
 class SQLiteBackend:
     """See :class:`agl.stores.Backend`.
 
     Args:
-        path: The file; created, or brought up to date.
+        path: The file; created, or migrated to the current layout.
         clock: Unix seconds; leases and time limits follow it.
-        poll_s: How soon changes from other processes are noticed, in seconds.
-        busy_s: How long to wait for another process's transaction, in seconds.
+        poll_s: Seconds within which changes by other processes are noticed.
+        busy_s: Seconds to wait for another process's transaction.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float], poll_s: float, busy_s: float) -> None:
@@ -67,7 +66,7 @@ class SQLiteBackend:
         self._reader = Batches(self._read, shown_url=self.shown_url, explain=told, threads=READERS)
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
         self._awaited, self._is_closed = threading.Event(), threading.Event()
-        self._watch = threading.Thread(target=self._look_around, name=f"agl-watch {path.name}", daemon=True)
+        self._watch = threading.Thread(target=self._watch_file, name=f"agl-watch {path.name}", daemon=True)
         self._watch.start()
 
     async def write(self, work: Work[T]) -> T:
@@ -111,7 +110,7 @@ class SQLiteBackend:
 
     @contextmanager
     def _transaction(self) -> Generator[SQLiteTables]:
-        """Tables in a transaction, which is committed at the end; rings for what it changed."""
+        """Open tables in a transaction, commit it at the end, and wake the waiters for its changes."""
         tables = SQLiteTables(self._db, self._packer, now=self._clock())
         self._db.execute("BEGIN IMMEDIATE")
         try:
@@ -138,7 +137,7 @@ class SQLiteBackend:
             db.execute("ROLLBACK")
 
     def _reading_connection(self) -> sqlite3.Connection:
-        """This thread's own."""
+        """Return this thread's own connection, opened on first use."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = connect(self._path, busy_s=self._busy_s, is_reader=True)
@@ -149,8 +148,8 @@ class SQLiteBackend:
         self._awaited.set()
         return math.inf
 
-    def _look_around(self) -> None:
-        """Runs in a thread of its own, and does nothing while nobody waits."""
+    def _watch_file(self) -> None:
+        """Run in a thread of its own; sleeps while no call waits."""
         while not self._is_closed.is_set():
             self._awaited.wait()
             self._awaited.clear()
@@ -158,12 +157,12 @@ class SQLiteBackend:
                 self._is_closed.wait(self._look())
 
     def _look(self) -> float:
-        """Have overdue attempts decided, and wake everybody when others wrote; returns the seconds to the next look."""
+        """Decide overdue attempts, and wake all waiters if others wrote; returns the seconds to the next look."""
         try:
             version, deadline = self._writer.submit(_LOOK).result()
         except Exception:
             if not self._is_closed.is_set():
-                _logger.warning("the store %s could not be read and is tried again", self._path, exc_info=True)
+                _logger.warning("the store %s could not be read; the read is repeated", self._path, exc_info=True)
             return self._poll_s
         if version != self._data_version:
             self._data_version = version

@@ -1,4 +1,4 @@
-"""Reads a SQLite file within one transaction, outside of the writer's thread."""
+"""Reads of the SQLite store outside of the writer's thread, within one read transaction."""
 
 import heapq
 import math
@@ -60,7 +60,7 @@ class SQLiteReads:
         return list(islice(wanted, query.limit))
 
     def _ranges(self, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
-        """One sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
+        """Return one sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
         if query.experiment is None and query.mode is None and not query.status:
             yield self._rows("1", (), query)
             return
@@ -76,7 +76,7 @@ class SQLiteReads:
             yield iter(select(self._running(), replace(query, limit=sys.maxsize)))
 
     def _running(self) -> list[Rollout]:
-        """All running rollouts: as many as there are workers."""
+        """Return all running rollouts, about as many as there are workers."""
         rows = self._db.execute(
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'"
@@ -84,7 +84,7 @@ class SQLiteReads:
         return [read_rollout(row) for row in rows]
 
     def _rows(self, where: str, values: tuple[Any, ...], query: RolloutQuery) -> Iterator[Rollout]:
-        """Rollouts behind ``query.after`` in its direction, read as they are needed."""
+        """Iterate lazily over the rollouts after ``query.after`` in the query's direction."""
         compare, order = ("<", "DESC") if query.is_newest_first else (">", "ASC")
         if query.after:
             where, values = f"{where} AND rollout_id {compare} ?", (*values, query.after)
@@ -92,7 +92,7 @@ class SQLiteReads:
         return map(read_rollout, rows)
 
     def _experiments(self) -> list[str]:
-        """All experiments, by skipping through the index."""
+        """Return all experiments, by skipping through the index."""
         rows = self._db.execute(
             """WITH RECURSIVE names(name) AS (
                 SELECT min(experiment) FROM rollouts
@@ -110,7 +110,7 @@ class SQLiteReads:
         return read_rollout(row)
 
     def _seq(self, rollout_id: str) -> tuple[int, int | None]:
-        """A rollout's number, and the key of its running or deciding attempt."""
+        """Return a rollout's number, and the key of its running or deciding attempt."""
         row = self._db.execute("SELECT seq, attempt FROM rollouts WHERE rollout_id = ?", (rollout_id,)).fetchone()
         if row is None:
             raise NotFoundError("rollout", rollout_id)
@@ -137,7 +137,7 @@ class SQLiteReads:
         return [unpacker.unpack(data, sequence=key & MAX_SEQUENCE) for key, data in rows]
 
     def _attempt(self, rollout_id: str, attempt_id: str | None) -> int:
-        """The key of the attempt whose spans are meant."""
+        """Return the key of the attempt whose spans are asked for."""
         seq, current = self._seq(rollout_id)
         if not attempt_id:
             return seq << ATTEMPT_BITS if attempt_id == "" or current is None else current
@@ -192,5 +192,5 @@ class SQLiteReads:
 
 
 def _float(value: float | None) -> float:
-    """SQLite keeps a NaN as NULL."""
+    """Convert a stored number, NULL to NaN: SQLite keeps a NaN as NULL."""
     return math.nan if value is None else value

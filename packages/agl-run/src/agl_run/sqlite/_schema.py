@@ -1,9 +1,9 @@
-"""The SQLite file: its layout, how an older one is brought up to date, and how it is opened.
+"""The layout of the SQLite file: opens it, and migrates older layouts.
 
 Rollouts and attempts are numbered as in :mod:`agl.stores`, spans ``attempt << 24 | sequence``, so that removing a
 rollout removes ranges.
 A rollout's ``stage`` is ``open`` while it is queued or running and its status after that: rollouts are listed by stage,
-so that a claim need not touch that index. Running ones are found through their attempts.
+so that a claim does not touch that index. Running ones are found through their attempts.
 """
 
 import sqlite3
@@ -61,11 +61,11 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
 CURRENT = len(MIGRATIONS)
 
 _STATES_MOVE = 2
-"""The version with which labels, scores, experiments and ledgers still lay among the states of algorithms."""
+"""The last version that keeps labels, scores, experiments and ledgers among the states of algorithms."""
 
 
 def path_of(url: str) -> Path:
-    """The file that a ``sqlite:///`` URL names: three slashes for a relative path, four for an absolute one."""
+    """Return the file that a ``sqlite:///`` URL names: three slashes for a relative path, four for an absolute one."""
     path = url.removeprefix("sqlite:///")
     if path == url or not path or path == ":memory:":
         raise StoreError(
@@ -76,7 +76,7 @@ def path_of(url: str) -> Path:
 
 
 def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Connection:
-    """A connection for one thread at a time, with WAL and full durability."""
+    """Open a connection for one thread at a time, with WAL and full durability."""
     connection = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
     try:
         for setting in SETTINGS:
@@ -90,7 +90,7 @@ def connect(path: Path, *, busy_s: float, is_reader: bool = False) -> sqlite3.Co
 
 
 def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
-    """The writer's connection to the file, which is created or brought up to date.
+    """Create or migrate the file, and open the writer's connection to it.
 
     Raises:
         SchemaVersionError: A newer release wrote the file.
@@ -115,10 +115,10 @@ def open_file(path: Path, *, busy_s: float) -> sqlite3.Connection:
 
 
 def explain(error: Exception, path: Path) -> Exception:
-    """Say what an error of SQLite, or of a text that it cannot keep, means and what to do; others stay as they are."""
+    """Convert an error of SQLite, or of a text that it cannot store, into one with a remedy; keeps others."""
     text = str(error)
     if isinstance(error, UnicodeEncodeError):
-        return StoreError(f"the store {path} cannot keep a text: {text}; it holds half of a character")
+        return StoreError(f"the store {path} cannot keep a text: {text}; it contains half of a surrogate pair")
     if not isinstance(error, sqlite3.Error):
         return error
     if "locked" in text or "busy" in text:
@@ -135,7 +135,7 @@ def explain(error: Exception, path: Path) -> Exception:
 
 
 def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
-    """Switch to WAL; SQLite does not wait for other processes here, so this does."""
+    """Switch to WAL, and wait for other processes, which SQLite does not do here."""
     end = time.monotonic() + busy_s
     while True:
         try:
@@ -167,7 +167,7 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def _move_states(connection: sqlite3.Connection) -> None:
-    """Make documents of the states."""
+    """Convert states of older layouts into documents."""
     states = dict(connection.execute("SELECT key, value FROM states"))
     found = older_documents(states, connection.execute("SELECT name, version FROM versions"))
     connection.executemany("INSERT INTO documents VALUES (?, ?)", found.items())
@@ -175,7 +175,7 @@ def _move_states(connection: sqlite3.Connection) -> None:
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:
-    """The file's layout version, 0 for an empty file."""
+    """Read the file's layout version, 0 for an empty file."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "agl_schema" not in tables:
         if tables:

@@ -1,6 +1,6 @@
 """``sqlite:///runs.db``: the default store, one file, durable, for several threads, event loops and processes.
 
-Every write is acknowledged after a commit that reached the disk (WAL with ``synchronous = FULL``). The file must be on
+Every write returns after its commit has reached the disk (WAL with ``synchronous = FULL``). The file must be on
 a local disk: WAL needs shared memory.
 """
 
@@ -18,11 +18,11 @@ class SQLiteStore(TableStore):
     Args:
         url: ``sqlite:///relative.db`` or ``sqlite:////absolute.db``; a missing folder is created.
         clock: Unix seconds; leases and time limits follow it.
-        poll_s: How soon changes from other processes are noticed, in seconds.
-        busy_s: How long to wait for another process's transaction, in seconds.
+        poll_s: Seconds within which changes by other processes are noticed.
+        busy_s: Seconds to wait for another process's transaction.
 
     Raises:
-        StoreError: The file cannot be used; the message says why and what to do.
+        StoreError: The file cannot be used; the message names the reason and the next step.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ from agl_run.sql import (
     NUMBER_MASK,
     ROLLOUT,
     SEQUENCE_BITS,
+    AttemptSpans,
     Packer,
-    Place,
     Row,
     number_of,
     place_spans,
@@ -85,7 +85,7 @@ class SQLiteTables:
         return self._db.execute(sql, (experiment, limit)).fetchall()
 
     def _queued_experiments(self) -> list[str]:
-        """Experiments with something in the queue, by skipping through its index."""
+        """Return the experiments with queued rollouts, by skipping through the index."""
         rows = self._db.execute(
             """WITH RECURSIVE names(name) AS (
                 SELECT min(experiment) FROM rollouts WHERE status = 'queued'
@@ -103,7 +103,7 @@ class SQLiteTables:
         return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
 
     def _claims(self, condition: str, value: object) -> list[Claim]:
-        """The running attempts that meet a condition."""
+        """Return the running attempts that meet a condition."""
         rows = self._db.execute(
             f"SELECT {ROLLOUT}, a.data FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             f"WHERE a.status = 'running' AND {condition}",
@@ -146,7 +146,7 @@ class SQLiteTables:
         self._log(rollouts)
 
     def _start(self, claims: Sequence[Claim]) -> None:
-        """Do the same as :meth:`_update` for rollouts whose attempts were all opened at one time."""
+        """Do the work of :meth:`_update` for rollouts whose attempts started at the same time."""
         if claims:
             seqs = to_json([self._seqs[claim.rollout.rollout_id] for claim in claims]).decode()
             self._db.execute(_START_ROLLOUTS, (claims[0].attempt.started_at, seqs))
@@ -154,7 +154,7 @@ class SQLiteTables:
             self.has_changed = True
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows = place_spans(spans, self._packer, self._place)
+        rows = place_spans(spans, self._packer, self._attempt_spans)
         keyed = [(key << SEQUENCE_BITS | sequence, span_id, data) for key, sequence, span_id, data in rows]
         self._db.executemany("INSERT INTO spans VALUES (?, ?, ?)", keyed)
         self._db.executemany(
@@ -164,7 +164,7 @@ class SQLiteTables:
         )
         self.has_changed |= bool(rows)
 
-    def _place(self, span: Span) -> Place:
+    def _attempt_spans(self, span: Span) -> AttemptSpans:
         number = number_of(span.attempt_id) if span.attempt_id else 0
         key, status = self._db.execute(_PLACE, (number, number, span.rollout_id)).fetchone()
         (last,) = self._db.execute("SELECT max(key) FROM spans WHERE key BETWEEN ? AND ?", span_range(key)).fetchone()
@@ -172,7 +172,7 @@ class SQLiteTables:
         def has(span_id: str) -> bool:
             return last is not None and self._db.execute(_IS_KEPT, (key, span_id)).fetchone() is not None
 
-        return Place(key=key, last=(last or 0) & MAX_SEQUENCE, is_late=status not in (None, "running"), has=has)
+        return AttemptSpans(key=key, last=(last or 0) & MAX_SEQUENCE, is_late=status not in (None, "running"), has=has)
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -219,7 +219,7 @@ class SQLiteTables:
         return Claim(rollout=self._rollout(row[:-1]), attempt=decode(row[-1], Attempt))
 
     def _key(self, rollout_id: str, number: int) -> int:
-        """The key of an attempt of a rollout that this transaction has read."""
+        """Return the key of an attempt of a rollout that this transaction has read."""
         return self._seqs[rollout_id] << ATTEMPT_BITS | number
 
     def _attempt_row(self, claim: Claim) -> Row:
@@ -228,7 +228,7 @@ class SQLiteTables:
         return key, attempt.status, attempt.claim_id, deadline(claim), encode(attempt)
 
     def _log(self, rollouts: Sequence[Rollout]) -> None:
-        """Put the rollouts on the change feed as they are now."""
+        """Append the rollouts' present states to the change feed."""
         rows = [(self._key(r.rollout_id, r.attempts if r.attempt_id else 0), "rollout", r.status) for r in rollouts]
         self._db.executemany(_INSERT_CHANGES, rows)
         self.has_changed |= bool(rows)
@@ -236,11 +236,11 @@ class SQLiteTables:
 
 
 def span_range(attempt: int) -> tuple[int, int]:
-    """The lowest and the highest key that a span of an attempt can have."""
+    """Return the lowest and the highest key that a span of an attempt can have."""
     return attempt << SEQUENCE_BITS, attempt << SEQUENCE_BITS | MAX_SEQUENCE
 
 
 def next_deadline(connection: sqlite3.Connection) -> float:
-    """When the next running attempt lapses, in Unix seconds; infinity when none runs."""
+    """Return the time at which the next running attempt lapses, in Unix seconds; infinity if none runs."""
     (deadline,) = connection.execute("SELECT min(deadline) FROM attempts WHERE status = 'running'").fetchone()
     return math.inf if deadline is None else float(deadline)

@@ -1,4 +1,4 @@
-"""Found first on the path of a recorded program: starts the recording, then runs the program's own sitecustomize."""
+"""Starts the recording of a program, then runs the program's own sitecustomize; first on the program's path."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Recording one run of a program, with no experiment: the work of ``agl exec``."""
+"""Records one run of a program without an experiment, for ``agl exec``."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ LEASE_S = 60.0
 
 
 class RecordedRun(Record, frozen=True, kw_only=True):
-    """What was recorded: the rollout's id, how many model calls, and the program's exit status."""
+    """The recording of a program: the rollout's id, the number of model calls, and the exit status."""
 
     rollout_id: str
     calls: int
@@ -54,7 +54,7 @@ async def record_command(
     upstream: str = "",
     timeout_s: float | None = None,
 ) -> RecordedRun:
-    """Run a program once with its output passing through, and keep what it did.
+    """Run a program once, pass its output through, and record its model calls.
 
     Raises:
         RunError: The program cannot be started.
@@ -121,10 +121,10 @@ def _root(claim: Claim) -> Span:
 async def _capture(
     stack: AsyncExitStack, manager: PluginManager, store: Store, claim: Claim, upstream: str, spool: Spool
 ) -> tuple[Gateway | None, dict[str, str]]:
-    """Let the program record itself, and start a gateway if there is one and it has somewhere to send calls.
+    """Make the program record itself, and start a gateway if one is installed and an upstream is given.
 
-    The gateway records every program that reads the environment; a Python program that calls another URL records
-    those calls within.
+    The gateway records every program that reads the environment. A Python program records its calls to other URLs
+    itself.
     """
     try:
         entry = manager.gateway("gateway") if upstream else None

@@ -1,4 +1,4 @@
-"""What a worker elsewhere needs before it takes part: a plan without algorithms and data, and nothing in the way."""
+"""Admits a worker on another machine: makes its plan, and finds the problems that keep it from joining."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +18,12 @@ from agl_run.runners.remote_gateway import RemoteGateway
 
 
 @dataclass(frozen=True, kw_only=True)
-class Obstacle:
-    """Why a worker cannot take part.
+class JoinProblem:
+    """The reason why a worker cannot join.
 
     Attributes:
         kind: ``settings`` when the two sides differ, ``gateway`` when the gateway cannot be used from here.
-        text: What was found, and what to do.
+        text: The finding and the next step.
     """
 
     kind: Literal["settings", "gateway"]
@@ -31,7 +31,7 @@ class Obstacle:
 
 
 def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginManager) -> Plan:
-    """A plan for running attempts only: no tasks, no algorithms, no policies are needed on a worker's machine.
+    """Make a plan for running attempts only; tasks, algorithms and policies are not needed on a worker's machine.
 
     Raises:
         ConfigError: The agent cannot be loaded.
@@ -61,8 +61,8 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
     return plan
 
 
-def differences(serving: Serving, plan: Plan) -> Obstacle | None:
-    """What the running experiment says otherwise than this machine's file and installation."""
+def differences(serving: Serving, plan: Plan) -> JoinProblem | None:
+    """Compare the running experiment's settings and release with those of this machine."""
     if serving.release != agl.__version__:
         return _differs(serving, f"runs with agl-core {serving.release} and this is {agl.__version__}: install that")
     mine = settings_of(plan)
@@ -73,11 +73,11 @@ def differences(serving: Serving, plan: Plan) -> Obstacle | None:
     return None
 
 
-async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> Obstacle | None:
-    """What keeps this machine from the experiment's gateway; ``is_given`` when the person named its address."""
+async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: bool) -> JoinProblem | None:
+    """Check that this machine reaches the experiment's gateway; ``is_given`` if its address is an option's."""
     where = f"the gateway {gateway.url} of the experiment on {serving.host!r}"
     if is_loopback(gateway.url) and serving.place != place() and not is_given:
-        return Obstacle(
+        return JoinProblem(
             kind="gateway",
             text=f"{where} listens on its own machine only, and this is another one. There, set [gateway] params = "
             '{ host = "0.0.0.0", port = 4748 }, and advertise = "HOST" if HOST is not the address that its network '
@@ -86,10 +86,10 @@ async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: boo
     try:
         problem = await gateway.look()
     except GatewayLostError as error:
-        return Obstacle(kind="gateway", text=str(error))
+        return JoinProblem(kind="gateway", text=str(error))
     if not problem:
         return None
-    return Obstacle(
+    return JoinProblem(
         kind="gateway",
         text=f"{where} {problem}. Check that the port is open from here, and [gateway] advertise there, which says "
         "what other machines call it; or give its address with --gateway",
@@ -97,11 +97,11 @@ async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: boo
 
 
 def unreachable_policies(serving: Serving) -> dict[str, str]:
-    """Policies that only the experiment's machine reaches past the gateway, with what to do about it."""
+    """Return the policies that only the experiment's machine reaches directly, with the remedy."""
     if serving.place == place():
         return {}
     return {
-        upstream.name: f"a reward asks the policy {upstream.name!r} itself, and that serves at {upstream.base_url} on "
+        upstream.name: f"a reward calls the policy {upstream.name!r} directly, which serves at {upstream.base_url} on "
         f"{serving.host!r}, where only that machine reaches it; let it listen on an address of the network, or give "
         "the reward a model of its own"
         for upstream in serving.upstreams
@@ -109,13 +109,13 @@ def unreachable_policies(serving: Serving) -> dict[str, str]:
     }
 
 
-def check_direct_calls(serving: Serving) -> Obstacle | None:
-    """Without a gateway an agent calls the models itself, so they must be reachable from here."""
+def check_direct_calls(serving: Serving) -> JoinProblem | None:
+    """Check that agents can reach the models from here, if there is no gateway."""
     lost = unreachable_policies(serving)
     if serving.gateway_url or not lost:
         return None
     first = next(upstream for upstream in serving.upstreams if upstream.name in lost)
-    return Obstacle(
+    return JoinProblem(
         kind="settings",
         text=f"the experiment on {serving.host!r} has no gateway, and its policy {first.name!r} serves at "
         f'{first.base_url}, where only that machine reaches it; remove [gateway] use = "none" there, or let the policy '
@@ -123,8 +123,8 @@ def check_direct_calls(serving: Serving) -> Obstacle | None:
     )
 
 
-def _differs(serving: Serving, what: str) -> Obstacle:
-    return Obstacle(kind="settings", text=f"the experiment on {serving.host!r} {what}")
+def _differs(serving: Serving, what: str) -> JoinProblem:
+    return JoinProblem(kind="settings", text=f"the experiment on {serving.host!r} {what}")
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Says when rollouts wait and nobody runs them, in an experiment that leaves its attempts to workers elsewhere."""
+"""Reports waiting rollouts that no worker claims, in an experiment that leaves its attempts to ``agl worker``."""
 
 import asyncio
 import logging
@@ -11,13 +11,13 @@ from agl.schemas import RolloutStatus
 _LOG = logging.getLogger("agl_run.experiment")
 
 FIRST_S = 5.0
-"""Seconds before the first word; the wait doubles after each."""
+"""Seconds before the first report; the wait doubles after each."""
 
 LONGEST_S = 120.0
 
 
 class WorkerWatch:
-    """Looks now and then whether anybody claims: ``async with WorkerWatch(store, name, say=print):``."""
+    """Checks periodically that queued rollouts are claimed: ``async with WorkerWatch(store, name, say=print):``."""
 
     def __init__(self, store: Store, name: str, *, say: Callable[[str], None], first_s: float = FIRST_S) -> None:
         self._store = store
@@ -27,12 +27,12 @@ class WorkerWatch:
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "WorkerWatch":
-        """Begin to look."""
+        """Start checking."""
         self._task = asyncio.create_task(self._watch())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        """Stop looking."""
+        """Stop checking."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -44,7 +44,7 @@ class WorkerWatch:
             try:
                 is_idle = await self._has("queued") and not await self._has("running")
             except StoreError as error:
-                _LOG.warning("whether workers claim could not be read: %s", error)
+                _LOG.warning("the queue could not be read to check for workers: %s", error)
                 continue
             if is_idle:
                 self._say(

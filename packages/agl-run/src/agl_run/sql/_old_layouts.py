@@ -1,4 +1,4 @@
-"""Turns the states of algorithms in layouts 1 and 2 into documents; labels, scores and ledgers lay among them there."""
+"""Converts entries that layouts 1 and 2 of the durable stores kept among the states of algorithms into documents."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,9 +10,9 @@ from agl.stores import documents_of
 
 
 def older_documents(states: Mapping[str, bytes], versions: Iterable[tuple[str, str]]) -> dict[bytes, bytes]:
-    """The documents for states by their keys; ``versions`` are the names and versions of all resources.
+    """Convert states to documents, by key; ``versions`` are the names and versions of all resources.
 
-    Members of running experiments are left out: none runs while its store is brought up to date.
+    Members of running experiments are left out: none runs while its store is migrated.
     """
     found: dict[bytes, bytes] = {}
     for key, value in sorted(states.items()):

@@ -1,4 +1,4 @@
-"""Patterns over agents' names, held against the names that the first rollouts really show."""
+"""Checks patterns over agents' names against the names that occur in the first rollouts."""
 
 import logging
 import re
@@ -12,13 +12,13 @@ from agl_run.experiment.plan import Plan
 _LOG = logging.getLogger("agl_run.experiment")
 
 
-class NameCheck:
-    """Reports, after an algorithm's first rollouts, patterns that matched nobody.
+class AgentPatternCheck:
+    """Reports patterns that matched no agent in an algorithm's first rollouts.
 
     Args:
-        plan: Whose policies have ``agents``.
-        algorithm: Who collects, ``None`` for nobody in particular. A pattern without which it has nothing to train
-            on is an error; any other one is a warning, for an agent may just not have been needed yet.
+        plan: The experiment, whose policies have ``agents`` patterns.
+        algorithm: The algorithm that collects, if any. An unmatched pattern is an error if it leaves this algorithm
+            without training data, and else a warning, because the agent may not have been needed yet.
     """
 
     def __init__(self, plan: Plan, algorithm: AlgorithmConfig | None) -> None:
@@ -28,10 +28,10 @@ class NameCheck:
         self._tunes = algorithm.tunes if algorithm else ()
 
     def check(self, episodes: Sequence[Episode]) -> None:
-        """Look at the first episodes that have model calls; later ones are not looked at.
+        """Check the first episodes that have model calls; does nothing after that.
 
         Raises:
-            ConfigError: With the names that were seen.
+            ConfigError: An algorithm has nothing to train on; lists the names that were seen.
         """
         calls = [call for episode in episodes for call in episode.transitions]
         if not calls:
