@@ -56,18 +56,18 @@ def test_a_rollout_keeps_its_server_and_only_a_dead_servers_rollouts_move(server
 
 def test_rollouts_are_spread_evenly():
     replicas = Replicas([f"http://127.0.0.1:{port}/v1" for port in range(8000, 8004)])
-    firsts = [replicas.order(f"ro-{number}")[0] for number in range(4000)]
+    firsts = [replicas.ranked(f"ro-{number}")[0] for number in range(4000)]
     assert all(850 < firsts.count(base_url) < 1150 for base_url in set(firsts))
 
 
 def test_a_server_that_failed_is_asked_last_for_a_while():
     now = [100.0]
     replicas = Replicas(["http://a/v1", "http://b/v1", "http://c/v1"], clock=lambda: now[0])
-    first, *rest = replicas.order("ro-1")
+    first, *rest = replicas.ranked("ro-1")
     replicas.failed(f"{first}/chat/completions")
-    assert [*rest, first] == replicas.order("ro-1")
+    assert [*rest, first] == replicas.ranked("ro-1")
     now[0] += 5.0
-    assert [first, *rest] == replicas.order("ro-1")
+    assert [first, *rest] == replicas.ranked("ro-1")
 
 
 def test_a_replica_without_http_is_refused():

@@ -15,14 +15,14 @@ from agl.contracts import Change, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import LLM, Resource, Weights
 from agl_gateway.problems import Problem
-from agl_gateway.routing import Router, Target
+from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.splits import Pins, differing, placement_of
 
 _REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class CallRoute:
     """Where a call goes.
 
     Attributes:
@@ -31,14 +31,14 @@ class Routed:
         arm: The label of the rollout's arm, ``""`` if it is in none.
     """
 
-    target: Target
+    target: UpstreamTarget
     model: str = ""
     version: str = ""
     arm: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pinned:
+class _RolloutPins:
     """What is known of a rollout: its arm, its versions, and of which resources the split chose the version."""
 
     arm: str
@@ -46,10 +46,10 @@ class _Pinned:
     chosen: frozenset[str]
 
 
-_UNPLACED = _Pinned(arm="", resources={}, chosen=frozenset())
+_UNPLACED = _RolloutPins(arm="", resources={}, chosen=frozenset())
 
 
-def with_versions(upstreams: Sequence[Upstream]) -> list[Upstream]:
+def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
     """The upstreams under names that differ: a further one of a policy is called ``NAME@VERSION``.
 
     Raises:
@@ -81,10 +81,10 @@ class ArmRoutes:
     def __init__(self, store: Store, router: Router) -> None:
         self._store = store
         self._targets = list(router.targets.values())
-        self._pinned: OrderedDict[str, _Pinned] = OrderedDict()
+        self._pinned: OrderedDict[str, _RolloutPins] = OrderedDict()
         self._resources: dict[tuple[str, str], Resource] = {}
 
-    async def route(self, target: Target, rollout_id: str) -> Routed:
+    async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
         """Where a call goes that the model's name would send to ``target``.
 
         Raises:
@@ -94,13 +94,13 @@ class ArmRoutes:
         name = policy_of(target.upstream)
         version = pinned.resources.get(name, "")
         if not version:
-            return Routed(target=target, arm=pinned.arm)
-        found = await self._serving(name, version)
+            return CallRoute(target=target, arm=pinned.arm)
+        found = await self._find_upstream(name, version)
         if found is not None:
-            return Routed(target=found[0], model=found[1], version=version, arm=pinned.arm)
+            return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
         if name in pinned.chosen:
-            raise Problem(503, _unserved(name, version), code="version_not_served")
-        return Routed(target=target, arm=pinned.arm)
+            raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
         """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
@@ -119,10 +119,10 @@ class ArmRoutes:
         for name in differing(pins):
             for version in dict.fromkeys(own[name] for own in pins.values()):
                 is_model = isinstance(await self._resource(name, version), LLM | Weights)
-                if is_model and await self._serving(name, version) is None:
-                    raise ConfigError(_unserved(name, version))
+                if is_model and await self._find_upstream(name, version) is None:
+                    raise ConfigError(_unserved_message(name, version))
 
-    async def _serving(self, name: str, version: str) -> tuple[Target, str] | None:
+    async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
         """Who serves a version, and under which model name: who says so, else the backend that an LLM names."""
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
@@ -142,7 +142,7 @@ class ArmRoutes:
             self._resources[key] = (await self._store.resource(name, version)).resource
         return self._resources[key]
 
-    async def _pins(self, rollout_id: str) -> _Pinned:
+    async def _pins(self, rollout_id: str) -> _RolloutPins:
         known = self._pinned.get(rollout_id)
         if known is None:
             known = self._pinned[rollout_id] = await self._read(rollout_id)
@@ -150,7 +150,7 @@ class ArmRoutes:
                 self._pinned.popitem(last=False)
         return known
 
-    async def _read(self, rollout_id: str) -> _Pinned:
+    async def _read(self, rollout_id: str) -> _RolloutPins:
         try:
             (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
         except NotFoundError:
@@ -158,14 +158,14 @@ class ArmRoutes:
         placement = placement_of(rollout)
         if placement is None:
             return _UNPLACED
-        return _Pinned(
+        return _RolloutPins(
             arm=placement.arm,
             resources=rollout.resources,
             chosen=frozenset(differing(placement.versions)),
         )
 
 
-def _unserved(name: str, version: str) -> str:
+def _unserved_message(name: str, version: str) -> str:
     return (
         f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
         f"publish the version as an LLM whose endpoint is that of an upstream {name!r}"

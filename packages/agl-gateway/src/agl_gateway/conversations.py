@@ -85,7 +85,7 @@ class Conversations:
         self._clock = clock
         self._known: OrderedDict[str, Conversation] = OrderedDict()
         self._renewed: OrderedDict[str, float] = OrderedDict()
-        self._talking: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
 
     async def open(self, conversation: str) -> Conversation:
         """The rollout of a conversation, with the arm and the versions that it got at its first call."""
@@ -101,19 +101,19 @@ class Conversations:
             self.forget(rollout_id)
 
     @asynccontextmanager
-    async def talk(self, conversation: str) -> AsyncGenerator[Conversation]:
+    async def hold_open(self, conversation: str) -> AsyncGenerator[Conversation]:
         """The rollout of a conversation, which is not idle as long as this is open."""
         rollout_id = rollout_id_of(conversation)
-        self._talking[rollout_id] += 1
+        self._in_flight[rollout_id] += 1
         try:
             found = await self.open(conversation)
             yield found
             with suppress(StoreError):  # the client has its answer; the next call says again that it goes on
                 await self._renew(found)
         finally:
-            self._talking[rollout_id] -= 1
-            if not self._talking[rollout_id]:
-                del self._talking[rollout_id]
+            self._in_flight[rollout_id] -= 1
+            if not self._in_flight[rollout_id]:
+                del self._in_flight[rollout_id]
 
     async def end(self, conversation: str) -> Conversation:
         """End a conversation; idempotent. Raises :class:`NotFoundError` for one that never began."""
@@ -200,11 +200,11 @@ class Conversations:
     async def _idle_attempt(self, rollout: Rollout) -> str:
         """The attempt of a conversation that is over; ``""`` if it goes on."""
         rollout_id, now = rollout.rollout_id, self._clock()
-        if self._talking[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
+        if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
             return ""
         attempts = await self._store.attempts(rollout_id)
         since = next((a.lease_until - LEASE_S for a in attempts if a.attempt_id == rollout.attempt_id), math.inf)
-        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._talking[rollout_id]
+        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._in_flight[rollout_id]
         return (rollout.attempt_id or "") if is_idle else ""
 
     async def _finish(self, attempt_id: str) -> None:
@@ -214,7 +214,7 @@ class Conversations:
             await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
 
 
-class ConversationEnds:
+class IdleConversationEnder:
     """Ends idle conversations now and then, as long as it is started."""
 
     def __init__(self, conversations: Conversations, *, idle_s: float) -> None:

@@ -36,7 +36,7 @@ class CallContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
+class RecordedExchange:
     """A finished exchange with everything that its span needs.
 
     Attributes:

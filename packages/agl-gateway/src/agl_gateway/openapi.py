@@ -19,7 +19,7 @@ _MODEL_PATHS = {
     "/v1/embeddings": "OpenAI embeddings, relayed and recorded.",
 }
 
-_SETTLING = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
+_SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
 
 
 def openapi_document(*, server: str = "") -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _other_paths() -> dict[str, Any]:
             "post": {
                 "summary": "Answers once every answered call of the attempt is in the store.",
                 "security": _ATTEMPT + _ADMIN,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLING}}},
+                "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLE_SCHEMA}}},
                 **answer,
             }
         },

@@ -22,7 +22,7 @@ _STATUSES: dict[int, SpanStatus] = {1: "ok", 2: "error"}
 
 
 @dataclass(kw_only=True)
-class Ingested:
+class IngestResult:
     """What a request held.
 
     Attributes:
@@ -40,13 +40,13 @@ class Ingested:
         self.reason = self.reason or reason
 
 
-def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> Ingested:
+def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> IngestResult:
     """The spans of ``request`` that ``claim`` may append.
 
     An attempt's token attaches everything to its attempt; with an admin token each span, or its resource, says in
     ``agl.rollout_id`` and ``agl.attempt_id`` where it belongs.
     """
-    found = Ingested()
+    found = IngestResult()
     for group in request.resource_spans:
         resource = _attributes(group.resource.attributes)
         for scope in group.scope_spans:
@@ -55,9 +55,9 @@ def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> Ingested:
     return found
 
 
-def _add(found: Ingested, span: OtlpSpan, resource: dict[str, Json], claim: AttemptToken) -> None:
+def _add(found: IngestResult, span: OtlpSpan, resource: dict[str, Json], claim: AttemptToken) -> None:
     attributes = _attributes(span.attributes)
-    rollout_id, attempt_id = _home(attributes, resource, claim)
+    rollout_id, attempt_id = _owner(attributes, resource, claim)
     if not rollout_id or not attempt_id:
         found.reject(
             f"span {span.name!r} has no {ROLLOUT_ID} and {ATTEMPT_ID}; set them on the span or its resource, "
@@ -71,7 +71,7 @@ def _add(found: Ingested, span: OtlpSpan, resource: dict[str, Json], claim: Atte
         found.spans.append(_span(span, attributes, rollout_id, attempt_id, is_admin=claim.scope == "admin"))
 
 
-def _home(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
+def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
     rollout_id = attributes.pop(ROLLOUT_ID, None) or resource.get(ROLLOUT_ID) or claim.rollout_id
     attempt_id = attributes.pop(ATTEMPT_ID, None) or resource.get(ATTEMPT_ID) or claim.attempt_id
     return str(rollout_id), str(attempt_id)

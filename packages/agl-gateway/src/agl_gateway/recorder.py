@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from agl.contracts import Store
 from agl.errors import CaptureError, NotFoundError, StoreError
 from agl.schemas import Span
-from agl_gateway.exchanges import Recorded
+from agl_gateway.exchanges import RecordedExchange
 from agl_gateway.metrics import SpanRate
 from agl_gateway.spans import spans_of
 
@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self, store: Store, *, rate: SpanRate) -> None:
         self._store = store
         self._rate = rate
-        self._queue: deque[Recorded] = deque()
+        self._queue: deque[RecordedExchange] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
         self._open_streams: Counter[str] = Counter()
@@ -47,8 +47,8 @@ class Recorder:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._hurry = asyncio.Event()
-        self._settling = 0
+        self._flush_now = asyncio.Event()
+        self._waiters = 0
         self._put = 0
         self._done = 0
         self._task: asyncio.Task[None] | None = None
@@ -71,7 +71,7 @@ class Recorder:
 
     async def stop(self) -> None:
         """Write what is queued, then end; idempotent."""
-        self._hurry.set()
+        self._flush_now.set()
         self._is_stopping = True
         self._work.set()
         if self._task is not None:
@@ -82,7 +82,7 @@ class Recorder:
         """Wait until there is room for one more exchange."""
         await self._room.wait()
 
-    def put(self, recorded: Recorded) -> int:
+    def put(self, recorded: RecordedExchange) -> int:
         """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
         self._put += 1
         self._pending[recorded.context.attempt_id] += 1
@@ -99,7 +99,7 @@ class Recorder:
         Raises:
             CaptureError: The store refused it, or another one of the attempt.
         """
-        with self._in_a_hurry():
+        with self._flushing():
             async with self._changed:
                 await self._changed.wait_for(lambda: self._done >= number)
         self._raise_failure(attempt_id)
@@ -124,21 +124,21 @@ class Recorder:
         Raises:
             CaptureError: The store refused some of them.
         """
-        with self._in_a_hurry():
+        with self._flushing():
             await self._wait_written(attempt_id)
         self._raise_failure(attempt_id)
 
     @contextmanager
-    def _in_a_hurry(self) -> Generator[None]:
+    def _flushing(self) -> Generator[None]:
         """Somebody waits: no batch is left to grow."""
-        self._settling += 1
-        self._hurry.set()
+        self._waiters += 1
+        self._flush_now.set()
         try:
             yield
         finally:
-            self._settling -= 1
-            if not self._settling and not self._is_stopping:
-                self._hurry.clear()
+            self._waiters -= 1
+            if not self._waiters and not self._is_stopping:
+                self._flush_now.clear()
 
     def _raise_failure(self, attempt_id: str) -> None:
         failure = self._failures.pop(attempt_id, "")
@@ -171,10 +171,10 @@ class Recorder:
 
     async def _linger(self) -> None:
         """Let a batch grow for a moment, because writes cost by the batch; not when somebody waits for them."""
-        if len(self._queue) < _BATCH and not self._hurry.is_set():
+        if len(self._queue) < _BATCH and not self._flush_now.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
-                    await self._hurry.wait()
+                    await self._flush_now.wait()
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
@@ -197,7 +197,7 @@ class Recorder:
         if self._pending[attempt_id] <= 0:
             del self._pending[attempt_id]
 
-    def _parse(self, recorded: Recorded) -> list[Span]:
+    def _parse(self, recorded: RecordedExchange) -> list[Span]:
         try:
             return spans_of(recorded)
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording

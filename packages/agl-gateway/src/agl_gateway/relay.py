@@ -18,15 +18,15 @@ from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import read_body
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
-from agl_gateway.exchanges import CallContext, Recorded, RequestIds, context_of
+from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
-from agl_gateway.routing import Router, Target
+from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.spans import plain_bytes
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
-_DEAD = ("upstream_unreachable", "upstream_failed")
+_NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
 """How a server's end looks that had not answered yet; asking another one is safe, for sampling changes nothing."""
 
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
@@ -41,7 +41,7 @@ class _Call:
     context: CallContext
     start_ns: int
     started: float
-    target: Target | None = None
+    target: UpstreamTarget | None = None
     model_version: str = ""
     status: int = 0
     headers: Mapping[str, str] | None = None
@@ -54,7 +54,7 @@ class _Call:
     number: int = 0
     is_lost: bool = False
 
-    def headers_of_gateway(self) -> dict[str, str]:
+    def gateway_headers(self) -> dict[str, str]:
         """What the client is told beside the backend's headers."""
         return {} if self.conversation is None else self.conversation.headers()
 
@@ -107,7 +107,7 @@ class Relay:
         """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
         await self._recorder.admit()
         asked = Request(dialect, await read_body(request, limit=self._max_body))
-        async with conversations.talk(conversation_of(request.headers, asked)) as found:
+        async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
             context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
             call = _call(asked, endpoint, context)
             call.conversation = found
@@ -124,7 +124,7 @@ class Relay:
         except Problem as problem:
             self._record(call, problem_body(problem, call.asked.dialect), status=problem.status, error=str(problem))
             reply = problem_response(problem, call.asked.dialect)
-            reply.headers.update(call.headers_of_gateway())
+            reply.headers.update(call.gateway_headers())
             return reply
 
     async def _route(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
@@ -144,7 +144,7 @@ class Relay:
         finally:
             gate.leave()
 
-    async def _target(self, call: _Call, target: Target) -> Target:
+    async def _target(self, call: _Call, target: UpstreamTarget) -> UpstreamTarget:
         """The upstream of the rollout's arm, where a split placed it; ``target`` otherwise."""
         if self._arms is None:
             return target
@@ -152,7 +152,7 @@ class Relay:
         call.arm, call.model, call.model_version = routed.arm, routed.model, routed.version
         return routed.target
 
-    async def _send(self, request: web.BaseRequest, call: _Call, target: Target) -> web.StreamResponse:
+    async def _send(self, request: web.BaseRequest, call: _Call, target: UpstreamTarget) -> web.StreamResponse:
         """Ask the rollout's own server, and the policy's others while those before them do not answer."""
         upstream = target.upstream
         model = call.model or self.gates[upstream.name].model
@@ -163,7 +163,7 @@ class Relay:
             try:
                 return await self._ask(request, call, url=url, body=body, headers=headers, connect_tries=1)
             except Problem as problem:
-                if problem.code not in _DEAD:
+                if problem.code not in _NO_ANSWER_CODES:
                     raise
                 target.replicas.failed(url)
                 target.replicas.rerouted += 1
@@ -184,21 +184,21 @@ class Relay:
             call.status, call.headers = response.status, response.headers
             call.first_byte = time.perf_counter()
             if response.content_type == "text/event-stream":
-                return await self._stream(request, call, response)
-            return await self._plain(call, response, url)
+                return await self._relay_stream(request, call, response)
+            return await self._relay_body(call, response, url)
         finally:
             response.close()
 
-    async def _plain(self, call: _Call, response: aiohttp.ClientResponse, url: str) -> web.StreamResponse:
+    async def _relay_body(self, call: _Call, response: aiohttp.ClientResponse, url: str) -> web.StreamResponse:
         try:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise problem_of(error, url) from error
         self._record(call, body, status=response.status)
-        await self._keep(call)
+        await self._wait_stored(call)
         return web.Response(body=body, status=response.status, headers=self._reply_headers(call, response))
 
-    async def _stream(
+    async def _relay_stream(
         self, request: web.BaseRequest, call: _Call, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         call.is_streamed = True
@@ -218,17 +218,17 @@ class Relay:
         if error:
             _hang_up(request)
             return reply
-        await self._keep(call)
+        await self._wait_stored(call)
         with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
             await reply.write_eof()
         return reply
 
     def _reply_headers(self, call: _Call, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
         headers = reply_headers(response.headers)
-        headers.update(call.headers_of_gateway())
+        headers.update(call.gateway_headers())
         return headers
 
-    async def _keep(self, call: _Call) -> None:
+    async def _wait_stored(self, call: _Call) -> None:
         """Wait until a conversation's call is in the store: no end of an attempt waits for it later."""
         if call.conversation is None:
             return
@@ -261,7 +261,7 @@ class Relay:
         )
         upstream = call.target.upstream if call.target else _NO_UPSTREAM
         call.number = self._recorder.put(
-            Recorded(
+            RecordedExchange(
                 context=call.context,
                 exchange=exchange,
                 start_ns=call.start_ns,

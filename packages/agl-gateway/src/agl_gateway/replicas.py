@@ -29,7 +29,7 @@ class Replicas:
     def __len__(self) -> int:
         return len(self._base_urls)
 
-    def order(self, rollout_id: str) -> list[str]:
+    def ranked(self, rollout_id: str) -> list[str]:
         """The base URLs in the order in which to try them: the rollout's own first, lately failed ones last."""
         if len(self._base_urls) == 1:
             return [*self._base_urls]

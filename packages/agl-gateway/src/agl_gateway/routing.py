@@ -13,7 +13,7 @@ from agl_gateway.replicas import Replicas
 
 
 @dataclass(frozen=True)
-class Target:
+class UpstreamTarget:
     """An upstream with its key, which never leaves the gateway except towards the backend."""
 
     upstream: Upstream
@@ -23,7 +23,7 @@ class Target:
     def urls(self, rollout_id: str, endpoint: str, query: str) -> list[str]:
         """The URLs of ``endpoint``, such as ``/chat/completions``, at the rollout's own server and at the others."""
         tail = f"{endpoint}{'?' + query if query else ''}"
-        return [base_url + tail for base_url in self.replicas.order(rollout_id)]
+        return [base_url + tail for base_url in self.replicas.ranked(rollout_id)]
 
 
 class Router:
@@ -39,14 +39,14 @@ class Router:
 
     def __init__(self, upstreams: Sequence[Upstream], *, environ: Mapping[str, str] | None = None) -> None:
         known = os.environ if environ is None else environ
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, UpstreamTarget] = {}
         self._upstreams = tuple(upstreams)
         for upstream in upstreams:
             if upstream.name in self.targets:
                 raise ConfigError(f"two upstreams are named {upstream.name!r}; give each policy a name of its own")
             self.targets[upstream.name] = _target(upstream, known)
 
-    def choose(self, model: str, *, dialect: Dialect = "chat", names: Sequence[str] = ()) -> Target:
+    def choose(self, model: str, *, dialect: Dialect = "chat", names: Sequence[str] = ()) -> UpstreamTarget:
         """The target for a call, by :func:`agl.tracing.upstreams_for`.
 
         Args:
@@ -92,7 +92,7 @@ def _ambiguous(found: Sequence[Upstream], model: str, names: Sequence[str]) -> P
     return Problem(409, text, code="ambiguous_model")
 
 
-def _target(upstream: Upstream, environ: Mapping[str, str]) -> Target:
+def _target(upstream: Upstream, environ: Mapping[str, str]) -> UpstreamTarget:
     servers = (upstream.base_url, *upstream.replicas)
     for base_url in servers:
         if not base_url.startswith(("http://", "https://")):
@@ -106,4 +106,4 @@ def _target(upstream: Upstream, environ: Mapping[str, str]) -> Target:
             f"upstream {upstream.name!r} takes its key from {upstream.api_key_env}, which is not set; export it "
             "where the gateway runs, or remove api_key_env"
         )
-    return Target(upstream=upstream, replicas=Replicas([url.rstrip("/") for url in servers]), key=key)
+    return UpstreamTarget(upstream=upstream, replicas=Replicas([url.rstrip("/") for url in servers]), key=key)

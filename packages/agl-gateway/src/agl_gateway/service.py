@@ -9,11 +9,11 @@ from aiohttp import web
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.tracing import AttemptTokens
-from agl_gateway.arms import ArmRoutes, with_versions
-from agl_gateway.conversations import ConversationEnds, Conversations
+from agl_gateway.arms import ArmRoutes, with_distinct_names
+from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
+from agl_gateway.dispatcher import Dispatcher, Handle
 from agl_gateway.feed import Feed, QueueLength
-from agl_gateway.handler import Handle, Handler
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
 from agl_gateway.recorder import Recorder
@@ -76,18 +76,20 @@ class GatewayService:
         self._settings = settings
         self.store = store
         self.tokens = tokens
-        self.router = Router(with_versions(upstreams))
+        self.router = Router(with_distinct_names(upstreams))
         self._splitter = Splitter(store, split) if split is not None else None
         self._arms = ArmRoutes(store, self.router) if arms or split is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate)
-        self._conversations = self._converse() if self._splitter is not None or client_key else None
-        self._ends = self._conversations and ConversationEnds(self._conversations, idle_s=settings.conversation_idle_s)
+        self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
+        self._idle_ender = self._conversations and IdleConversationEnder(
+            self._conversations, idle_s=settings.conversation_idle_s
+        )
         self.attempts = RunningAttempts(store)
         self._feed = Feed(
             store,
-            on_changes=[part.on_changes for part in (*self._remembering(), self._queue)],
+            on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
             on_gap=self._forget,
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
@@ -114,7 +116,7 @@ class GatewayService:
             ConfigError: The port is taken, or the split's labels name nothing that can be served.
         """
         await self._check_split()
-        handler = Handler(
+        handler = Dispatcher(
             relay=self.relay,
             identities=self.identities,
             attempts=self.attempts,
@@ -125,8 +127,8 @@ class GatewayService:
         cursor = await self.store.cursor()
         await self._queue.load()
         await self._feed.start(cursor)
-        if self._ends is not None:
-            self._ends.start()
+        if self._idle_ender is not None:
+            self._idle_ender.start()
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
@@ -145,8 +147,8 @@ class GatewayService:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        if self._ends is not None:
-            await self._ends.stop()
+        if self._idle_ender is not None:
+            await self._idle_ender.stop()
         await self.recorder.stop()
         await self._feed.stop()
         await self.session.close()
@@ -174,12 +176,12 @@ class GatewayService:
             "GET /openapi.json": status.openapi,
         }
 
-    def _remembering(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
+    def _caches(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
         """What remembers rollouts of the store."""
         return [self.attempts, *(part for part in (self._arms, self._conversations) if part is not None)]
 
     def _forget(self) -> None:
-        for part in self._remembering():
+        for part in self._caches():
             part.forget()
 
     def _conversation_routes(self) -> dict[str, Handle]:
@@ -194,7 +196,7 @@ class GatewayService:
         )
         return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
-    def _converse(self) -> Conversations:
+    def _new_conversations(self) -> Conversations:
         """Conversations, which a split places where there is one."""
         return Conversations(
             self.store,
@@ -209,7 +211,7 @@ class GatewayService:
         await check_labels(self.store, self._splitter.split.shares)
         await self._arms.check(await self._splitter.pins())
 
-    def _server(self, handler: Handler) -> web.Server:
+    def _server(self, handler: Dispatcher) -> web.Server:
         return web.Server(
             handler.handle,
             handler_cancellation=True,

@@ -7,12 +7,12 @@ from agl import semconv
 from agl.dialects import calls_of
 from agl.schemas import Json, Span
 from agl.tracing import chat_spans
-from agl_gateway.exchanges import Recorded
+from agl_gateway.exchanges import RecordedExchange
 
 _MAX_INFLATED = 64 * 1024 * 1024
 
 
-def spans_of(recorded: Recorded) -> list[Span]:
+def spans_of(recorded: RecordedExchange) -> list[Span]:
     """The spans of one exchange, by choice."""
     calls = calls_of(
         recorded.exchange,

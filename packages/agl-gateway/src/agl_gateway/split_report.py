@@ -85,7 +85,7 @@ async def split_report(
     """What the arms earned; ``labels`` name them, the baseline first."""
     pins = await pins_of(store, labels)
     found = await samples(store, pins, experiment=experiment)
-    between = _between(pins, differing(pins))
+    between = _restricted(pins, differing(pins))
     baseline, *others = labels
     return SplitReport(
         arms=[_report(label, between[label], found[label], confidence) for label in labels],
@@ -137,10 +137,10 @@ def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
     if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
         return None
     then = {label: placement.versions[label] for label in pins}
-    return placement.arm if _between(then, differing(then)) == _between(pins, names) else None
+    return placement.arm if _restricted(then, differing(then)) == _restricted(pins, names) else None
 
 
-def _between(pins: Pins, names: Sequence[str]) -> Pins:
+def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
     """The versions of the named resources alone."""
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
 

@@ -103,12 +103,12 @@ async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
     A resource without the arm's label has the version of the first one there.
     """
     baseline = labels[0]
-    pointing = await _pointing(store)
+    pointing = await _versions_by_label(store)
     covered = {name: named for name, named in pointing.items() if baseline in named}
     return {label: {name: named.get(label, named[baseline]) for name, named in covered.items()} for label in labels}
 
 
-async def _pointing(store: Store) -> Pins:
+async def _versions_by_label(store: Store) -> Pins:
     """The version that every label points at, by resource and label."""
     found: Pins = {}
     for move in await store.labels():
@@ -119,7 +119,7 @@ async def _pointing(store: Store) -> Pins:
 async def check_labels(store: Store, labels: Iterable[str]) -> None:
     """Raise :class:`ConfigError` unless every label names something, and nothing lacks the first one."""
     wanted = list(labels)
-    pointing = await _pointing(store)
+    pointing = await _versions_by_label(store)
     for label in wanted:
         if not any(label in named for named in pointing.values()):
             known = sorted({known for named in pointing.values() for known in named})
@@ -141,7 +141,7 @@ def differing(pins: Pins) -> list[str]:
     return [name for name in names if len({versions[name] for versions in pins.values()}) > 1]
 
 
-def placed(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
+def place_rollout(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
     """The rollout with the versions of its arm, and its placement in the metadata.
 
     As it is, if it was placed before, or pins a resource itself in which the arms differ.

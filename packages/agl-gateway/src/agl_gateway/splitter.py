@@ -7,7 +7,7 @@ import msgspec
 from agl.contracts import RolloutQuery, Store
 from agl.errors import ConflictError, NotFoundError
 from agl.schemas import Rollout
-from agl_gateway.splits import KEY, Pins, Split, pins_of, placed
+from agl_gateway.splits import KEY, Pins, Split, pins_of, place_rollout
 
 
 class Splitter:
@@ -29,15 +29,15 @@ class Splitter:
         """
         pins = await self.pins()
         try:
-            return await self._store.enqueue([placed(rollout, self.split, pins) for rollout in rollouts])
+            return await self._store.enqueue([place_rollout(rollout, self.split, pins) for rollout in rollouts])
         except ConflictError:
-            return await self._store.enqueue([await self._as_before(rollout, pins) for rollout in rollouts])
+            return await self._store.enqueue([await self._with_first_placement(rollout, pins) for rollout in rollouts])
 
-    async def _as_before(self, rollout: Rollout, pins: Pins) -> Rollout:
+    async def _with_first_placement(self, rollout: Rollout, pins: Pins) -> Rollout:
         try:
             (known,) = await self._store.rollouts(RolloutQuery(ids=(rollout.rollout_id,)))
         except NotFoundError:
-            return placed(rollout, self.split, pins)
+            return place_rollout(rollout, self.split, pins)
         if KEY not in known.metadata:
             return rollout
         metadata = {**rollout.metadata, KEY: known.metadata[KEY]}

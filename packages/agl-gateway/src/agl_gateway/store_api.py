@@ -92,7 +92,7 @@ class StoreApi:
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
         spans = len(params["spans"]) if name == "append_spans" else 0
-        for attempt_id in _settled_first(name, params):
+        for attempt_id in _attempts_to_settle(name, params):
             await self._settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
         method_of_store = self._enqueue if name == "enqueue" else getattr(self._store, name)
@@ -112,7 +112,7 @@ class StoreApi:
         return params
 
 
-def _settled_first(name: str, params: dict[str, Any]) -> list[str]:
+def _attempts_to_settle(name: str, params: dict[str, Any]) -> list[str]:
     if name == "finish":
         return [outcome.attempt_id for outcome in params["outcomes"]]
     attempt_id = params.get("attempt_id") if name == "spans" else None

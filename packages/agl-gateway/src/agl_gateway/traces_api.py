@@ -13,7 +13,7 @@ from agl.errors import NotFoundError
 from agl_gateway.bodies import read_body
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
-from agl_gateway.otlp import Ingested, ingest
+from agl_gateway.otlp import IngestResult, ingest
 from agl_gateway.problems import Problem
 
 PROTOBUF = "application/x-protobuf"
@@ -46,7 +46,7 @@ class TracesApi:
         await self._append(found)
         return web.Response(body=_answer(found), content_type=PROTOBUF)
 
-    async def _append(self, found: Ingested) -> None:
+    async def _append(self, found: IngestResult) -> None:
         """Write attempt by attempt, so that an unknown one costs only its own spans."""
         attempts = list(dict.fromkeys(span.attempt_id for span in found.spans))
         for attempt_id in attempts:
@@ -59,7 +59,7 @@ class TracesApi:
                 found.reason = found.reason or str(error)
 
 
-def _answer(found: Ingested) -> bytes:
+def _answer(found: IngestResult) -> bytes:
     if not found.rejected:
         return ExportTraceServiceResponse().SerializeToString()
     partial = ExportTracePartialSuccess(rejected_spans=found.rejected, error_message=found.reason)

@@ -8,7 +8,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from agl.schemas import Dialect
 from agl_gateway.problems import Problem
-from agl_gateway.routing import Target
+from agl_gateway.routing import UpstreamTarget
 
 _FORWARDED = (
     "content-type",
@@ -58,7 +58,7 @@ def make_session(*, timeout_s: float, connect_timeout_s: float) -> aiohttp.Clien
     )
 
 
-def request_headers(headers: Mapping[str, str], target: Target, dialect: Dialect | None) -> dict[str, str]:
+def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect: Dialect | None) -> dict[str, str]:
     """What is sent upstream: the client's harmless headers and the provider's key."""
     sent = {name: value for name in _FORWARDED if (value := headers.get(name)) is not None}
     sent["accept-encoding"] = "identity"

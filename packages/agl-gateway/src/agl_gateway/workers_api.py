@@ -17,7 +17,7 @@ from agl_gateway.recorder import Recorder
 _MAX_BODY = 64 * 1024
 
 
-class Settling(msgspec.Struct, frozen=True, kw_only=True):
+class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``POST /settle``."""
 
     attempt_id: str
@@ -44,7 +44,7 @@ class WorkersApi:
         """
         claim = self._identities.verify(key_of(request.headers))
         try:
-            asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=Settling)
+            asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=SettleRequest)
         except msgspec.DecodeError as error:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:

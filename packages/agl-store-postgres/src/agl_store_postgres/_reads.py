@@ -18,7 +18,7 @@ from agl.schemas import (
 )
 from agl.stores import MAX_SEQUENCE, select, unknown_attempt
 from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Row, Unpacker, number_of, read_change, read_rollout
-from agl_store_postgres.links import Connection
+from agl_store_postgres.connections import Connection
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)

@@ -10,7 +10,7 @@ from agl.contracts import Metric
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
 from agl_run.sql import ATTEMPT_BITS, Packer, Place, number_of, place_spans
-from agl_store_postgres.loading import Loaded
+from agl_store_postgres.loading import LockedRows
 from agl_store_postgres.writing import Changes
 
 
@@ -22,7 +22,7 @@ class PostgresTables:
         changes: What is to be written.
     """
 
-    def __init__(self, loaded: Loaded, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
+    def __init__(self, loaded: LockedRows, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
         self._loaded = loaded
         self._packer = packer
         self._lapsed = lapsed

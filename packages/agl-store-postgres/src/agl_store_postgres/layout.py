@@ -10,8 +10,8 @@ from psycopg import sql
 
 from agl.errors import SchemaVersionError, StoreError
 from agl_run.sql import older_documents
-from agl_store_postgres.links import Connection
-from agl_store_postgres.urls import Target
+from agl_store_postgres.connections import Connection
+from agl_store_postgres.urls import DatabaseTarget
 
 MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
     (
@@ -65,7 +65,7 @@ _STATES_MOVE = 2
 _LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
 
 
-def prepare(connection: Connection, target: Target) -> int:
+def prepare(connection: Connection, target: DatabaseTarget) -> int:
     """Create the tables or bring them up to date; returns the number that this store's feed goes by.
 
     Several processes may do so at once: one works, the others wait for it.
@@ -84,7 +84,7 @@ def prepare(connection: Connection, target: Target) -> int:
     return int(row[0])
 
 
-def _migrate(connection: Connection, target: Target) -> None:
+def _migrate(connection: Connection, target: DatabaseTarget) -> None:
     version = _version(connection, target)
     if not connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (target.schema,)).fetchone():
         connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(target.schema)))
@@ -108,7 +108,7 @@ def _move_states(connection: Connection) -> None:
     connection.execute("DROP TABLE states")
 
 
-def _version(connection: Connection, target: Target) -> int:
+def _version(connection: Connection, target: DatabaseTarget) -> int:
     """The schema's layout version, 0 for an empty or missing one."""
     rows = connection.execute(
         "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
@@ -133,7 +133,7 @@ def _version(connection: Connection, target: Target) -> int:
     return version
 
 
-def _check_encoding(connection: Connection, target: Target) -> None:
+def _check_encoding(connection: Connection, target: DatabaseTarget) -> None:
     row = connection.execute("SHOW server_encoding").fetchone()
     if row != ("UTF8",):
         raise StoreError(

@@ -11,7 +11,7 @@ from agl.stores import Work, documents_of
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What an operation will ask for.
+    """What an operation will queries for.
 
     Attributes:
         rollout_ids: Rollouts, with their running or deciding attempts.
@@ -36,7 +36,7 @@ class Needs:
 
 
 def needs_of(work: Work[Any]) -> Needs:
-    """What an operation will ask for; nothing for those that only write."""
+    """What an operation will queries for; nothing for those that only write."""
     find = _NEEDS.get(work.act.__name__)
     return Needs() if find is None else find(*work.args, **work.kwargs)
 

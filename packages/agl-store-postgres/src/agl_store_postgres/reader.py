@@ -10,10 +10,10 @@ import psycopg
 from agl.errors import AglError
 from agl.stores import Reads
 from agl_store_postgres._reads import PostgresReads
+from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_lost
-from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link
 from agl_store_postgres.loading import NOW
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 
 Look: TypeAlias = Callable[[Reads], Any]
 
@@ -25,7 +25,7 @@ class OverdueError(Exception):
     """An attempt's deadline has come and is not decided; the read did not take place."""
 
 
-class Unchecked:
+class UncheckedRead:
     """A read that takes place whatever is overdue."""
 
     def __init__(self, look: Look) -> None:
@@ -36,42 +36,42 @@ class Unchecked:
         return self._look(reads)
 
 
-class Reader:
+class BatchReader:
     """Does batches of reads on connections of its own, one for each thread that calls it."""
 
-    def __init__(self, target: Target, *, stopping: threading.Event) -> None:
+    def __init__(self, target: DatabaseTarget, *, stopping: threading.Event) -> None:
         self._target = target
         self._stopping = stopping
         self._local = threading.local()
-        self._links: list[Link] = []
+        self._connections: list[ThreadConnection] = []
 
     def close(self) -> None:
         """Close the connections."""
-        while self._links:
-            self._links.pop().drop()
+        while self._connections:
+            self._connections.pop().drop()
 
     def __call__(self, looks: Sequence[Look]) -> Sequence[Any]:
         """The answers, :class:`OverdueError` for reads that have to wait for the writer."""
-        link = self._link()
+        connection = self._connection()
         end = time.monotonic() + RESTART_WAIT_S
         while True:
-            db = link.open()
+            db = connection.open()
             try:
                 return _read_all(db, looks)
             except psycopg.Error as error:
                 if not is_lost(error, db):
                     db.rollback()
                     raise
-                link.drop()
+                connection.drop()
                 if time.monotonic() > end:
                     raise
 
-    def _link(self) -> Link:
-        link: Link | None = getattr(self._local, "link", None)
-        if link is None:
-            link = self._local.link = Link(self._target, stopping=self._stopping)
-            self._links.append(link)
-        return link
+    def _connection(self) -> ThreadConnection:
+        connection: ThreadConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = ThreadConnection(self._target, stopping=self._stopping)
+            self._connections.append(connection)
+        return connection
 
 
 def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
@@ -85,7 +85,8 @@ def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
     if not is_overdue:
         return answers
     return [
-        answer if isinstance(look, Unchecked) else OverdueError() for look, answer in zip(looks, answers, strict=True)
+        answer if isinstance(look, UncheckedRead) else OverdueError()
+        for look, answer in zip(looks, answers, strict=True)
     ]
 
 

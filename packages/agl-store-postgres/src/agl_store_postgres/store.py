@@ -18,13 +18,13 @@ import psycopg
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches
+from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
-from agl_store_postgres.links import START_WAIT_S, Connection, closed_here, connect, wait_for
-from agl_store_postgres.reader import OverdueError, Reader, Unchecked
-from agl_store_postgres.urls import Target, target_of
-from agl_store_postgres.watch import Watch
-from agl_store_postgres.writer import Writer
+from agl_store_postgres.listener import ChangeListener
+from agl_store_postgres.reader import BatchReader, OverdueError, UncheckedRead
+from agl_store_postgres.urls import DatabaseTarget, target_of
+from agl_store_postgres.writer import BatchWriter
 
 T = TypeVar("T")
 
@@ -52,19 +52,19 @@ class PostgresStore(TableStore):
 class _Postgres:
     """See :class:`agl.stores.Backend`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: DatabaseTarget) -> None:
         self.shown_url = target.shown
         self._target = target
         self._pid = os.getpid()
         self._stopping = threading.Event()
         connection, feed = _open(target)
         told = partial(explain, shown=target.shown)
-        self._write = Writer(target, connection=connection, feed=feed, stopping=self._stopping)
+        self._write = BatchWriter(target, connection=connection, feed=feed, stopping=self._stopping)
         self._writer = Batches(self._write, shown_url=target.shown, explain=told)
-        self._read = Reader(target, stopping=self._stopping)
+        self._read = BatchReader(target, stopping=self._stopping)
         self._reader = Batches(self._read, shown_url=target.shown, explain=told, threads=target.readers)
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
-        self._watch = Watch(target, feed=feed, wake_ups=(self.queued, self.changed), expire=self._expire)
+        self._listener = ChangeListener(target, feed=feed, wake_ups=(self.queued, self.changed), expire=self._expire)
 
     async def write(self, work: Work[T]) -> T:
         self._check_process()
@@ -75,8 +75,8 @@ class _Postgres:
         try:
             return await self._reader.run(look)
         except OverdueError:
-            await self._writer.run(Work(act=_nothing))
-        return await self._reader.run(Unchecked(look))  # another machine may be deciding them just now
+            await self._writer.run(Work(act=_do_nothing))
+        return await self._reader.run(UncheckedRead(look))  # another machine may be deciding them just now
 
     async def close(self) -> None:
         if os.getpid() == self._pid:
@@ -88,28 +88,28 @@ class _Postgres:
         self._write.close()
         self._reader.close()
         self._read.close()
-        self._watch.close()
+        self._listener.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise closed_here(self._target)
+            raise forked_error(self._target)
 
     def _on_wait(self) -> float:
-        self._watch.start()
+        self._listener.start()
         return math.inf
 
     def _expire(self) -> None:
         """Overdue attempts are decided before any work."""
-        self._writer.submit(Work(act=_nothing))
+        self._writer.submit(Work(act=_do_nothing))
 
 
-def _nothing(_: Tables) -> None:
+def _do_nothing(_: Tables) -> None:
     """No operation."""
 
 
-def _open(target: Target) -> tuple[Connection, int]:
+def _open(target: DatabaseTarget) -> tuple[Connection, int]:
     """The first connection and the number of the store's feed, once the tables are there."""
-    connection = wait_for(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
+    connection = connect_in_time(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
     try:
         return connection, prepare(connection, target)
     except BaseException as error:

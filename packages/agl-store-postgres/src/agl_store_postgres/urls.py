@@ -25,7 +25,7 @@ _EXAMPLE = "postgresql://USER@HOST:5432/DATABASE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class DatabaseTarget:
     """Where a store lives.
 
     Attributes:
@@ -41,7 +41,7 @@ class Target:
     readers: int
 
 
-def target_of(url: str) -> Target:
+def target_of(url: str) -> DatabaseTarget:
     """The target that a URL names.
 
     ``schema`` and ``readers`` are the store's own options; every other one goes to libpq as it stands.
@@ -62,7 +62,7 @@ def target_of(url: str) -> Target:
             passed.append((key, value))
     parts = _parts(f"{base}?{urlencode(passed, quote_via=quote)}")
     conninfo = make_conninfo("", **{**CONNECTION_DEFAULTS, **parts})
-    return Target(
+    return DatabaseTarget(
         conninfo=conninfo,
         shown=_shown(parts, own["schema"]),
         schema=_schema(own["schema"]),

@@ -15,11 +15,11 @@ import psycopg
 from agl.stores import Work, expire
 from agl_run.sql import Packer, perform
 from agl_store_postgres._tables import PostgresTables
+from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_collision, is_lost
-from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link
 from agl_store_postgres.loading import begin, begin_lapsed
 from agl_store_postgres.needs import needs_of
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
 
 MAX_COLLISIONS = 5
@@ -28,18 +28,18 @@ MAX_COLLISIONS = 5
 _PAUSE_S = 0.05
 
 
-class Writer:
+class BatchWriter:
     """Does batches of work on one connection; used by one thread."""
 
-    def __init__(self, target: Target, *, connection: Connection, feed: int, stopping: threading.Event) -> None:
+    def __init__(self, target: DatabaseTarget, *, connection: Connection, feed: int, stopping: threading.Event) -> None:
         self._feed = feed
-        self._link = Link(target, stopping=stopping, connection=connection)
+        self._connection = ThreadConnection(target, stopping=stopping, connection=connection)
         self._packer = Packer()
         self._in_doubt: tuple[str, Sequence[Any]] | None = None
 
     def close(self) -> None:
         """Close the connection."""
-        self._link.drop()
+        self._connection.drop()
 
     def __call__(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
         """The answers, after the commit; raises what psycopg raises, or that the server cannot be reached."""
@@ -47,13 +47,13 @@ class Writer:
         collisions = 0
         while True:
             self._in_doubt = None
-            db = self._link.open()
+            db = self._connection.open()
             try:
                 return self._attempt(db, works)
             except BaseException as error:
                 self._packer.clear()
                 if is_lost(error, db) or not _rolled_back(db):
-                    self._link.drop()
+                    self._connection.drop()
                     if time.monotonic() > end:
                         raise
                     if self._in_doubt is not None and self._was_committed(self._in_doubt[0], end=end):
@@ -87,13 +87,13 @@ class Writer:
     def _was_committed(self, xid: str, *, end: float) -> bool:
         """Whether the transaction took place; asked until the server knows."""
         while True:
-            db = self._link.open()
+            db = self._connection.open()
             try:
                 ((status,),) = db.execute("SELECT pg_xact_status(%s::xid8)", (xid,)).fetchall()
             except psycopg.Error as error:
                 if not is_lost(error, db):
                     return False  # a server that never heard of it, such as a replica that took over
-                self._link.drop()
+                self._connection.drop()
                 if time.monotonic() > end:
                     raise
                 continue

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from agl.schemas import Rollout, encode
 from agl_run.sql import ATTEMPT_BITS, progress_row
-from agl_store_postgres.links import Connection
+from agl_store_postgres.connections import Connection
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
 AttemptRow: TypeAlias = tuple[str, str, float, bytes]

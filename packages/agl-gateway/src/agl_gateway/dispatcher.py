@@ -20,7 +20,7 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MODEL_ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
 
 
-class Handler:
+class Dispatcher:
     """Answers every request of the gateway.
 
     Args:

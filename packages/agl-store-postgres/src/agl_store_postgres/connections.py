@@ -10,7 +10,7 @@ from psycopg import sql
 
 from agl.errors import StoreError
 from agl_store_postgres.faults import explain, is_passing
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
@@ -33,7 +33,7 @@ _SETTINGS: dict[str, str] = {
 }
 
 
-def connect(target: Target) -> Connection:
+def connect(target: DatabaseTarget) -> Connection:
     """A connection that sees the store's schema and commits durably; raises what psycopg raises."""
     connection = psycopg.connect(target.conninfo, autocommit=True)
     try:
@@ -51,14 +51,16 @@ def connect(target: Target) -> Connection:
     return connection
 
 
-class Link:
+class ThreadConnection:
     """One connection for one thread of an open store, opened when it is needed.
 
     Args:
         stopping: Set when the store is closed; nobody waits for a server then.
     """
 
-    def __init__(self, target: Target, *, stopping: threading.Event, connection: Connection | None = None) -> None:
+    def __init__(
+        self, target: DatabaseTarget, *, stopping: threading.Event, connection: Connection | None = None
+    ) -> None:
         self._target = target
         self._stopping = stopping
         self._connection = connection
@@ -71,7 +73,7 @@ class Link:
     def open(self) -> Connection:
         """The connection, opened if need be; raises :class:`StoreError` when the server cannot be reached in time."""
         if self._connection is None or self._connection.closed:
-            self._connection = wait_for(
+            self._connection = connect_in_time(
                 lambda: connect(self._target), self._target, self._stopping, limit_s=RESTART_WAIT_S
             )
         return self._connection
@@ -83,8 +85,8 @@ class Link:
             self._connection = None
 
 
-def wait_for(
-    make: Callable[[], Connection], target: Target, stopping: threading.Event, *, limit_s: float
+def connect_in_time(
+    make: Callable[[], Connection], target: DatabaseTarget, stopping: threading.Event, *, limit_s: float
 ) -> Connection:
     """What ``make`` gives as soon as the server can be reached; errors that waiting cannot heal are raised at once."""
     end = time.monotonic() + limit_s
@@ -97,7 +99,7 @@ def wait_for(
                 raise explain(error, target.shown) from error
 
 
-def closed_here(target: Target) -> StoreError:
+def forked_error(target: DatabaseTarget) -> StoreError:
     """The error in a process that inherited the store by a fork."""
     return StoreError(
         f"the store {target.shown} was opened in another process; open it again in this one: its connections and "

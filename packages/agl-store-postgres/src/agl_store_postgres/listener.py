@@ -12,9 +12,9 @@ import psycopg
 from psycopg import sql
 
 from agl.stores import WakeUp
-from agl_store_postgres.links import Connection, Link
+from agl_store_postgres.connections import Connection, ThreadConnection
 from agl_store_postgres.loading import NOW
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import channel_of, read_message
 
 LOOK_S = 2.0
@@ -29,7 +29,7 @@ _PAUSE_S = 0.05
 _logger = logging.getLogger(__name__)
 
 
-class Watch:
+class ChangeListener:
     """Listens while somebody waits, or has waited before.
 
     Args:
@@ -38,7 +38,7 @@ class Watch:
     """
 
     def __init__(
-        self, target: Target, *, feed: int, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object]
+        self, target: DatabaseTarget, *, feed: int, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object]
     ) -> None:
         self._target = target
         self._feed = feed
@@ -68,27 +68,27 @@ class Watch:
             self._thread.join()
         self._wake.close()
         self._woken.close()
-        self._ring_all()
+        self._wake_all()
 
     def _run(self) -> None:
-        link = Link(self._target, stopping=self._stopping)
+        connection = ThreadConnection(self._target, stopping=self._stopping)
         has_warned = False
         while not self._stopping.is_set():
             try:
-                self._listen(link.open())
+                self._listen(connection.open())
             except Exception:  # whoever waits depends on this thread
                 if not has_warned and not self._stopping.is_set():
                     _logger.warning("nobody hears of changes in %s until it answers", self._target.shown, exc_info=True)
                 has_warned = True
                 self._stopping.wait(_RETRY_S)
-                self._ring_all()  # who waits learns from its own next look that the server is away
-            link.drop()
+                self._wake_all()  # who waits learns from its own next look that the server is away
+            connection.drop()
 
     def _listen(self, db: Connection) -> None:
         db.add_notify_handler(self._hear)
         db.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of(self._feed))))
         self._look(db)
-        self._ring_all()
+        self._wake_all()
         looked_at = time.monotonic()
         while not self._stopping.is_set():
             self._pause(db, LOOK_S - (time.monotonic() - looked_at))
@@ -138,6 +138,6 @@ class Watch:
         """A deadline on the server's clock; kept on this machine's, which never jumps."""
         self._deadline = min(self._deadline, deadline + self._offset)
 
-    def _ring_all(self) -> None:
+    def _wake_all(self) -> None:
         self._queued.ring()
         self._changed.ring()
