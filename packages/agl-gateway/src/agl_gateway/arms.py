@@ -1,8 +1,8 @@
-"""Which backend serves an arm of a split: by the version that a call's rollout is pinned to.
+"""Routes the calls of a split's rollouts to the backend that serves the version of their arm.
 
-The pins are in the store, so that every gateway routes alike and a restart changes nothing; what is remembered of them
-is read again when the rollout changes. Where calls may go, and with which key, is said on the command line alone: a
-resource in the store names a version or a model, and never an address of its own.
+The pinned versions are in the store, so all gateways route alike and a restart changes nothing. A cache of them
+follows the change feed. Addresses and keys come from the command line alone: a resource in the store names a version
+or a model, never an address.
 """
 
 from collections import OrderedDict
@@ -23,12 +23,12 @@ _REMEMBERED = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class CallRoute:
-    """Where a call goes.
+    """The destination of a call.
 
     Attributes:
-        model: What to ask the backend for, ``""`` for what it is asked for otherwise.
-        version: Of the policy, ``""`` if the split does not choose it.
-        arm: The label of the rollout's arm, ``""`` if it is in none.
+        model: The model to request from the backend; ``""`` leaves the choice to the upstream.
+        version: The policy's version; ``""`` if the split does not choose it.
+        arm: The label of the rollout's arm; ``""`` if it is in none.
     """
 
     target: UpstreamTarget
@@ -39,7 +39,7 @@ class CallRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class _RolloutPins:
-    """What is known of a rollout: its arm, its versions, and of which resources the split chose the version."""
+    """A rollout's arm, its pinned versions, and the names of the resources whose version the split chose."""
 
     arm: str
     resources: dict[str, str]
@@ -50,7 +50,7 @@ _UNPLACED = _RolloutPins(arm="", resources={}, chosen=frozenset())
 
 
 def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
-    """The upstreams under names that differ: a further one of a policy is called ``NAME@VERSION``.
+    """Return the upstreams under distinct names: further ones of a policy are renamed to ``NAME@VERSION``.
 
     Raises:
         ConfigError: Two upstreams of one name do not state two versions.
@@ -71,12 +71,12 @@ def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
 
 
 def policy_of(upstream: Upstream) -> str:
-    """The policy's name, without the version."""
+    """Return the policy's name, without the version."""
     return upstream.name.partition("@")[0]
 
 
 class ArmRoutes:
-    """Routes the calls of rollouts that a split placed; others go where their model's name says."""
+    """Routes the calls of rollouts that a split placed; other calls keep the target that their model's name gives."""
 
     def __init__(self, store: Store, router: Router) -> None:
         self._store = store
@@ -85,7 +85,7 @@ class ArmRoutes:
         self._resources: dict[tuple[str, str], Resource] = {}
 
     async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
-        """Where a call goes that the model's name would send to ``target``.
+        """Return the destination of a call whose model's name leads to ``target``.
 
         Raises:
             Problem: 503 when no upstream serves the version that the split chose.
@@ -103,19 +103,19 @@ class ArmRoutes:
         return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
+        """Drop changed rollouts from the cache; the next call reads them again."""
         for change in changes:
             self._pinned.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Read that rollout again at its next call, without an id every one."""
+        """Drop a rollout from the cache, or all of them without an id."""
         if rollout_id:
             self._pinned.pop(rollout_id, None)
         else:
             self._pinned.clear()
 
     async def check(self, pins: Pins) -> None:
-        """Raise :class:`ConfigError` for a model's version in the arms that no upstream serves."""
+        """Raise :class:`ConfigError` if no upstream serves one of the model versions in the arms."""
         for name in differing(pins):
             for version in dict.fromkeys(own[name] for own in pins.values()):
                 is_model = isinstance(await self._resource(name, version), LLM | Weights)
@@ -123,7 +123,7 @@ class ArmRoutes:
                     raise ConfigError(_unserved_message(name, version))
 
     async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
-        """Who serves a version, and under which model name: who says so, else the backend that an LLM names."""
+        """Find the upstream that states a version, else the backend that an LLM names; with the model to request."""
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:

@@ -1,4 +1,4 @@
-"""OTLP traces as spans of an attempt: what any OpenTelemetry exporter sends becomes part of the record."""
+"""Converts OTLP traces into spans of an attempt, so that any OpenTelemetry exporter can add to the record."""
 
 import base64
 from collections.abc import Iterable, Sequence
@@ -23,11 +23,12 @@ _STATUSES: dict[int, SpanStatus] = {1: "ok", 2: "error"}
 
 @dataclass(kw_only=True)
 class IngestResult:
-    """What a request held.
+    """The spans of an export request.
 
     Attributes:
-        spans: Those that belong to an attempt.
-        rejected: How many do not; ``reason`` says why the first of them does not.
+        spans: Spans that belong to an attempt.
+        rejected: Number of the other spans.
+        reason: The reason for the first rejection.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
@@ -35,16 +36,16 @@ class IngestResult:
     reason: str = ""
 
     def reject(self, reason: str) -> None:
-        """Count a span that belongs nowhere."""
+        """Count a rejected span; keeps the first reason."""
         self.rejected += 1
         self.reason = self.reason or reason
 
 
 def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> IngestResult:
-    """The spans of ``request`` that ``claim`` may append.
+    """Return the spans of ``request`` that ``claim`` may append.
 
-    An attempt's token attaches everything to its attempt; with an admin token each span, or its resource, says in
-    ``agl.rollout_id`` and ``agl.attempt_id`` where it belongs.
+    An attempt's token attaches everything to its attempt. With an admin token, each span or its resource names its
+    attempt in ``agl.rollout_id`` and ``agl.attempt_id``.
     """
     found = IngestResult()
     for group in request.resource_spans:
@@ -102,7 +103,7 @@ def _events(events: Sequence[OtlpSpan.Event]) -> Iterable[SpanEvent]:
 
 
 def _reward(attributes: dict[str, Json], *, is_admin: bool) -> Reward | None:
-    """An evaluation by the GenAI conventions is a reward."""
+    """Return the reward that an evaluation of the GenAI conventions gives; ``None`` without a score."""
     score = attributes.get(semconv.EVALUATION_SCORE)
     if not isinstance(score, int | float):
         return None

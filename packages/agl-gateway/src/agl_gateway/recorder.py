@@ -1,7 +1,7 @@
-"""From finished exchanges to spans in the store, off the reply path: a bounded queue and one worker.
+"""Turns finished exchanges into spans in the store, off the reply path, with a bounded queue and one worker.
 
-A call is admitted only while the queue has room, so that a store that falls behind slows the calls down instead of
-filling the memory. Parsing yields to the event loop after every exchange, so that replies do not wait for it.
+Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory.
+Parsing yields to the event loop after every exchange, so replies do not wait for it.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ _LINGER_S = 0.005
 
 
 class Recorder:
-    """Owns the way into the store of everything that the gateway sees. Used in one event loop only.
+    """Writes the recorded calls of the gateway to the store. Used in one event loop only.
 
     Attributes:
-        lost: Spans that the store refused for good.
+        lost: Number of spans that could not be written.
     """
 
     def __init__(self, store: Store, *, rate: SpanRate) -> None:
@@ -57,12 +57,12 @@ class Recorder:
 
     @property
     def queued(self) -> int:
-        """Exchanges that wait to be parsed."""
+        """Number of exchanges that wait to be parsed."""
         return len(self._queue)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that they hold."""
+        """Bytes of the exchanges that are not written yet."""
         return self._bytes
 
     def start(self) -> None:
@@ -70,7 +70,7 @@ class Recorder:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Write what is queued, then end; idempotent."""
+        """Write the queued exchanges, then end the worker; idempotent."""
         self._flush_now.set()
         self._is_stopping = True
         self._work.set()
@@ -79,7 +79,7 @@ class Recorder:
             self._task = None
 
     async def admit(self) -> None:
-        """Wait until there is room for one more exchange."""
+        """Wait until the queue has room for one more exchange."""
         await self._room.wait()
 
     def put(self, recorded: RecordedExchange) -> int:
@@ -94,10 +94,10 @@ class Recorder:
         return self._put
 
     async def written(self, number: int, attempt_id: str) -> None:
-        """Return once the exchange of that number, of that attempt, is in the store.
+        """Return once the attempt's exchange of that number is in the store.
 
         Raises:
-            CaptureError: The store refused it, or another one of the attempt.
+            CaptureError: The store refused it, or another exchange of the attempt.
         """
         with self._flushing():
             async with self._changed:
@@ -105,11 +105,11 @@ class Recorder:
         self._raise_failure(attempt_id)
 
     def stream_opened(self, attempt_id: str) -> None:
-        """A streamed answer has begun; :meth:`settle` gives it a moment to end."""
+        """Record the start of a streamed answer, whose end :meth:`settle` then awaits."""
         self._open_streams[attempt_id] += 1
 
     async def stream_closed(self, attempt_id: str) -> None:
-        """It has ended, and was queued."""
+        """Record the end of a streamed answer, after it was queued."""
         self._open_streams[attempt_id] -= 1
         if self._open_streams[attempt_id] <= 0:
             del self._open_streams[attempt_id]
@@ -119,10 +119,10 @@ class Recorder:
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store.
 
-        A stream whose last event the client may have read already is given two seconds to end.
+        Open streams get two seconds to end, because their client may have read the last event already.
 
         Raises:
-            CaptureError: The store refused some of them.
+            CaptureError: The store refused some of the calls.
         """
         with self._flushing():
             await self._wait_written(attempt_id)
@@ -130,7 +130,7 @@ class Recorder:
 
     @contextmanager
     def _flushing(self) -> Generator[None]:
-        """Somebody waits: no batch is left to grow."""
+        """Write batches at once while a caller waits for them."""
         self._waiters += 1
         self._flush_now.set()
         try:
@@ -170,7 +170,7 @@ class Recorder:
             await self._write_batch()
 
     async def _linger(self) -> None:
-        """Let a batch grow for a moment, because writes cost by the batch; not when somebody waits for them."""
+        """Let a batch grow for a moment, because each write has a fixed cost; skipped while a caller waits."""
         if len(self._queue) < _BATCH and not self._flush_now.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
@@ -212,7 +212,7 @@ class Recorder:
         self.lost += count
 
     async def _append(self, spans: list[Span]) -> None:
-        """Write all at once; if the store refuses that, attempt by attempt, so that one cannot harm another."""
+        """Write all spans at once; on failure attempt by attempt, so that one cannot harm another."""
         if not spans:
             return
         try:

@@ -1,4 +1,4 @@
-"""Relays a client's request to the backend and its answer back, byte for byte, and has both recorded behind it."""
+"""Relays a client's request to the backend and the answer back, byte for byte, then hands both to the recorder."""
 
 import asyncio
 import time
@@ -27,14 +27,14 @@ from agl_gateway.spans import plain_bytes
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
-"""How a server's end looks that had not answered yet; asking another one is safe, for sampling changes nothing."""
+"""Problems of a server that has not answered; another server may be asked, because sampling has no side effects."""
 
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call in flight: fixed facts, and what the relay finds out."""
+    """One call in flight: its request and context, and the results so far."""
 
     asked: Request
     endpoint: str
@@ -55,7 +55,7 @@ class _Call:
     is_lost: bool = False
 
     def gateway_headers(self) -> dict[str, str]:
-        """What the client is told beside the backend's headers."""
+        """Return the headers that the gateway adds to the backend's."""
         return {} if self.conversation is None else self.conversation.headers()
 
 
@@ -70,7 +70,7 @@ def _call(asked: Request, endpoint: str, context: CallContext) -> _Call:
 
 
 class Relay:
-    """Relays model calls and hands what it saw to the recorder. Used in one event loop only."""
+    """Relays model calls and passes them to the recorder. Used in one event loop only."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Relay:
     async def relay(
         self, request: web.BaseRequest, *, dialect: Dialect, endpoint: str, rollout_id: str, attempt_id: str
     ) -> web.StreamResponse:
-        """Answer one model call of an attempt that was checked before."""
+        """Answer one model call of an attempt; the caller has verified its token."""
         await self._recorder.admit()
         asked = Request(dialect, await read_body(request, limit=self._max_body))
         context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
@@ -104,7 +104,7 @@ class Relay:
     async def converse(
         self, request: web.BaseRequest, conversations: Conversations, *, dialect: Dialect, endpoint: str
     ) -> web.StreamResponse:
-        """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
+        """Answer one model call of a conversation; the call is in the store before the answer ends."""
         await self._recorder.admit()
         asked = Request(dialect, await read_body(request, limit=self._max_body))
         async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
@@ -145,7 +145,7 @@ class Relay:
             gate.leave()
 
     async def _target(self, call: _Call, target: UpstreamTarget) -> UpstreamTarget:
-        """The upstream of the rollout's arm, where a split placed it; ``target`` otherwise."""
+        """Return the upstream of the rollout's arm; ``target`` if no split placed the rollout."""
         if self._arms is None:
             return target
         routed = await self._arms.route(target, call.context.rollout_id)
@@ -153,7 +153,7 @@ class Relay:
         return routed.target
 
     async def _send(self, request: web.BaseRequest, call: _Call, target: UpstreamTarget) -> web.StreamResponse:
-        """Ask the rollout's own server, and the policy's others while those before them do not answer."""
+        """Ask the rollout's own server, then the policy's others until one answers."""
         upstream = target.upstream
         model = call.model or self.gates[upstream.name].model
         body = call.asked.prepared(want_ids=upstream.is_trained, model=model)
@@ -229,16 +229,16 @@ class Relay:
         return headers
 
     async def _wait_stored(self, call: _Call) -> None:
-        """Wait until a conversation's call is in the store: no end of an attempt waits for it later."""
+        """Wait until a conversation's call is in the store, because no end of an attempt waits for it later."""
         if call.conversation is None:
             return
         try:
             await self._recorder.written(call.number, call.context.attempt_id)
         except CaptureError:
-            call.is_lost = True  # the recorder has logged and counted it; the client shall have its answer
+            call.is_lost = True  # the recorder has logged and counted it; the client still gets its answer
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
-        """Queue the call for the store; only the first time, for a cancelled stream passes here twice."""
+        """Queue the call for the store, once: a cancelled stream gets here twice."""
         if call.is_recorded:
             return
         call.is_recorded = True
@@ -278,7 +278,7 @@ _NO_UPSTREAM = Upstream(name="", base_url="")
 
 
 async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chunks: list[bytes]) -> str:
-    """Pass the body on as it arrives; returns what ended it too early, ``""`` if nothing did.
+    """Pass the body on as it arrives; returns the error that cut it short, ``""`` if it is complete.
 
     Raises :class:`ConnectionError` when the client is gone.
     """
@@ -295,6 +295,6 @@ async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chu
 
 
 def _hang_up(request: web.BaseRequest) -> None:
-    """Close the client's connection without the end of the body, as the backend did with ours."""
+    """Close the client's connection before the end of the body, as the backend did."""
     if request.transport is not None:
         request.transport.abort()

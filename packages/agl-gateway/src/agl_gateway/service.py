@@ -1,4 +1,4 @@
-"""The gateway as one object: it is started and stopped in an event loop, and owns all that runs there."""
+"""Assembles the gateway's parts, and starts and stops them in one event loop."""
 
 import logging
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ _SHUTDOWN_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where the gateway listens and how patient it is.
+    """The gateway's address, time limits and size limit.
 
     Attributes:
         host: Address to bind; keep it local unless the network is trusted.
-        port: 0 for any free one.
+        port: Port to listen on; 0 takes any free one.
         timeout_s: Seconds of silence after which a backend counts as gone.
-        connect_timeout_s: Seconds to make a connection to a backend.
-        max_body: Largest request in bytes.
+        connect_timeout_s: Time limit in seconds for a connection to a backend.
+        max_body: Largest request body in bytes.
         conversation_idle_s: Seconds without a call after which a conversation is over.
     """
 
@@ -53,12 +53,13 @@ class Settings:
 
 
 class GatewayService:
-    """Everything that one gateway runs. Construct and use it in one event loop.
+    """A gateway with all of its parts. Construct and use it in one event loop.
 
     Args:
-        admin_key: Counts as an admin token; ``client_key`` as one for conversations only, which it allows.
+        admin_key: A key that counts as an admin token.
+        client_key: A key that allows conversations and nothing else; it turns conversations on.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
-        split: What is queued here, and conversations, are placed by it; implies ``arms`` and conversations.
+        split: Places rollouts that are queued here, and conversations, in arms; turns both on.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class GatewayService:
         """Listen; returns the base URL.
 
         Raises:
-            ConfigError: The port is taken, or the split's labels name nothing that can be served.
+            ConfigError: The port is taken, a label of the split names nothing, or no upstream serves its version.
         """
         await self._check_split()
         handler = Dispatcher(
@@ -141,7 +142,7 @@ class GatewayService:
         return self.url
 
     async def stop(self) -> None:
-        """Finish what is recorded, then close; idempotent. The store stays open."""
+        """Write what is recorded, then close; idempotent. The store stays open."""
         for gate in self.relay.gates.values():
             gate.resume()
         if self._runner is not None:
@@ -177,7 +178,7 @@ class GatewayService:
         }
 
     def _caches(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
-        """What remembers rollouts of the store."""
+        """Return the parts that cache rollouts of the store."""
         return [self.attempts, *(part for part in (self._arms, self._conversations) if part is not None)]
 
     def _forget(self) -> None:
@@ -197,7 +198,7 @@ class GatewayService:
         return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
     def _new_conversations(self) -> Conversations:
-        """Conversations, which a split places where there is one."""
+        """Create the conversations; the split, if there is one, places them in arms."""
         return Conversations(
             self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,

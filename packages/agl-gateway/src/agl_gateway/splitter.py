@@ -1,4 +1,4 @@
-"""Places what is queued through this gateway in the arms of the split."""
+"""Places rollouts that are queued through this gateway in the arms of the split."""
 
 from collections.abc import Sequence
 
@@ -11,21 +11,20 @@ from agl_gateway.splits import KEY, Pins, Split, pins_of, place_rollout
 
 
 class Splitter:
-    """Pins the versions of new rollouts; keeps nothing, for all that it decides is in the store."""
+    """Pins the versions of new rollouts. It has no state: all its decisions are in the store."""
 
     def __init__(self, store: Store, split: Split) -> None:
         self._store = store
         self.split = split
 
     async def pins(self) -> Pins:
-        """The versions of the arms now."""
+        """Return the current versions of the arms."""
         return await pins_of(self._store, list(self.split.shares))
 
     async def enqueue(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Queue rollouts with the versions of their arms; returns them as stored.
 
-        One that is known already keeps the arm and the versions that it was given then, although labels or shares
-        changed since.
+        A rollout that is known already keeps its first arm and versions, even if labels or shares have changed.
         """
         pins = await self.pins()
         try:
