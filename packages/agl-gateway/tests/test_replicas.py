@@ -71,7 +71,7 @@ def test_a_server_that_failed_is_asked_last_for_a_while():
 
 
 def test_a_replica_without_http_is_refused():
-    with pytest.raises(ConfigError, match=r"'main_llm' has base_url '127.0.0.1:8001'.*no http"):
+    with pytest.raises(ConfigError, match=r"'main_llm' has base_url '127.0.0.1:8001'.*not an http"):
         Router([Upstream(name="main_llm", base_url="http://127.0.0.1:8000/v1", replicas=("127.0.0.1:8001",))])
 
 

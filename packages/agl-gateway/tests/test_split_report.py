@@ -95,10 +95,10 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
     ("text", "message"),
     [
         ("production=0.9,candidate=0.2", "add up to 1.1"),
-        ("production=1.0", "'1.0', no number between 0 and 1"),
+        ("production=1.0", "'1.0', not a number between 0 and 1"),
         ("production=0.5", "one arm"),
-        ("production=0.9,candidate=x", "'x', no number"),
-        ("production=0.9,candidate=nan", "'nan', no number"),
+        ("production=0.9,candidate=x", "'x', not a number"),
+        ("production=0.9,candidate=nan", "'nan', not a number"),
         ("production=0.5,production=0.5", "given twice"),
         ("production=0.5,a/b=0.5", "may hold letters"),
         ("", "may hold letters"),

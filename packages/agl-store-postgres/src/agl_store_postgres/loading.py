@@ -1,7 +1,7 @@
-"""The first half of a transaction: lock what its operations need and read it, in one round trip.
+"""Begins a transaction: locks and reads the rows that its operations need, in one round trip.
 
-PostgreSQL takes a fresh snapshot for every statement, so what a statement reads after the locks were taken is what is
-there as long as they are held. Rollouts are locked in order of their number, before anything else of theirs is read.
+PostgreSQL takes a fresh snapshot for every statement, so rows that are read after the locks stay as they are while the
+locks are held. Rollouts are locked in order of their number, before their attempts and spans are read.
 """
 
 import math
@@ -60,22 +60,22 @@ _VERSIONS = (
 )
 _DOCUMENTS = b"SELECT key, value FROM documents WHERE key = ANY(%b::bytea[])"
 _XID = b"SELECT pg_current_xact_id_if_assigned()::text"
-"""Of a transaction that locked or wrote something; one that did neither may be repeated."""
+"""The id of a transaction that locked or wrote rows; one that did neither has none and may be repeated."""
 
 
 @dataclass(kw_only=True)
 class LockedRows:
-    """What was locked and read.
+    """The rows that a transaction locked and read at its start.
 
     Attributes:
         now: The server's clock, in Unix seconds; leases and time limits follow it.
-        next_deadline: When the next running attempt lapses; infinity when none runs.
-        seqs: The numbers of the rollouts that were read.
+        next_deadline: Time at which the next running attempt lapses; infinity if none runs.
+        seqs: Numbers of the rollouts, by id.
         last: The last sequence of each attempt to append to, by the attempt's number.
-        kept: Spans to be appended that are there already, by the attempt's number and the span's id.
-        queues: The oldest queued rollouts of each experiment that was asked for.
-        numbers: Fresh numbers for rollouts to be added.
-        xid: The transaction's id, by which the server knows later whether it was committed.
+        kept: Spans to append that are stored already, by the attempt's number and the span's id.
+        queues: The oldest queued rollouts of each requested experiment.
+        numbers: Fresh numbers for rollouts to add.
+        xid: The transaction's id, to ask the server later whether it was committed.
     """
 
     now: float = 0.0
@@ -92,7 +92,7 @@ class LockedRows:
     xid: str | None = None
 
     def put_rollout(self, row: Row) -> str:
-        """Keep a rollout as it was read last; returns its id."""
+        """Keep the latest read of a rollout; returns its id."""
         rollout = read_rollout(row)
         self.rollouts[rollout.rollout_id] = rollout
         self.seqs[rollout.rollout_id] = row[0]
@@ -105,7 +105,7 @@ class LockedRows:
 
 
 class _Queries:
-    """Sends statements; what each one gives is read when all were sent."""
+    """Sends statements first and reads their results after all were sent."""
 
     def __init__(self, db: Connection) -> None:
         self._db = db
@@ -120,7 +120,7 @@ class _Queries:
 
 
 def begin(db: Connection, needs: Sequence[Needs]) -> LockedRows:
-    """Begin a transaction with everything that these operations need; raises what psycopg raises."""
+    """Begin a transaction and load the rows that these operations need; psycopg's errors pass through."""
     queries = _Queries(db)
     queues = _queues(needs)
     with db.pipeline():
@@ -141,7 +141,7 @@ def begin(db: Connection, needs: Sequence[Needs]) -> LockedRows:
 
 
 def begin_lapsed(db: Connection) -> tuple[LockedRows, list[str]]:
-    """Begin a transaction on overdue attempts that nobody else decides; their ids come longest overdue first."""
+    """Begin a transaction on overdue attempts that no other machine has locked; ids are in order of deadline."""
     db.execute(BEGIN)
     ((now, _),) = db.execute(_CLOCK, binary=True).fetchall()
     loaded = LockedRows(now=now)
@@ -188,7 +188,7 @@ def _query_versions(queries: _Queries, needs: Sequence[Needs]) -> None:
 
 
 def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
-    """How many queued rollouts are asked for, by experiment."""
+    """Return the number of queued rollouts that the operations need, by experiment."""
     queues: dict[str | None, int] = {}
     for need in needs:
         if need.queue is not None:
@@ -203,7 +203,7 @@ def _read(queries: _Queries, queues: Iterable[str | None]) -> LockedRows:
     for row in queries.rows("claimed"):
         loaded.put_rollout(row[:-1])
         loaded.put_attempt(row[-1])
-    for row in queries.rows("rollouts"):  # after the others: these are locked
+    for row in queries.rows("rollouts"):  # after the claimed ones: these rows are locked and therefore current
         loaded.put_rollout(row)
     for (data,) in queries.rows("attempts"):
         loaded.put_attempt(data)

@@ -1,4 +1,4 @@
-"""Transactions that read: what waits together in one, on a snapshot, in any of a few threads."""
+"""Runs reads: those that wait together share one transaction, on a snapshot, in one of a few threads."""
 
 import threading
 import time
@@ -22,22 +22,22 @@ _IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'runni
 
 
 class OverdueError(Exception):
-    """An attempt's deadline has come and is not decided; the read did not take place."""
+    """The read must wait: an attempt is past its deadline and the writer has not decided it."""
 
 
 class UncheckedRead:
-    """A read that takes place whatever is overdue."""
+    """A read that is answered even while attempts are overdue."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
 
     def __call__(self, reads: Reads) -> Any:
-        """What the read finds."""
+        """Return the answer of the read."""
         return self._look(reads)
 
 
 class BatchReader:
-    """Does batches of reads on connections of its own, one for each thread that calls it."""
+    """Runs batches of reads, on one connection of its own per calling thread."""
 
     def __init__(self, target: DatabaseTarget, *, stopping: threading.Event) -> None:
         self._target = target
@@ -51,7 +51,7 @@ class BatchReader:
             self._connections.pop().drop()
 
     def __call__(self, looks: Sequence[Look]) -> Sequence[Any]:
-        """The answers, :class:`OverdueError` for reads that have to wait for the writer."""
+        """Return the answers; :class:`OverdueError` for reads that have to wait for the writer."""
         connection = self._connection()
         end = time.monotonic() + RESTART_WAIT_S
         while True:
@@ -75,7 +75,7 @@ class BatchReader:
 
 
 def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
-    """All answers. The transaction begins with the first query that waits for rows."""
+    """Return all answers from one transaction, which begins with the first query that waits for rows."""
     with db.pipeline():
         db.execute(_BEGIN)
         cursor = db.execute(_IS_OVERDUE)

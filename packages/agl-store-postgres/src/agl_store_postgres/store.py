@@ -1,9 +1,9 @@
 """``postgresql://user@host/database``: one schema of a PostgreSQL database, for many machines at once.
 
-Every write is acknowledged after its commit. A store object has one thread that writes, on one connection, and commits
-whatever waits together; a few that read, each on its own; and, once somebody waits, one that listens. Who waits, on
-any machine, is woken by the commit. Leases and time limits go by the server's clock, so the machines' clocks do not
-matter. A server that goes away in between is waited for, about half a minute.
+Every write is acknowledged after its commit. A store object has one thread that writes and commits all waiting work
+together, a few threads that read, and one that listens for changes once a caller waits; each has its own connection.
+A commit wakes waiting callers on every machine. Leases and time limits use the server's clock, so the machines' clocks
+do not matter. If the server goes away, the store waits for it for about half a minute.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ class PostgresStore(TableStore):
     It may be used from several threads and event loops at once. A forked process must open its own.
 
     Args:
-        url: ``postgresql://user:password@host:port/database`` as libpq takes it, with all of libpq's options, and with
-            ``schema`` (default ``agl``), which is created if it is missing, and ``readers`` (default 4), the
-            connections that read at most.
+        url: ``postgresql://user:password@host:port/database`` as libpq reads it, with all of libpq's options. Two more
+            options are ``schema`` (default ``agl``), created if it is missing, and ``readers`` (default 4), the most
+            connections for reads.
 
     Raises:
         ConfigError: The URL cannot be read.
         SchemaVersionError: A newer release wrote the schema.
-        StoreError: The database cannot be used; the message says why and what to do, and shows no password.
+        StoreError: The database cannot be used; the message gives reason and remedy, and no password.
     """
 
     def __init__(self, url: str) -> None:
@@ -50,7 +50,7 @@ class PostgresStore(TableStore):
 
 
 class _Postgres:
-    """See :class:`agl.stores.Backend`."""
+    """Implements :class:`agl.stores.Backend`."""
 
     def __init__(self, target: DatabaseTarget) -> None:
         self.shown_url = target.shown
@@ -99,16 +99,16 @@ class _Postgres:
         return math.inf
 
     def _expire(self) -> None:
-        """Overdue attempts are decided before any work."""
+        """Submit empty work: the writer decides overdue attempts before any work."""
         self._writer.submit(Work(act=_do_nothing))
 
 
 def _do_nothing(_: Tables) -> None:
-    """No operation."""
+    """Do nothing; the transaction around it still decides overdue attempts."""
 
 
 def _open(target: DatabaseTarget) -> tuple[Connection, int]:
-    """The first connection and the number of the store's feed, once the tables are there."""
+    """Open the first connection and prepare the tables; returns it with the number of the store's feed."""
     connection = connect_in_time(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
     try:
         return connection, prepare(connection, target)

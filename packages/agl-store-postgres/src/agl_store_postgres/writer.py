@@ -1,8 +1,8 @@
-"""Transactions that write: what waits together in one, repeated while the server is away or others come between.
+"""Runs writes: those that wait together share one transaction, which is repeated after lost connections and collisions.
 
-A transaction whose connection broke is done again on a new one, for a limited time. Where its commit was under way the
-server is asked whether it took place; a transaction that the server has no number for changed nothing that a
-repetition would change again, because ids come from the caller.
+A transaction whose connection broke is repeated on a new one, for a limited time. If the commit was under way, the
+writer asks the server whether it took place. A transaction without an id on the server wrote nothing, so it is safe to
+repeat.
 """
 
 import threading
@@ -23,13 +23,13 @@ from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import commit
 
 MAX_COLLISIONS = 5
-"""How often a transaction is repeated because another one came between."""
+"""Largest number of repetitions after collisions with other transactions."""
 
 _PAUSE_S = 0.05
 
 
 class BatchWriter:
-    """Does batches of work on one connection; used by one thread."""
+    """Runs batches of work on one connection; used by one thread."""
 
     def __init__(self, target: DatabaseTarget, *, connection: Connection, feed: int, stopping: threading.Event) -> None:
         self._feed = feed
@@ -42,7 +42,7 @@ class BatchWriter:
         self._connection.drop()
 
     def __call__(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
-        """The answers, after the commit; raises what psycopg raises, or that the server cannot be reached."""
+        """Return the answers after the commit; raises psycopg's errors, or that the server cannot be reached."""
         end = time.monotonic() + RESTART_WAIT_S
         collisions = 0
         while True:
@@ -78,21 +78,21 @@ class BatchWriter:
         return answers
 
     def _expire(self, db: Connection) -> None:
-        """Decide overdue attempts, but those that another machine is deciding just now."""
+        """Decide overdue attempts, except those that another machine is deciding."""
         loaded, lapsed = begin_lapsed(db)
         tables = PostgresTables(loaded, self._packer, lapsed=lapsed)
         expire(tables)
         commit(db, tables.changes, feed=self._feed)
 
     def _was_committed(self, xid: str, *, end: float) -> bool:
-        """Whether the transaction took place; asked until the server knows."""
+        """Ask the server whether the transaction took place, until it knows."""
         while True:
             db = self._connection.open()
             try:
                 ((status,),) = db.execute("SELECT pg_xact_status(%s::xid8)", (xid,)).fetchall()
             except psycopg.Error as error:
                 if not is_lost(error, db):
-                    return False  # a server that never heard of it, such as a replica that took over
+                    return False  # the server does not know it, such as a replica that took over
                 self._connection.drop()
                 if time.monotonic() > end:
                     raise
@@ -103,7 +103,7 @@ class BatchWriter:
 
 
 def _rolled_back(db: Connection) -> bool:
-    """Roll back, which also makes psycopg forget the statements that were prepared in vain; false when that fails."""
+    """Roll back, which also drops psycopg's failed prepared statements; returns false if the connection is gone."""
     try:
         db.rollback()
     except psycopg.Error:
