@@ -41,17 +41,17 @@ def spread(server, others):
 def serving(servers, rollout_id):
     """The server that a rollout's calls go to."""
     by_url = {server.base_url: server for server in servers}
-    return by_url[Replicas(list(by_url)).order(rollout_id)[0]]
+    return by_url[Replicas(list(by_url)).ranked(rollout_id)[0]]
 
 
 @given(SERVERS, st.text())
 def test_a_rollout_keeps_its_server_and_only_a_dead_servers_rollouts_move(servers, rollout_id):
-    order = Replicas(servers).order(rollout_id)
+    order = Replicas(servers).ranked(rollout_id)
     assert sorted(servers) == sorted(order)
-    assert order == Replicas(servers[::-1]).order(rollout_id)
+    assert order == Replicas(servers[::-1]).ranked(rollout_id)
     for gone in servers[1:]:
         rest = [base_url for base_url in order if base_url != gone]
-        assert rest == Replicas([base_url for base_url in servers if base_url != gone]).order(rollout_id)
+        assert rest == Replicas([base_url for base_url in servers if base_url != gone]).ranked(rollout_id)
 
 
 def test_rollouts_are_spread_evenly():

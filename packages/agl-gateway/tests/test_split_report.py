@@ -277,7 +277,7 @@ def test_arms_that_differ_in_two_resources_promote_neither(command: Callable[...
 def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) -> None:
     arguments = ("promote", "prompt", "candidate", "--if-better", "--split")
     command(*arguments, rewards={"production": LOW, "candidate": HIGH})
-    assert "the same versions of every resource" in command("split").output
+    assert "the same version of every resource" in command("split").output
     again = command(*arguments)
     assert (1, True) == (again.exit_code, "differ in nothing" in again.output)
 
