@@ -41,37 +41,37 @@ def spread(server, others):
 def serving(servers, rollout_id):
     """The server that a rollout's calls go to."""
     by_url = {server.base_url: server for server in servers}
-    return by_url[Replicas(list(by_url)).order(rollout_id)[0]]
+    return by_url[Replicas(list(by_url)).ranked(rollout_id)[0]]
 
 
 @given(SERVERS, st.text())
 def test_a_rollout_keeps_its_server_and_only_a_dead_servers_rollouts_move(servers, rollout_id):
-    order = Replicas(servers).order(rollout_id)
+    order = Replicas(servers).ranked(rollout_id)
     assert sorted(servers) == sorted(order)
-    assert order == Replicas(servers[::-1]).order(rollout_id)
+    assert order == Replicas(servers[::-1]).ranked(rollout_id)
     for gone in servers[1:]:
         rest = [base_url for base_url in order if base_url != gone]
-        assert rest == Replicas([base_url for base_url in servers if base_url != gone]).order(rollout_id)
+        assert rest == Replicas([base_url for base_url in servers if base_url != gone]).ranked(rollout_id)
 
 
 def test_rollouts_are_spread_evenly():
     replicas = Replicas([f"http://127.0.0.1:{port}/v1" for port in range(8000, 8004)])
-    firsts = [replicas.order(f"ro-{number}")[0] for number in range(4000)]
+    firsts = [replicas.ranked(f"ro-{number}")[0] for number in range(4000)]
     assert all(850 < firsts.count(base_url) < 1150 for base_url in set(firsts))
 
 
 def test_a_server_that_failed_is_asked_last_for_a_while():
     now = [100.0]
     replicas = Replicas(["http://a/v1", "http://b/v1", "http://c/v1"], clock=lambda: now[0])
-    first, *rest = replicas.order("ro-1")
+    first, *rest = replicas.ranked("ro-1")
     replicas.failed(f"{first}/chat/completions")
-    assert [*rest, first] == replicas.order("ro-1")
+    assert [*rest, first] == replicas.ranked("ro-1")
     now[0] += 5.0
-    assert [first, *rest] == replicas.order("ro-1")
+    assert [first, *rest] == replicas.ranked("ro-1")
 
 
 def test_a_replica_without_http_is_refused():
-    with pytest.raises(ConfigError, match=r"'main_llm' has base_url '127.0.0.1:8001'.*no http"):
+    with pytest.raises(ConfigError, match=r"'main_llm' has base_url '127.0.0.1:8001'.*not an http"):
         Router([Upstream(name="main_llm", base_url="http://127.0.0.1:8000/v1", replicas=("127.0.0.1:8001",))])
 
 

@@ -235,7 +235,7 @@ async def test_conversation_is_told_by_header_then_metadata_then_its_opening(tmp
             later = await client.chat.completions.with_raw_response.create(model="main_llm", messages=turns)
             assert by_opening == later.headers["x-agl-rollout-id"]
             named = await client.responses.with_raw_response.create(model="main_llm", input="a", instructions="Be.")
-            with pytest.raises(openai.BadRequestError, match="does not say which conversation"):
+            with pytest.raises(openai.BadRequestError, match="names no conversation"):
                 await client.responses.create(model="main_llm", input="a", previous_response_id="resp_1")
             assert named.headers["x-agl-rollout-id"] not in (by_header, by_opening)
 

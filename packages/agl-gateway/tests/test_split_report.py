@@ -17,7 +17,7 @@ from agl.errors import ConfigError
 from agl.schemas import JsonResource, Outcome, PromptTemplate, ResourceVersion, Reward, Rollout, Span
 from agl.stores import MemoryStore
 from agl_gateway.split_report import split_report
-from agl_gateway.splits import Split, check_labels, parse_split, pins_of, placed, placement_of
+from agl_gateway.splits import Split, check_labels, parse_split, pins_of, place_rollout, placement_of
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.comparison import compare, student_quantile
@@ -43,7 +43,7 @@ async def serve(store: Store, rewards: dict[str, Sequence[float | None]], *, nam
     pins = await pins_of(store, list(SPLIT.shares))
     waiting = {label: list(values) for label, values in rewards.items()}
     for index in range(10_000):
-        rollout = placed(Rollout(rollout_id=f"{name}-{index:05d}", task=index), SPLIT, pins)
+        rollout = place_rollout(Rollout(rollout_id=f"{name}-{index:05d}", task=index), SPLIT, pins)
         placement = placement_of(rollout)
         assert placement is not None
         if not waiting.get(placement.arm):
@@ -95,10 +95,10 @@ def test_growing_candidate_keeps_whom_it_had(key: str, share: float, more: float
     ("text", "message"),
     [
         ("production=0.9,candidate=0.2", "add up to 1.1"),
-        ("production=1.0", "'1.0', no number between 0 and 1"),
+        ("production=1.0", "'1.0', not a number between 0 and 1"),
         ("production=0.5", "one arm"),
-        ("production=0.9,candidate=x", "'x', no number"),
-        ("production=0.9,candidate=nan", "'nan', no number"),
+        ("production=0.9,candidate=x", "'x', not a number"),
+        ("production=0.9,candidate=nan", "'nan', not a number"),
         ("production=0.5,production=0.5", "given twice"),
         ("production=0.5,a/b=0.5", "may hold letters"),
         ("", "may hold letters"),
@@ -136,13 +136,13 @@ def test_rollout_gets_the_versions_of_its_arm_and_keeps_what_it_pinned() -> None
 
     pins = asyncio.run(body())
     for index in range(20):
-        rollout = placed(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
+        rollout = place_rollout(Rollout(rollout_id=f"ro-{index}", task=0), SPLIT, pins)
         arm = SPLIT.arm_of(f"ro-{index}")
         assert {"prompt": {"production": "v1", "candidate": "v2"}[arm], "tools": "t1"} == rollout.resources
-        assert rollout == placed(rollout, SPLIT, pins)
+        assert rollout == place_rollout(rollout, SPLIT, pins)
         own = Rollout(rollout_id=f"ro-{index}", task=0, resources={"prompt": "v3"})
-        assert own == placed(own, SPLIT, pins)
-        other = placed(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
+        assert own == place_rollout(own, SPLIT, pins)
+        other = place_rollout(Rollout(rollout_id=f"ro-{index}", task=0, resources={"tools": "t2"}), SPLIT, pins)
         assert "t2" == other.resources["tools"]
 
 
@@ -150,7 +150,7 @@ def test_rollouts_of_one_conversation_share_an_arm() -> None:
     pins = {"production": {"prompt": "v1"}, "candidate": {"prompt": "v2"}}
     for conversation in ("a", "b", "c", "d"):
         rollouts = [
-            placed(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
+            place_rollout(Rollout(rollout_id=f"ro-{i}", task=0, metadata={"conversation": conversation}), SPLIT, pins)
             for i in range(8)
         ]
         assert 1 == len({rollout.resources["prompt"] for rollout in rollouts})
@@ -277,7 +277,7 @@ def test_arms_that_differ_in_two_resources_promote_neither(command: Callable[...
 def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) -> None:
     arguments = ("promote", "prompt", "candidate", "--if-better", "--split")
     command(*arguments, rewards={"production": LOW, "candidate": HIGH})
-    assert "the same versions of every resource" in command("split").output
+    assert "the same version of every resource" in command("split").output
     again = command(*arguments)
     assert (1, True) == (again.exit_code, "differ in nothing" in again.output)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agl_testing.conformance import StoreConformance, StoreLocation
-from agl_testing.stores.older import older_states
+from agl_testing.stores.older_layout import older_states
 
 
 class TestSQLiteStore(StoreConformance):

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from agl_testing.conformance import StoreConformance, StoreLocation
-from agl_testing.stores.older import older_states
+from agl_testing.stores.older_layout import older_states
 
 
 class TestPostgresStore(StoreConformance):

@@ -11,7 +11,7 @@ import pytest
 from agl.contracts import RolloutQuery
 from agl.errors import StoreError
 from agl.schemas import RetryPolicy, Rollout
-from agl_store_postgres import links
+from agl_store_postgres import connections
 from agl_store_postgres.store import PostgresStore
 from agl_testing.stores.samples import make_span, outcome_of
 from agl_testing.waiting import eventually
@@ -120,7 +120,7 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
     commit = writer.commit
     breaks = iter([True])
 
-    def breaking(db: links.Connection, changes: object, *, feed: int) -> None:
+    def breaking(db: connections.Connection, changes: object, *, feed: int) -> None:
         is_breaking = next(breaks, False)
         if is_breaking and is_lost_before:
             end_of(db)
@@ -129,7 +129,7 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
             db.close()
             raise psycopg.OperationalError("the connection is closed")
 
-    def end_of(db: links.Connection) -> None:
+    def end_of(db: connections.Connection) -> None:
         with psycopg.connect(url.partition("?")[0], autocommit=True) as other:
             other.execute("SELECT pg_terminate_backend(%s, 2000)", (db.info.backend_pid,))
 
@@ -159,7 +159,7 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
 def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(links, "RESTART_WAIT_S", 1.0)
+    monkeypatch.setattr(connections, "RESTART_WAIT_S", 1.0)
 
     async def body() -> None:
         store = PostgresStore(url)
@@ -170,7 +170,7 @@ def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
                 await store.enqueue([Rollout(rollout_id="b", task=None)])
             with pytest.raises(StoreError, match="cannot be reached"):
                 await store.cursor()
-            monkeypatch.setattr(links, "RESTART_WAIT_S", 30.0)
+            monkeypatch.setattr(connections, "RESTART_WAIT_S", 30.0)
             waiting = asyncio.create_task(store.claim(worker="w", wait_s=30))
             await asyncio.sleep(0.2)
             begin = time.monotonic()

@@ -1,5 +1,5 @@
-"""The capture proxy and the remote store: what agents call, and what other machines write to.
+"""The capture proxy that agents call, and the remote store that other machines use.
 
-It relays first and records afterwards. Token ids, log-probabilities and versions come from the backend and are
-never computed here. Nothing is kept that another gateway could not read from the store.
+The proxy relays first and records afterwards. Token ids, log-probabilities and versions come from the backend and are
+never computed here. All lasting state is in the store, so any gateway can replace another.
 """

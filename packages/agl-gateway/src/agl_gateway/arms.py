@@ -1,8 +1,8 @@
-"""Which backend serves an arm of a split: by the version that a call's rollout is pinned to.
+"""Routes the calls of a split's rollouts to the backend that serves the version of their arm.
 
-The pins are in the store, so that every gateway routes alike and a restart changes nothing; what is remembered of them
-is read again when the rollout changes. Where calls may go, and with which key, is said on the command line alone: a
-resource in the store names a version or a model, and never an address of its own.
+The pinned versions are in the store, so all gateways route alike and a restart changes nothing. A cache of them
+follows the change feed. Addresses and keys come from the command line alone: a resource in the store names a version
+or a model, never an address.
 """
 
 from collections import OrderedDict
@@ -15,42 +15,42 @@ from agl.contracts import Change, RolloutQuery, Store, Upstream
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import LLM, Resource, Weights
 from agl_gateway.problems import Problem
-from agl_gateway.routing import Router, Target
+from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.splits import Pins, differing, placement_of
 
 _REMEMBERED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
-    """Where a call goes.
+class CallRoute:
+    """The destination of a call.
 
     Attributes:
-        model: What to ask the backend for, ``""`` for what it is asked for otherwise.
-        version: Of the policy, ``""`` if the split does not choose it.
-        arm: The label of the rollout's arm, ``""`` if it is in none.
+        model: The model to request from the backend; ``""`` leaves the choice to the upstream.
+        version: The policy's version; ``""`` if the split does not choose it.
+        arm: The label of the rollout's arm; ``""`` if it is in none.
     """
 
-    target: Target
+    target: UpstreamTarget
     model: str = ""
     version: str = ""
     arm: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pinned:
-    """What is known of a rollout: its arm, its versions, and of which resources the split chose the version."""
+class _RolloutPins:
+    """A rollout's arm, its pinned versions, and the names of the resources whose version the split chose."""
 
     arm: str
     resources: dict[str, str]
     chosen: frozenset[str]
 
 
-_UNPLACED = _Pinned(arm="", resources={}, chosen=frozenset())
+_UNPLACED = _RolloutPins(arm="", resources={}, chosen=frozenset())
 
 
-def with_versions(upstreams: Sequence[Upstream]) -> list[Upstream]:
-    """The upstreams under names that differ: a further one of a policy is called ``NAME@VERSION``.
+def with_distinct_names(upstreams: Sequence[Upstream]) -> list[Upstream]:
+    """Return the upstreams under distinct names: further ones of a policy are renamed to ``NAME@VERSION``.
 
     Raises:
         ConfigError: Two upstreams of one name do not state two versions.
@@ -71,21 +71,21 @@ def with_versions(upstreams: Sequence[Upstream]) -> list[Upstream]:
 
 
 def policy_of(upstream: Upstream) -> str:
-    """The policy's name, without the version."""
+    """Return the policy's name, without the version."""
     return upstream.name.partition("@")[0]
 
 
 class ArmRoutes:
-    """Routes the calls of rollouts that a split placed; others go where their model's name says."""
+    """Routes the calls of rollouts that a split placed; other calls keep the target that their model's name gives."""
 
     def __init__(self, store: Store, router: Router) -> None:
         self._store = store
         self._targets = list(router.targets.values())
-        self._pinned: OrderedDict[str, _Pinned] = OrderedDict()
+        self._pinned: OrderedDict[str, _RolloutPins] = OrderedDict()
         self._resources: dict[tuple[str, str], Resource] = {}
 
-    async def route(self, target: Target, rollout_id: str) -> Routed:
-        """Where a call goes that the model's name would send to ``target``.
+    async def route(self, target: UpstreamTarget, rollout_id: str) -> CallRoute:
+        """Return the destination of a call whose model's name leads to ``target``.
 
         Raises:
             Problem: 503 when no upstream serves the version that the split chose.
@@ -94,36 +94,36 @@ class ArmRoutes:
         name = policy_of(target.upstream)
         version = pinned.resources.get(name, "")
         if not version:
-            return Routed(target=target, arm=pinned.arm)
-        found = await self._serving(name, version)
+            return CallRoute(target=target, arm=pinned.arm)
+        found = await self._find_upstream(name, version)
         if found is not None:
-            return Routed(target=found[0], model=found[1], version=version, arm=pinned.arm)
+            return CallRoute(target=found[0], model=found[1], version=version, arm=pinned.arm)
         if name in pinned.chosen:
-            raise Problem(503, _unserved(name, version), code="version_not_served")
-        return Routed(target=target, arm=pinned.arm)
+            raise Problem(503, _unserved_message(name, version), code="version_not_served")
+        return CallRoute(target=target, arm=pinned.arm)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
+        """Drop changed rollouts from the cache; the next call reads them again."""
         for change in changes:
             self._pinned.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Read that rollout again at its next call, without an id every one."""
+        """Drop a rollout from the cache, or all of them without an id."""
         if rollout_id:
             self._pinned.pop(rollout_id, None)
         else:
             self._pinned.clear()
 
     async def check(self, pins: Pins) -> None:
-        """Raise :class:`ConfigError` for a model's version in the arms that no upstream serves."""
+        """Raise :class:`ConfigError` if no upstream serves one of the model versions in the arms."""
         for name in differing(pins):
             for version in dict.fromkeys(own[name] for own in pins.values()):
                 is_model = isinstance(await self._resource(name, version), LLM | Weights)
-                if is_model and await self._serving(name, version) is None:
-                    raise ConfigError(_unserved(name, version))
+                if is_model and await self._find_upstream(name, version) is None:
+                    raise ConfigError(_unserved_message(name, version))
 
-    async def _serving(self, name: str, version: str) -> tuple[Target, str] | None:
-        """Who serves a version, and under which model name: who says so, else the backend that an LLM names."""
+    async def _find_upstream(self, name: str, version: str) -> tuple[UpstreamTarget, str] | None:
+        """Find the upstream that states a version, else the backend that an LLM names; with the model to request."""
         own = [target for target in self._targets if policy_of(target.upstream) == name]
         for target in own:
             if target.upstream.model_version == version:
@@ -142,7 +142,7 @@ class ArmRoutes:
             self._resources[key] = (await self._store.resource(name, version)).resource
         return self._resources[key]
 
-    async def _pins(self, rollout_id: str) -> _Pinned:
+    async def _pins(self, rollout_id: str) -> _RolloutPins:
         known = self._pinned.get(rollout_id)
         if known is None:
             known = self._pinned[rollout_id] = await self._read(rollout_id)
@@ -150,7 +150,7 @@ class ArmRoutes:
                 self._pinned.popitem(last=False)
         return known
 
-    async def _read(self, rollout_id: str) -> _Pinned:
+    async def _read(self, rollout_id: str) -> _RolloutPins:
         try:
             (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
         except NotFoundError:
@@ -158,14 +158,14 @@ class ArmRoutes:
         placement = placement_of(rollout)
         if placement is None:
             return _UNPLACED
-        return _Pinned(
+        return _RolloutPins(
             arm=placement.arm,
             resources=rollout.resources,
             chosen=frozenset(differing(placement.versions)),
         )
 
 
-def _unserved(name: str, version: str) -> str:
+def _unserved_message(name: str, version: str) -> str:
     return (
         f"no upstream serves {name}@{version}; start the gateway with --upstream {name}=URL,version={version}, or "
         f"publish the version as an LLM whose endpoint is that of an upstream {name!r}"

@@ -1,4 +1,4 @@
-"""Request bodies, read whole and within a limit that holds for what they inflate to."""
+"""Reads whole request bodies, with a limit on their size after decompression."""
 
 from aiohttp import web
 
@@ -6,10 +6,10 @@ from agl_gateway.problems import Problem
 
 
 async def read_body(request: web.BaseRequest, *, limit: int) -> bytes:
-    """The body of ``request``, content encodings undone.
+    """Return the decompressed body of ``request``.
 
     Raises:
-        Problem: 413 when it is, or inflates to, more than ``limit`` bytes; it is not read further then.
+        Problem: 413 when the decompressed body exceeds ``limit`` bytes; the rest is not read.
     """
     content = request.content
     first = await content.readany()
@@ -23,6 +23,6 @@ async def read_body(request: web.BaseRequest, *, limit: int) -> bytes:
             break
     if size > limit:
         raise Problem(
-            413, f"the request's body is larger than {limit} bytes; send less at once", code="request_too_large"
+            413, f"the request's body is larger than {limit} bytes; send it in smaller parts", code="request_too_large"
         )
     return b"".join(parts)

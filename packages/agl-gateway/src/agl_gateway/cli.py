@@ -48,9 +48,9 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     default="30m",
     show_default=True,
     metavar="DURATION",
-    help="How long a conversation is silent until it is over.",
+    help="Silence after which a conversation is over.",
 )
-@click.option("--token-file", type=click.Path(path_type=Path), help="Where the admin token is written.")
+@click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
 @click.pass_context
 def serve(
@@ -93,7 +93,7 @@ def serve(
 
 
 def parse_upstream(text: str) -> Upstream:
-    """The upstream that ``NAME=URL,key=value,...`` describes; raises :class:`ConfigError`."""
+    """Parse an upstream from ``NAME=URL,key=value,...``; raises :class:`ConfigError`."""
     head, *rest = text.split(",")
     name, is_pair, base_url = head.partition("=")
     if not (name and is_pair and base_url):
@@ -114,9 +114,9 @@ def parse_upstream(text: str) -> Upstream:
 
 
 def admin_key_of(token_file: Path | None) -> tuple[str, str]:
-    """The admin token and where a person finds it: the environment, else a file that only this user can read.
+    """Return the admin token and its source in words: the environment, else a file that only this user can read.
 
-    An existing file is kept, so that clients survive a restart.
+    An existing file is kept, so clients survive a restart.
     """
     if given := os.environ.get(_ENV, ""):
         return given, f"the environment variable {_ENV}"
@@ -141,7 +141,7 @@ def admin_key_of(token_file: Path | None) -> tuple[str, str]:
 
 
 def client_key_of() -> str:
-    """The key of clients that take part in conversations; ``""`` without one."""
+    """Return the key of conversation clients from the environment; ``""`` if it is not set."""
     key = os.environ.get(_CLIENT_ENV, "")
     if key and len(key) < _MIN_KEY:
         raise ConfigError(f"{_CLIENT_ENV} has {len(key)} characters; set it to {_MIN_KEY} or more random ones")
@@ -155,7 +155,7 @@ def _idle(seconds: float) -> float:
 
 
 async def _serve(service: GatewayService, store_url: str, token_source: str, split: Split | None) -> None:
-    """Serve until a signal says stop; what is recorded is written before the end."""
+    """Serve until a signal arrives, then write what is recorded."""
     stopping = asyncio.Event()
     _on_signals(stopping)
     try:
@@ -172,7 +172,7 @@ async def _serve(service: GatewayService, store_url: str, token_source: str, spl
 
 
 async def _wait(stopping: asyncio.Event) -> None:
-    """Wait for the event, waking now and then because Windows delivers signals between wake-ups only."""
+    """Wait for the event in short intervals: Windows delivers signals only between wake-ups."""
     try:
         await asyncio.wait_for(stopping.wait(), _WAKE_S)
     except TimeoutError:

@@ -33,43 +33,44 @@ from agl_gateway.loop_thread import LoopThread
 
 _RETRY_DELAYS_S = (0.05, 0.2, 0.5, 1.0, 2.0)
 _RESTART_DELAYS_S = (4.0, 8.0, 16.0)
-"""Further waits for a store that has answered before, and may be starting again."""
+"""Further delays for a store that has answered before and may be restarting."""
 
 _CONNECT_S = 10.0
 _REPLY_S = 120.0
 _MSGPACK = "application/msgpack"
 _LARGE_BYTES = 1 << 20
-"""A body above this is sent in parts, so that it does not hold up the event loop."""
+"""Larger bodies are sent in parts, so that they do not block the event loop."""
 
 
 class HttpStore:
     """Implements :class:`agl.contracts.Store`; usable from several threads and event loops at once.
 
     It has a thread with its own event loop and connections, started by the first call and ended by :meth:`close`.
-    A request that got no answer is sent again where the contract makes that harmless, which is everywhere except
-    in ``delete``: for about 4 seconds to a store that never answered, and for half a minute to one that did, which
-    is time enough for it to start again.
+    It repeats unanswered requests, except ``delete``, which is not safe to repeat: for about 4 seconds to a store that
+    never answered, for half a minute to one that did and may be restarting.
 
     Args:
         url: ``http://host:port``; the token may stand before the host, as in ``http://:TOKEN@host``.
-        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``. Without any of them one
-            is signed with the environment's ``AGL_SECRET``, which every gateway with the same secret takes.
+        token: The admin token; by default the URL's, else the environment's ``AGL_TOKEN``. Without any of them the
+            store signs one with the environment's ``AGL_SECRET``, which every gateway with the same secret accepts.
 
     Raises:
-        ConfigError: There is no token, or the URL is none.
+        ConfigError: The URL is invalid, or there is no token.
     """
 
     def __init__(self, url: str, *, token: str = "") -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"the store's URL {without_credentials(url)!r} is no http(s) URL; write http://HOST:PORT")
+            raise ConfigError(
+                f"the store's URL {without_credentials(url)!r} is not an http(s) URL; write http://HOST:PORT"
+            )
         given = unquote(parts.password or parts.username or "")
         self._token = token or given or os.environ.get("AGL_TOKEN", "")
         self._own_key = AdminKey(load_secret()) if not self._token and SECRET_ENV in os.environ else None
         self._url = without_credentials(url).rstrip("/")
         if not self._token and self._own_key is None:
             raise ConfigError(
-                f"the store at {self._url} needs a token; set AGL_TOKEN to what `agl serve` wrote into its token file, "
+                f"the store at {self._url} needs a token; set AGL_TOKEN to the token in `agl serve`'s token file, "
                 f"or {SECRET_ENV} to the secret that it runs with"
             )
         self._thread = LoopThread("agl-http-store")
@@ -97,9 +98,9 @@ class HttpStore:
         experiment: str | None = None,
         claim_id: str = "",
     ) -> list[Claim]:
-        """Open attempts; an answer that was lost on the way is asked for again under the same claim id.
+        """Open attempts; a lost answer is requested again under the same claim id.
 
-        What a cancelled claim may have taken goes to the next one, which asks under the same id.
+        A claim that follows a cancelled one reuses its id, so it gets the rollouts that the cancelled one took.
         """
         kind = (experiment, limit)
         abandoned = self._abandoned.setdefault(kind, [])
@@ -220,7 +221,7 @@ class HttpStore:
         return await self._call("trained", experiment=experiment, run=run, algorithm=algorithm, rollout_ids=rollout_ids)
 
     async def announce(self, presence: Presence) -> None:
-        """Say that a member takes part in an experiment."""
+        """Record that a member takes part in an experiment."""
         await self._call("announce", presence=presence)
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
@@ -266,7 +267,7 @@ class HttpStore:
             raise
 
     async def _ask(self, method: Method, params: dict[str, Any]) -> Any:
-        """Send until there is an answer; waits longer than one request may take are asked for in parts."""
+        """Send until there is an answer; a wait longer than one request allows is split over several."""
         deadline = time.monotonic() + params.get("wait_s", 0.0)
         while True:
             if method.is_waiting:
@@ -321,8 +322,8 @@ class HttpStore:
         except msgspec.DecodeError as error:
             start = answer[:120].decode("utf-8", "replace")
             raise StoreError(
-                f"{self._url} answered HTTP {status} with {start!r}, which is no store's answer; "
-                "is that the address of `agl serve`, and is it of the same release?"
+                f"{self._url} answered HTTP {status} with {start!r}, which is not a store's answer; "
+                "check that this is the address of `agl serve`, and that both are of the same release"
             ) from error
         raise error_of(fault)
 
@@ -331,5 +332,5 @@ class HttpStore:
             return StoreError(f"the store {self._url} was closed while {name!r} waited")
         return StoreError(
             f"the store {self._url} cannot be reached ({error or type(error).__name__}) for {name!r}; "
-            "is `agl serve` running there, and is the port open?"
+            "check that `agl serve` runs there and that the port is open"
         )

@@ -1,7 +1,7 @@
-"""The store contract as messages: derived from :class:`agl.contracts.Store`, the one source of truth.
+"""The store contract as HTTP messages, derived from :class:`agl.contracts.Store`.
 
-Each method becomes ``POST /store/<method>`` with its parameters as one object; client, server and the OpenAPI document
-read this table, so that none of them can disagree with the contract.
+Each method becomes ``POST /store/<method>`` with its parameters as one object. Client, server and the OpenAPI document
+all read this table, so none of them can disagree with the contract.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from agl.contracts import Store
 from agl.errors import NotFoundError, StoreError
 
 MAX_WAIT_S = 25.0
-"""Longest that the server waits within one request; clients ask again, so that no proxy cuts the connection."""
+"""Longest wait within one request, short enough that no proxy cuts the connection; clients then ask again."""
 
 _STATUS = {"NotFoundError": 404, "ConflictError": 409, "FencedError": 409, "TokenError": 401, "StoreError": 503}
 
@@ -26,7 +26,7 @@ class Method:
 
     Attributes:
         params: Struct type of its parameters.
-        result: What it returns.
+        result: The type that it returns.
         positional: Names of the parameters that are passed by position.
         is_waiting: Whether it has ``wait_s``.
         is_repeatable: Whether sending it twice is harmless.
@@ -71,7 +71,7 @@ METHODS: dict[str, Method] = {
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error on the wire: the exception's type, its message, and for unknown ids what was looked for."""
+    """An error on the wire: the exception's type and message, and the kind and key of an unknown id."""
 
     type: str
     message: str
@@ -80,7 +80,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def fault_of(error: errors.AglError) -> Fault:
-    """``error`` as data."""
+    """Return ``error`` as data."""
     found = error if isinstance(error, NotFoundError) else None
     return Fault(
         type=type(error).__name__,
@@ -91,12 +91,12 @@ def fault_of(error: errors.AglError) -> Fault:
 
 
 def status_of(error: errors.AglError) -> int:
-    """The HTTP status of ``error``."""
+    """Return the HTTP status of ``error``."""
     return _STATUS.get(type(error).__name__, 400)
 
 
 def error_of(fault: Fault) -> errors.AglError:
-    """The exception that ``fault`` describes; a type that this release does not know is a :class:`StoreError`."""
+    """Return the exception that ``fault`` describes; an unknown type becomes a :class:`StoreError`."""
     if fault.type == "NotFoundError":
         hint = fault.message.partition("; ")[2]
         return NotFoundError(fault.kind, fault.key, hint)

@@ -1,11 +1,11 @@
-"""Which conversation a model call belongs to, where no attempt's token says what it is part of.
+"""Finds the conversation of a model call that carries no attempt's token.
 
-In this order:
+Its id is, in this order:
 
 1. the header ``x-agl-conversation-id``;
 2. ``metadata.conversation_id`` in the body;
-3. a hash of how the conversation begins: its system prompt and its first user message. Two conversations that begin
-   with the same words are one then.
+3. a hash of the conversation's opening: its system prompt and everything up to its first user message. Conversations
+   with the same opening are treated as one.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ _MAX_ID = 512
 
 
 def conversation_of(headers: Mapping[str, str], call: Request) -> str:
-    """The conversation that a call belongs to; the module's docstring has the rule.
+    """Return the id of a call's conversation, by the rule in the module's docstring.
 
     Raises:
-        Problem: 400 where nothing says it, or the id is too long.
+        Problem: 400 if the call has neither an id nor an opening, or the id is too long.
     """
     if given := conversation_id(headers, call.get("metadata")):
         return given
@@ -35,7 +35,7 @@ def conversation_of(headers: Mapping[str, str], call: Request) -> str:
     if opening is None:
         raise Problem(
             400,
-            "the call does not say which conversation it belongs to, and has no first user message to tell it by; "
+            "the call names no conversation, and has no first user message to derive one from; "
             f"send the header {HEADER}, or {_FIELD} in the body's metadata",
             code="conversation_unknown",
         )
@@ -43,10 +43,10 @@ def conversation_of(headers: Mapping[str, str], call: Request) -> str:
 
 
 def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
-    """The id that the client gives, in a header or in the body's ``metadata``, ``""`` if it gives none.
+    """Return the id that the client sent in a header or in the body's ``metadata``; ``""`` if it sent none.
 
     Raises:
-        Problem: 400 where it is too long.
+        Problem: 400 if it is too long.
     """
     found = _object(metadata).get(_FIELD)
     given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
@@ -56,7 +56,7 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
 
 
 def _opening(call: Request) -> list[Any] | None:
-    """System prompt and messages up to the first of the user; ``None`` if the call has none."""
+    """Return the system prompt and the messages up to the user's first; ``None`` if there is none."""
     is_response = call.dialect == "responses"
     if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):
         return None

@@ -1,13 +1,12 @@
-"""Model calls without a rollout: every conversation becomes one, so that it has versions, a record and a reward.
+"""Records model calls without a rollout: each conversation becomes a rollout, with versions, a record and a reward.
 
-Its rollout's id follows from the conversation's, so that every gateway finds the same one, and whoever queues it first
-decides its versions. Nobody says when a conversation is over, so its attempt runs until somebody ends it, or until
-nothing was said for ``idle_s`` seconds. It has succeeded then: no conversation shall count as failed because its user
-went away. What is said after the end is answered and marked late.
+The rollout's id is derived from the conversation's, so all gateways find the same rollout; the first one to queue it
+decides its versions. The attempt runs until a client ends the conversation, or until ``idle_s`` seconds pass without a
+call. Then it has succeeded, since a user who leaves is no failure. Later calls are answered and marked late.
 
-The attempt's lease says when the conversation was last active. It is so long that it does not lapse while gateways are
-down, and it is renewed while the conversation goes on: it began ``LEASE_S`` before it ends. So any gateway can tell
-which conversations are over, and a restart changes nothing.
+The attempt's lease holds the time of the last activity: ``LEASE_S`` before it expires. Each renewal moves it, and it is
+long enough to outlast any downtime of the gateways. So every gateway can tell which conversations are over, and a
+restart changes nothing.
 """
 
 import asyncio
@@ -34,19 +33,19 @@ LEASE_S = 366 * 86_400.0
 """Seconds of a lease, the same in every gateway."""
 
 CHECKS = 4
-"""Renewals, and looks for conversations that are over, in the time of idleness after which one is over."""
+"""Renewals of a lease, and sweeps for idle conversations, per ``idle_s``."""
 
 _PAGE = 1000
 _REMEMBERED = 10_000
 _ATTEMPTS = 100
-"""Attempts that a conversation's rollout may have: another one begins when a lease lapsed after all."""
+"""Attempts that a conversation's rollout may have; a new one begins if a lease lapses after all."""
 
 Enqueue = Callable[[Sequence[Rollout]], Awaitable[list[Rollout]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """A conversation's rollout, as the answers' headers name it."""
+    """The rollout, attempt and arm of a conversation."""
 
     rollout_id: str
     attempt_id: str
@@ -54,19 +53,19 @@ class Conversation:
     is_over: bool = False
 
     def headers(self) -> dict[str, str]:
-        """What the client needs to report a reward."""
+        """Return the headers that the client needs to report a reward."""
         arm = {"x-agl-arm": self.arm} if self.arm else {}
         return {"x-agl-rollout-id": self.rollout_id, "x-agl-attempt-id": self.attempt_id, **arm}
 
 
 class Conversations:
-    """Finds or makes the rollout of a conversation, and ends it. What it remembers could be read from the store again.
+    """Finds or creates the rollout of a conversation, and ends it. It only caches what the store holds.
 
     Args:
-        enqueue: Queues a rollout with the versions that it shall have.
-        settle: Waits until what was said in an attempt is in the store.
+        enqueue: Queues a rollout and pins its versions.
+        settle: Waits until the calls of an attempt are in the store.
         idle_s: Seconds without a call after which a conversation is over.
-        clock: Unix seconds, as the store's.
+        clock: Returns Unix seconds, like the store's clock.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class Conversations:
         self._clock = clock
         self._known: OrderedDict[str, Conversation] = OrderedDict()
         self._renewed: OrderedDict[str, float] = OrderedDict()
-        self._talking: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
 
     async def open(self, conversation: str) -> Conversation:
-        """The rollout of a conversation, with the arm and the versions that it got at its first call."""
+        """Return a conversation, with the arm that its first call was placed in; create it if it is new."""
         rollout_id = rollout_id_of(conversation)
         while True:
             known = self._known.get(rollout_id)
@@ -101,22 +100,22 @@ class Conversations:
             self.forget(rollout_id)
 
     @asynccontextmanager
-    async def talk(self, conversation: str) -> AsyncGenerator[Conversation]:
-        """The rollout of a conversation, which is not idle as long as this is open."""
+    async def hold_open(self, conversation: str) -> AsyncGenerator[Conversation]:
+        """Open a conversation for a call; it does not become idle while the context lasts."""
         rollout_id = rollout_id_of(conversation)
-        self._talking[rollout_id] += 1
+        self._in_flight[rollout_id] += 1
         try:
             found = await self.open(conversation)
             yield found
-            with suppress(StoreError):  # the client has its answer; the next call says again that it goes on
+            with suppress(StoreError):  # the client has its answer, and the next call renews the lease
                 await self._renew(found)
         finally:
-            self._talking[rollout_id] -= 1
-            if not self._talking[rollout_id]:
-                del self._talking[rollout_id]
+            self._in_flight[rollout_id] -= 1
+            if not self._in_flight[rollout_id]:
+                del self._in_flight[rollout_id]
 
     async def end(self, conversation: str) -> Conversation:
-        """End a conversation; idempotent. Raises :class:`NotFoundError` for one that never began."""
+        """End a conversation; idempotent. Raises :class:`NotFoundError` if it never began."""
         rollout = await self._read(rollout_id_of(conversation))
         while not rollout.is_finished:
             if rollout.attempt_id is None:
@@ -128,7 +127,7 @@ class Conversations:
         return _conversation(rollout)
 
     async def end_idle(self) -> int:
-        """End the conversations in which nothing was said for ``idle_s`` seconds; returns how many there were."""
+        """End the conversations that had no call for ``idle_s`` seconds; returns their number."""
         query = RolloutQuery(experiment=CONVERSATIONS, status=("running",), limit=_PAGE)
         count = 0
         while page := await self._store.rollouts(query):
@@ -140,13 +139,13 @@ class Conversations:
         return count
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Follow the store's feed: a rollout that changed, or was removed and made again, is read again."""
+        """Drop changed rollouts from the cache; the next call reads them again."""
         for change in changes:
             if change.kind == "rollout":
                 self._known.pop(change.key, None)
 
     def forget(self, rollout_id: str = "") -> None:
-        """Read that rollout again at its next call, without an id every one."""
+        """Drop a rollout from the cache, or all of them without an id."""
         if rollout_id:
             self._known.pop(rollout_id, None)
             self._renewed.pop(rollout_id, None)
@@ -179,11 +178,11 @@ class Conversations:
         return (await self._store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
 
     async def _claim(self) -> None:
-        """Begin the attempts of all conversations that wait for it; another gateway may have been killed before."""
+        """Start the attempts of all queued conversations, also those that a killed gateway left behind."""
         await self._store.claim(worker="gateway", limit=_PAGE, lease_s=LEASE_S, experiment=CONVERSATIONS)
 
     async def _renew(self, known: Conversation) -> bool:
-        """Say in the store that the conversation goes on, unless that was said lately; false if it is over or gone."""
+        """Renew the lease unless that happened recently; returns false if the attempt has ended or was removed."""
         now = self._clock()
         if known.is_over or now - self._renewed.get(known.rollout_id, -math.inf) < self._idle_s / CHECKS:
             return True
@@ -198,13 +197,13 @@ class Conversations:
         return is_running
 
     async def _idle_attempt(self, rollout: Rollout) -> str:
-        """The attempt of a conversation that is over; ``""`` if it goes on."""
+        """Return the id of the attempt if the conversation is idle; ``""`` otherwise."""
         rollout_id, now = rollout.rollout_id, self._clock()
-        if self._talking[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
+        if self._in_flight[rollout_id] or now - self._renewed.get(rollout_id, -math.inf) < self._idle_s:
             return ""
         attempts = await self._store.attempts(rollout_id)
         since = next((a.lease_until - LEASE_S for a in attempts if a.attempt_id == rollout.attempt_id), math.inf)
-        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._talking[rollout_id]
+        is_idle = now - since >= self._idle_s * (1 + 1 / CHECKS) and not self._in_flight[rollout_id]
         return (rollout.attempt_id or "") if is_idle else ""
 
     async def _finish(self, attempt_id: str) -> None:
@@ -214,8 +213,8 @@ class Conversations:
             await self._store.finish([Outcome(attempt_id=attempt_id, status="succeeded")])
 
 
-class ConversationEnds:
-    """Ends idle conversations now and then, as long as it is started."""
+class IdleConversationEnder:
+    """Ends idle conversations periodically, from :meth:`start` to :meth:`stop`."""
 
     def __init__(self, conversations: Conversations, *, idle_s: float) -> None:
         self._conversations = conversations
@@ -223,11 +222,11 @@ class ConversationEnds:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the periodic sweep."""
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Look no more; idempotent."""
+        """Stop the sweep; idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -239,11 +238,11 @@ class ConversationEnds:
             try:
                 await self._conversations.end_idle()
             except StoreError:
-                _log.warning("conversations that are over could not be ended; trying again", exc_info=True)
+                _log.warning("idle conversations could not be ended; trying again", exc_info=True)
 
 
 def rollout_id_of(conversation: str) -> str:
-    """The id of a conversation's rollout."""
+    """Return the id of a conversation's rollout."""
     return f"conversation-{blake2b(conversation.encode(), digest_size=16).hexdigest()}"
 
 

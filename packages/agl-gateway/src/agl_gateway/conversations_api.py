@@ -1,4 +1,4 @@
-"""``POST /conversations/end``: the client says that a conversation is over."""
+"""``POST /conversations/end``: ends a conversation at the client's request."""
 
 from aiohttp import web
 
@@ -19,16 +19,16 @@ class ConversationsApi:
         self._identities = identities
 
     async def end(self, request: web.BaseRequest) -> web.StreamResponse:
-        """End the conversation of the header; again is harmless. The answer's headers name its rollout."""
+        """End the conversation that the header names; idempotent. The answer's headers name its rollout."""
         if self._identities.verify(key_of(request.headers)).scope == "attempt":
-            raise Problem(403, "an attempt's token ends no conversation; use AGL_CLIENT_TOKEN or the admin token")
+            raise Problem(403, "an attempt's token cannot end a conversation; use AGL_CLIENT_TOKEN or the admin token")
         conversation = conversation_id(request.headers)
         if not conversation:
-            raise Problem(400, f"which conversation is over? send its id in the header {HEADER}")
+            raise Problem(400, f"no conversation was named; send its id in the header {HEADER}")
         try:
             ended = await self._conversations.end(conversation)
         except NotFoundError:
             raise Problem(
-                404, f"no call was made in a conversation {conversation!r}; send the id that its calls had in {HEADER}"
+                404, f"conversation {conversation!r} has no calls; send the id of its calls in the header {HEADER}"
             ) from None
         return web.json_response({"rollout_id": ended.rollout_id, "status": "ended"}, headers=ended.headers())

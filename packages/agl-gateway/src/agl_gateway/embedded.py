@@ -1,4 +1,4 @@
-"""The gateway beside an experiment: in a thread and an event loop of its own, so that agents cannot block it."""
+"""Runs a gateway beside an experiment, in a thread and event loop of its own, so that agents cannot block it."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ class EmbeddedGateway:
 
     Args:
         host: Address to bind.
-        port: 0 for any free one.
+        port: Port to listen on; 0 takes any free one.
         timeout_s: Seconds of silence after which a backend counts as gone.
     """
 
@@ -27,7 +27,7 @@ class EmbeddedGateway:
     async def start(self, *, store: Store, upstreams: Sequence[Upstream], secret: bytes) -> str:
         """Listen; returns the base URL without ``/v1``."""
         if self._thread.is_running:
-            raise CaptureError("this gateway has been started already; stop it first, or make another one")
+            raise CaptureError("this gateway is already running; stop it first, or create another one")
         self._thread.start()
         tokens = AttemptTokens(secret)
         try:
@@ -37,7 +37,7 @@ class EmbeddedGateway:
             raise
 
     async def stop(self) -> None:
-        """Finish what is recorded, then close; idempotent."""
+        """Write what is recorded, then close; idempotent."""
         if not self._thread.is_running:
             return
         try:
@@ -60,7 +60,7 @@ class EmbeddedGateway:
         await self._thread.run(resume)
 
     async def settle(self, attempt_id: str) -> None:
-        """Return once every call of the attempt that was answered is in the store."""
+        """Return once every answered call of the attempt is in the store."""
         recorder = self._running().recorder
         await self._thread.run(lambda: recorder.settle(attempt_id))
 
@@ -81,5 +81,5 @@ class EmbeddedGateway:
     def _gate(self, policy: str) -> Gate:
         gates = self._running().relay.gates
         if policy not in gates:
-            raise ConfigError(f"the gateway serves no policy {policy!r}; it knows {sorted(gates)}")
+            raise ConfigError(f"the gateway serves no policy {policy!r}; it serves {sorted(gates)}")
         return gates[policy]

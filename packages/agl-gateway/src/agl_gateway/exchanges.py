@@ -1,4 +1,4 @@
-"""One call on its way through the gateway: what is known of it before, while and after it is relayed."""
+"""Describes a model call in the gateway: its context from the request's headers, and its finished exchange."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ _MAX_CLIENT = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallContext:
-    """Whose call it is and where it belongs.
+    """The attempt, request, trace and caller of a model call.
 
     Attributes:
-        trace_id: Of the client's trace, ``""`` if it sent none.
-        parent_id: Span in which the call was made, ``None`` if unknown.
-        framework_span_id: What the ``x-agl-span-id`` header said.
-        names: Who made the call, innermost first, as the wire hook says it.
+        trace_id: The client's trace id; ``""`` if it sent none.
+        parent_id: Span in which the call was made; ``None`` if unknown.
+        framework_span_id: The value of the ``x-agl-span-id`` header.
+        names: Names of the callers, innermost first, as the wire hook sends them.
         client: The client's ``user-agent``.
     """
 
@@ -36,13 +36,13 @@ class CallContext:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
-    """A finished exchange with everything that its span needs.
+class RecordedExchange:
+    """A finished exchange with everything that its spans need.
 
     Attributes:
         start_ns: Unix nanoseconds at the request's last byte; ``end_ns`` at the response's last.
         want_ids: Whether token ids were asked for.
-        arm: The label of the split's arm that the rollout is in, ``""`` for none.
+        arm: The label of the rollout's arm in the split; ``""`` if it is in none.
     """
 
     context: CallContext
@@ -57,21 +57,21 @@ class Recorded:
 
     @property
     def size(self) -> int:
-        """Bytes that it holds."""
+        """Bytes of the request and the response."""
         return len(self.exchange.request.body) + len(self.exchange.response)
 
 
 @dataclass
 class RequestIds:
-    """Gives the retries of one request one id.
+    """Assigns one id to a request and all of its retries.
 
-    A client says so itself (``x-agl-request-id``), or sends the same body again with a retry count above zero.
+    A retry carries the same ``x-agl-request-id``, or the same body with a retry count above zero.
     """
 
     _recent: OrderedDict[tuple[str, int, int], str] = field(default_factory=OrderedDict[tuple[str, int, int], str])
 
     def of(self, attempt_id: str, headers: Mapping[str, str], body: bytes) -> tuple[str, int]:
-        """The request's id and the client's count of retries."""
+        """Return the request's id and the client's retry count."""
         retries = _count(headers.get("x-stainless-retry-count", "0"))
         if given := headers.get("x-agl-request-id", ""):
             return given[:128], retries
@@ -90,7 +90,7 @@ def _count(text: str) -> int:
 
 
 def trace_of(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Trace id and span id of a W3C ``traceparent`` header, empty when there is no valid one."""
+    """Return trace id and span id of a W3C ``traceparent`` header; both empty without a valid one."""
     parts = headers.get("traceparent", "").split("-")
     if len(parts) < 4 or len(parts[1]) != 32 or len(parts[2]) != 16:
         return "", ""
@@ -104,7 +104,7 @@ def _is_hex(text: str) -> bool:
 
 
 def span_id_of(headers: Mapping[str, str]) -> str:
-    """The framework span's id in ``x-agl-span-id``, ``""`` unless it is 16 hex digits."""
+    """Return the framework span's id from ``x-agl-span-id``; ``""`` unless it is 16 hex digits."""
     text = headers.get("x-agl-span-id", "").lower()
     return text if len(text) == 16 and _is_hex(text) else ""
 
@@ -112,7 +112,7 @@ def span_id_of(headers: Mapping[str, str]) -> str:
 def context_of(
     rollout_id: str, attempt_id: str, headers: Mapping[str, str], body: bytes, request_ids: RequestIds
 ) -> CallContext:
-    """The context of a request from its headers."""
+    """Build the context of a request from its headers."""
     request_id, retries = request_ids.of(attempt_id, headers, body)
     trace_id, trace_parent = trace_of(headers)
     framework_span_id = span_id_of(headers)

@@ -1,4 +1,4 @@
-"""The store's change feed, followed once for all parts of the gateway that want to hear of it."""
+"""Follows the store's change feed once for all parts of the gateway."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ _PAGE = 1000
 
 
 class Feed:
-    """Passes changes to listeners a fraction of a second after they happen, in batches.
+    """Passes changes to listeners in batches, a fraction of a second after they happen.
 
     Args:
         on_changes: Called with every batch, in order.
-        on_gap: Called when the feed failed, so that changes may have been missed.
+        on_gap: Called when reading the feed failed and changes may have been missed.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Feed:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, cursor: int) -> None:
-        """Follow from ``cursor``."""
+        """Follow the feed from ``cursor``."""
         self._task = asyncio.create_task(self._follow(cursor))
 
     async def stop(self) -> None:
@@ -63,7 +63,7 @@ class Feed:
 
 
 class QueueLength:
-    """How many rollouts wait, kept up to date by the feed instead of counted at every look."""
+    """The number of queued rollouts, kept current by the change feed."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -73,7 +73,7 @@ class QueueLength:
         return len(self._queued)
 
     async def load(self) -> None:
-        """Read who waits now."""
+        """Read the queued rollouts from the store."""
         after = ""
         while True:
             page = await self._store.rollouts(RolloutQuery(status=("queued",), after=after, limit=_PAGE))
@@ -83,7 +83,7 @@ class QueueLength:
             after = page[-1].rollout_id
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Follow the feed."""
+        """Apply changes to the set of queued rollouts."""
         for change in changes:
             if change.kind == "rollout":
                 (self._queued.add if change.status == "queued" else self._queued.discard)(change.key)

@@ -1,10 +1,10 @@
-"""Pause, drain and resume around weight updates: calls are held, never refused."""
+"""Pauses, drains and resumes calls around weight updates. Calls are held, never refused."""
 
 import asyncio
 
 
 class Gate:
-    """Lets the calls of one policy through, or holds them. Used in one event loop only."""
+    """Passes or holds the calls of one policy. Used in one event loop only."""
 
     def __init__(self, *, model: str = "", model_version: str = "") -> None:
         self.model = model
@@ -23,7 +23,7 @@ class Gate:
         return not self._open.is_set()
 
     async def enter(self) -> str:
-        """Wait until calls are let through; returns the version that serves then. Pair with :meth:`leave`."""
+        """Wait until the gate is open; returns the version that serves then. Pair with :meth:`leave`."""
         if not self._open.is_set():
             self.held += 1
             try:
@@ -40,13 +40,13 @@ class Gate:
             await self._open.wait()
 
     def leave(self) -> None:
-        """A call that entered has ended."""
+        """Record the end of a call that entered."""
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
 
     async def pause(self, *, drain_s: float) -> bool:
-        """Hold new calls; wait up to ``drain_s`` seconds for those in flight. Returns whether all ended."""
+        """Hold new calls; wait up to ``drain_s`` seconds for those in flight. Returns true if all ended."""
         self._open.clear()
         try:
             await asyncio.wait_for(self._idle.wait(), drain_s)
@@ -55,7 +55,7 @@ class Gate:
         return True
 
     def resume(self, *, model_version: str = "", model: str = "") -> None:
-        """Let calls through; they carry the version and ask for the model, where these are not empty."""
+        """Open the gate. A non-empty version or model replaces the one that calls carry and request."""
         self.model_version = model_version or self.model_version
         self.model = model or self.model
         self._open.set()

@@ -1,4 +1,4 @@
-"""Who calls: the attempt's token as API key or in the path, and whether that attempt still runs."""
+"""Verifies callers: the token that they send as API key or in the path, and that its attempt still runs."""
 
 import hmac
 import time
@@ -18,7 +18,7 @@ _CLIENT = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), sc
 
 
 def key_of(headers: Mapping[str, str]) -> str:
-    """The API key that a request carries: ``Authorization: Bearer`` or ``x-api-key``; ``""`` if none."""
+    """Return the API key from ``Authorization: Bearer`` or ``x-api-key``; ``""`` if there is none."""
     authorization = headers.get("authorization", "")
     if authorization[:7].lower() == "bearer ":
         return authorization[7:].strip()
@@ -26,10 +26,12 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 class Identities:
-    """Verifies tokens; remembers the ones that were good, because a signature costs more than a lookup.
+    """Verifies tokens and caches valid ones, because a signature check costs more than a lookup.
 
-    ``admin_key`` is a key of any form that counts as an admin token, ``client_key`` one that may take part in
-    conversations of a split and nothing else; ``""`` for none.
+    Args:
+        tokens: Verifies signed tokens.
+        admin_key: A further key that counts as an admin token; ``""`` for none.
+        client_key: A key that allows conversations and nothing else; ``""`` for none.
     """
 
     def __init__(self, tokens: AttemptTokens, *, admin_key: str = "", client_key: str = "") -> None:
@@ -38,7 +40,7 @@ class Identities:
         self._known: OrderedDict[str, AttemptToken] = OrderedDict()
 
     def verify(self, key: str) -> AttemptToken:
-        """The claim of ``key``; raises a 401 :class:`Problem` that says what is wrong with it."""
+        """Return the claim of ``key``; raises a 401 :class:`Problem` that names the fault."""
         now = time.time()
         claim = self._known.get(key)
         if claim is not None and now < claim.expires_at:
@@ -65,10 +67,10 @@ class Identities:
 
 
 class RunningAttempts:
-    """Which attempts still run, from the store once and from its change feed after that.
+    """The attempts that still run, read from the store once and kept current by its change feed.
 
-    An attempt that ended is noticed within a fraction of a second, which is enough: what it records after its end
-    is marked late by the store anyway.
+    The end of an attempt is noticed within a fraction of a second. Calls in between do no harm: the store marks as
+    late what an attempt records after its end.
     """
 
     def __init__(self, store: Store) -> None:
@@ -76,7 +78,7 @@ class RunningAttempts:
         self._running: dict[str, set[str]] = {}
 
     async def require(self, claim: AttemptToken) -> None:
-        """Raise a 409 :class:`Problem` if the attempt ended, a 401 one if the store does not know it."""
+        """Raise a :class:`Problem` unless the attempt runs: 409 if it has ended, 401 if the store does not know it."""
         if claim.attempt_id in self._running.get(claim.rollout_id, ()):
             return
         try:
@@ -87,24 +89,24 @@ class RunningAttempts:
         if found is None:
             raise Problem(
                 401,
-                f"the store does not know attempt {claim.attempt_id!r}; was the token made for another store?",
+                f"the store does not know attempt {claim.attempt_id!r}; check that the token was made for this store",
                 code="invalid_api_key",
             )
         if found.status != "running":
             raise Problem(
                 409,
-                f"attempt {claim.attempt_id!r} has ended ({found.status}); its token makes no more model calls. "
+                f"attempt {claim.attempt_id!r} has ended ({found.status}); its token no longer allows model calls. "
                 "Stop the process that still runs, or start a new rollout",
                 code="attempt_ended",
             )
         self._running.setdefault(claim.rollout_id, set()).add(claim.attempt_id)
 
     def on_changes(self, changes: Sequence[Change]) -> None:
-        """Follow the feed: a rollout that changed is looked up again at its next call."""
+        """Drop changed rollouts; the next call looks their attempts up again."""
         for change in changes:
             if change.kind == "rollout":
                 self._running.pop(change.key, None)
 
     def forget(self) -> None:
-        """Look every attempt up again."""
+        """Drop all attempts; the next calls look them up again."""
         self._running.clear()

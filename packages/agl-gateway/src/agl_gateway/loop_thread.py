@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for what must run whatever the caller's loop does, or has to outlive it."""
+"""An event loop in a thread of its own, for work that the caller's loop must not block or end."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ class LoopThread:
         return self._loop is not None
 
     def start(self) -> None:
-        """Start the thread; does nothing when it runs. Several threads may call this at once."""
+        """Start the thread unless it runs already. Several threads may call this at once."""
         with self._starting:
             if self._loop is not None:
                 return
@@ -32,13 +32,13 @@ class LoopThread:
             self._thread.start()
 
     async def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of ``make()``, awaited in the thread's loop; cancelling the caller cancels it there."""
+        """Await ``make()`` in the thread's loop and return its result; cancelling the caller cancels it there."""
         if self._loop is None:
             raise RuntimeError(f"the thread {self._name!r} is not running")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(make(), self._loop))
 
     async def stop(self) -> None:
-        """Cancel what still runs there and end the thread; idempotent."""
+        """Cancel the tasks in the loop and end the thread; idempotent."""
         loop, thread = self._loop, self._thread
         self._loop = self._thread = None
         if loop is not None and thread is not None:

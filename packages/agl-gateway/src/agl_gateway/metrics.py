@@ -1,4 +1,4 @@
-"""What the gateway says about itself, in Prometheus' text format."""
+"""The gateway's metrics in Prometheus' text format."""
 
 import time
 from collections import deque
@@ -16,7 +16,7 @@ class SpanRate:
         self.total = 0
 
     def add(self, count: int) -> None:
-        """``count`` spans were written now."""
+        """Count spans that were written now."""
         self.total += count
         second = int(self._clock())
         if self._seconds and self._seconds[-1][0] == second:
@@ -26,7 +26,7 @@ class SpanRate:
             self._drop(second)
 
     def per_second(self) -> float:
-        """The rate."""
+        """Return the rate."""
         now = int(self._clock())
         self._drop(now)
         return sum(count for second, count in self._seconds if second < now) / _WINDOW_S
@@ -37,10 +37,10 @@ class SpanRate:
 
 
 def render(lines: Iterable[tuple[str, str, str, Mapping[str, float] | float]]) -> str:
-    """Metrics as text.
+    """Render metrics as text.
 
     Args:
-        lines: Name, type, help, and a number, or numbers by policy.
+        lines: Name, type, help, and one number or numbers by policy.
     """
     out: list[str] = []
     for name, kind, text, values in lines:

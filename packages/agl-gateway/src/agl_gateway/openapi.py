@@ -19,11 +19,11 @@ _MODEL_PATHS = {
     "/v1/embeddings": "OpenAI embeddings, relayed and recorded.",
 }
 
-_SETTLING = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
+_SETTLE_SCHEMA = {"type": "object", "properties": {"attempt_id": {"type": "string"}}, "required": ["attempt_id"]}
 
 
 def openapi_document(*, server: str = "") -> dict[str, Any]:
-    """The document as JSON; ``server`` is the base URL."""
+    """Return the document as JSON; ``server`` is the base URL."""
     types = [part for method in METHODS.values() for part in (method.params, method.result)]
     schemas, components = msgspec.json.schema_components([*types, Fault], ref_template="#/components/schemas/{name}")
     pairs = zip(METHODS.values(), schemas[0:-1:2], schemas[1:-1:2], strict=True)
@@ -49,8 +49,8 @@ def _operation(method: Method, params: Any, result: Any, fault: Any) -> dict[str
         "security": _ADMIN + (_ATTEMPT if method.name == "append_spans" else []),
         "requestBody": {"required": True, "content": _content(params)},
         "responses": {
-            "200": {"description": "What the method returns.", "content": _content(result)},
-            "default": {"description": "Why it was refused.", "content": _content(fault)},
+            "200": {"description": "The method's result.", "content": _content(result)},
+            "default": {"description": "The reason for the refusal.", "content": _content(fault)},
         },
     }
 
@@ -71,19 +71,19 @@ def _model_call(text: str) -> dict[str, Any]:
 def _other_paths() -> dict[str, Any]:
     answer = {"responses": {"200": {"description": "OK"}}}
     return {
-        "/v1/models": {"get": {"summary": "Names that requests may use.", "security": _ATTEMPT, **answer}},
+        "/v1/models": {"get": {"summary": "The model names that requests may use.", "security": _ATTEMPT, **answer}},
         "/v1/traces": {
             "post": {
-                "summary": "OTLP/HTTP traces, protobuf, gzip if wanted; attached to the token's attempt.",
+                "summary": "Attach OTLP/HTTP traces (protobuf, gzip allowed) to the attempt of the token.",
                 "security": _ATTEMPT + _ADMIN,
                 "requestBody": {"required": True, "content": {"application/x-protobuf": {}}},
                 **answer,
             }
         },
-        "/split": {"get": {"summary": "What the arms of the served split earned.", "security": _ADMIN, **answer}},
+        "/split": {"get": {"summary": "The rewards of the served split's arms.", "security": _ADMIN, **answer}},
         "/split/resources/{name}": {
             "get": {
-                "summary": "The version of a resource in the caller's arm, where a split is served.",
+                "summary": "The version of a resource in the caller's arm; needs a split.",
                 "parameters": [
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}},
                     {"name": HEADER, "in": "header", "schema": {"type": "string"}},
@@ -92,25 +92,27 @@ def _other_paths() -> dict[str, Any]:
                 **answer,
             }
         },
-        "/identity": {"get": {"summary": "The id of this gateway's start.", "security": _ATTEMPT + _ADMIN, **answer}},
+        "/identity": {
+            "get": {"summary": "The id of this gateway, new at every start.", "security": _ATTEMPT + _ADMIN, **answer}
+        },
         "/settle": {
             "post": {
                 "summary": "Answers once every answered call of the attempt is in the store.",
                 "security": _ATTEMPT + _ADMIN,
-                "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLING}}},
+                "requestBody": {"required": True, "content": {"application/json": {"schema": _SETTLE_SCHEMA}}},
                 **answer,
             }
         },
         "/conversations/end": {
             "post": {
-                "summary": "End a conversation, after which its rollout has succeeded; idempotent.",
+                "summary": "End a conversation; its rollout then has succeeded. Idempotent.",
                 "parameters": [{"name": HEADER, "in": "header", "required": True, "schema": {"type": "string"}}],
                 "security": _CLIENT + _ADMIN,
                 **answer,
             }
         },
         "/metrics": {"get": {"summary": "Prometheus metrics.", "security": [], **answer}},
-        "/healthz": {"get": {"summary": "Whether the gateway and its store answer.", "security": [], **answer}},
+        "/healthz": {"get": {"summary": "Succeeds if the gateway's store answers.", "security": [], **answer}},
     }
 
 

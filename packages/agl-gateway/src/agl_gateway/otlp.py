@@ -1,4 +1,4 @@
-"""OTLP traces as spans of an attempt: what any OpenTelemetry exporter sends becomes part of the record."""
+"""Converts OTLP traces into spans of an attempt, so that any OpenTelemetry exporter can add to the record."""
 
 import base64
 from collections.abc import Iterable, Sequence
@@ -22,12 +22,13 @@ _STATUSES: dict[int, SpanStatus] = {1: "ok", 2: "error"}
 
 
 @dataclass(kw_only=True)
-class Ingested:
-    """What a request held.
+class IngestResult:
+    """The spans of an export request.
 
     Attributes:
-        spans: Those that belong to an attempt.
-        rejected: How many do not; ``reason`` says why the first of them does not.
+        spans: Spans that belong to an attempt.
+        rejected: Number of the other spans.
+        reason: The reason for the first rejection.
     """
 
     spans: list[Span] = field(default_factory=list[Span])
@@ -35,18 +36,18 @@ class Ingested:
     reason: str = ""
 
     def reject(self, reason: str) -> None:
-        """Count a span that belongs nowhere."""
+        """Count a rejected span; keeps the first reason."""
         self.rejected += 1
         self.reason = self.reason or reason
 
 
-def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> Ingested:
-    """The spans of ``request`` that ``claim`` may append.
+def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> IngestResult:
+    """Return the spans of ``request`` that ``claim`` may append.
 
-    An attempt's token attaches everything to its attempt; with an admin token each span, or its resource, says in
-    ``agl.rollout_id`` and ``agl.attempt_id`` where it belongs.
+    An attempt's token attaches everything to its attempt. With an admin token, each span or its resource names its
+    attempt in ``agl.rollout_id`` and ``agl.attempt_id``.
     """
-    found = Ingested()
+    found = IngestResult()
     for group in request.resource_spans:
         resource = _attributes(group.resource.attributes)
         for scope in group.scope_spans:
@@ -55,9 +56,9 @@ def ingest(request: ExportTraceServiceRequest, claim: AttemptToken) -> Ingested:
     return found
 
 
-def _add(found: Ingested, span: OtlpSpan, resource: dict[str, Json], claim: AttemptToken) -> None:
+def _add(found: IngestResult, span: OtlpSpan, resource: dict[str, Json], claim: AttemptToken) -> None:
     attributes = _attributes(span.attributes)
-    rollout_id, attempt_id = _home(attributes, resource, claim)
+    rollout_id, attempt_id = _owner(attributes, resource, claim)
     if not rollout_id or not attempt_id:
         found.reject(
             f"span {span.name!r} has no {ROLLOUT_ID} and {ATTEMPT_ID}; set them on the span or its resource, "
@@ -71,7 +72,7 @@ def _add(found: Ingested, span: OtlpSpan, resource: dict[str, Json], claim: Atte
         found.spans.append(_span(span, attributes, rollout_id, attempt_id, is_admin=claim.scope == "admin"))
 
 
-def _home(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
+def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:
     rollout_id = attributes.pop(ROLLOUT_ID, None) or resource.get(ROLLOUT_ID) or claim.rollout_id
     attempt_id = attributes.pop(ATTEMPT_ID, None) or resource.get(ATTEMPT_ID) or claim.attempt_id
     return str(rollout_id), str(attempt_id)
@@ -102,7 +103,7 @@ def _events(events: Sequence[OtlpSpan.Event]) -> Iterable[SpanEvent]:
 
 
 def _reward(attributes: dict[str, Json], *, is_admin: bool) -> Reward | None:
-    """An evaluation by the GenAI conventions is a reward."""
+    """Return the reward that an evaluation of the GenAI conventions gives; ``None`` without a score."""
     score = attributes.get(semconv.EVALUATION_SCORE)
     if not isinstance(score, int | float):
         return None

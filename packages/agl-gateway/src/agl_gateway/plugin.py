@@ -1,4 +1,4 @@
-"""What this package registers; imports nothing of what it names."""
+"""Registers the gateway, the HTTP store and the commands by import path, without importing them."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from agl.contracts import CommandEntry, GatewayEntry, StoreEntry
 
 @hookimpl
 def agl_gateways() -> Iterable[GatewayEntry]:
-    """The capture proxy that runs beside an experiment."""
+    """Registers the capture proxy that runs beside an experiment."""
     yield GatewayEntry(
         name="gateway",
         factory="agl_gateway.embedded:EmbeddedGateway",
@@ -18,14 +18,14 @@ def agl_gateways() -> Iterable[GatewayEntry]:
 
 @hookimpl
 def agl_stores() -> Iterable[StoreEntry]:
-    """The store of a running ``agl serve``."""
+    """Registers the store of a running ``agl serve``."""
     for scheme in ("http", "https"):
         yield StoreEntry(name=scheme, factory="agl_gateway.client:HttpStore", summary="the store behind `agl serve`")
 
 
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
-    """``agl serve`` and ``agl resources split``."""
+    """Registers ``agl serve`` and ``agl resources split``."""
     yield CommandEntry(
         name="serve", factory="agl_gateway.cli:serve", summary="Serve a store and a gateway to other processes."
     )
@@ -33,5 +33,5 @@ def agl_commands() -> Iterable[CommandEntry]:
         name="split",
         parent="resources",
         factory="agl_gateway.split_command:split_",
-        summary="Report what the arms of a serving split earned.",
+        summary="Report the rewards of a serving split's arms.",
     )

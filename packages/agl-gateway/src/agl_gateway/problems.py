@@ -1,4 +1,4 @@
-"""Errors as the client's own library expects them: OpenAI's shape, or Anthropic's for its endpoints."""
+"""Errors in the shape that the client's library expects: OpenAI's, or Anthropic's for its endpoints."""
 
 import msgspec
 from aiohttp import web
@@ -19,11 +19,11 @@ _KINDS = {
 
 
 class Problem(Exception):  # noqa: N818  # a response that is raised, not a fault of the program
-    """An answer that the gateway gives itself; the message says what was found and what to do next.
+    """An error answer of the gateway itself; the message says what was found and what to do next.
 
     Attributes:
         status: HTTP status.
-        code: OpenAI's ``code``, a word that programs can compare.
+        code: OpenAI's ``code``, a fixed word for programs.
         is_retryable: Whether clients should try again; sent as ``x-should-retry``.
     """
 
@@ -35,7 +35,7 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
 
 
 def problem_body(problem: Problem, dialect: Dialect | None) -> bytes:
-    """The JSON body of ``problem`` in the shape of ``dialect``."""
+    """Return the JSON body of ``problem`` in the shape of ``dialect``."""
     openai_kind, anthropic_kind = _KINDS.get(problem.status, ("api_error", "api_error"))
     if dialect == "messages":
         return msgspec.json.encode(
@@ -46,7 +46,7 @@ def problem_body(problem: Problem, dialect: Dialect | None) -> bytes:
 
 
 def problem_response(problem: Problem, dialect: Dialect | None) -> web.Response:
-    """``problem`` as a response."""
+    """Return ``problem`` as a response."""
     return web.Response(
         body=problem_body(problem, dialect),
         status=problem.status,

@@ -1,7 +1,7 @@
-"""From finished exchanges to spans in the store, off the reply path: a bounded queue and one worker.
+"""Turns finished exchanges into spans in the store, off the reply path, with a bounded queue and one worker.
 
-A call is admitted only while the queue has room, so that a store that falls behind slows the calls down instead of
-filling the memory. Parsing yields to the event loop after every exchange, so that replies do not wait for it.
+Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory.
+Parsing yields to the event loop after every exchange, so replies do not wait for it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from agl.contracts import Store
 from agl.errors import CaptureError, NotFoundError, StoreError
 from agl.schemas import Span
-from agl_gateway.exchanges import Recorded
+from agl_gateway.exchanges import RecordedExchange
 from agl_gateway.metrics import SpanRate
 from agl_gateway.spans import spans_of
 
@@ -29,16 +29,16 @@ _LINGER_S = 0.005
 
 
 class Recorder:
-    """Owns the way into the store of everything that the gateway sees. Used in one event loop only.
+    """Writes the recorded calls of the gateway to the store. Used in one event loop only.
 
     Attributes:
-        lost: Spans that the store refused for good.
+        lost: Number of spans that could not be written.
     """
 
     def __init__(self, store: Store, *, rate: SpanRate) -> None:
         self._store = store
         self._rate = rate
-        self._queue: deque[Recorded] = deque()
+        self._queue: deque[RecordedExchange] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
         self._open_streams: Counter[str] = Counter()
@@ -47,8 +47,8 @@ class Recorder:
         self._work = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
-        self._hurry = asyncio.Event()
-        self._settling = 0
+        self._flush_now = asyncio.Event()
+        self._waiters = 0
         self._put = 0
         self._done = 0
         self._task: asyncio.Task[None] | None = None
@@ -57,12 +57,12 @@ class Recorder:
 
     @property
     def queued(self) -> int:
-        """Exchanges that wait to be parsed."""
+        """Number of exchanges that wait to be parsed."""
         return len(self._queue)
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that they hold."""
+        """Bytes of the exchanges that are not written yet."""
         return self._bytes
 
     def start(self) -> None:
@@ -70,8 +70,8 @@ class Recorder:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Write what is queued, then end; idempotent."""
-        self._hurry.set()
+        """Write the queued exchanges, then end the worker; idempotent."""
+        self._flush_now.set()
         self._is_stopping = True
         self._work.set()
         if self._task is not None:
@@ -79,10 +79,10 @@ class Recorder:
             self._task = None
 
     async def admit(self) -> None:
-        """Wait until there is room for one more exchange."""
+        """Wait until the queue has room for one more exchange."""
         await self._room.wait()
 
-    def put(self, recorded: Recorded) -> int:
+    def put(self, recorded: RecordedExchange) -> int:
         """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
         self._put += 1
         self._pending[recorded.context.attempt_id] += 1
@@ -94,22 +94,22 @@ class Recorder:
         return self._put
 
     async def written(self, number: int, attempt_id: str) -> None:
-        """Return once the exchange of that number, of that attempt, is in the store.
+        """Return once the attempt's exchange of that number is in the store.
 
         Raises:
-            CaptureError: The store refused it, or another one of the attempt.
+            CaptureError: The store refused it, or another exchange of the attempt.
         """
-        with self._in_a_hurry():
+        with self._flushing():
             async with self._changed:
                 await self._changed.wait_for(lambda: self._done >= number)
         self._raise_failure(attempt_id)
 
     def stream_opened(self, attempt_id: str) -> None:
-        """A streamed answer has begun; :meth:`settle` gives it a moment to end."""
+        """Record the start of a streamed answer, whose end :meth:`settle` then awaits."""
         self._open_streams[attempt_id] += 1
 
     async def stream_closed(self, attempt_id: str) -> None:
-        """It has ended, and was queued."""
+        """Record the end of a streamed answer, after it was queued."""
         self._open_streams[attempt_id] -= 1
         if self._open_streams[attempt_id] <= 0:
             del self._open_streams[attempt_id]
@@ -119,26 +119,26 @@ class Recorder:
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store.
 
-        A stream whose last event the client may have read already is given two seconds to end.
+        Open streams get two seconds to end, because their client may have read the last event already.
 
         Raises:
-            CaptureError: The store refused some of them.
+            CaptureError: The store refused some of the calls.
         """
-        with self._in_a_hurry():
+        with self._flushing():
             await self._wait_written(attempt_id)
         self._raise_failure(attempt_id)
 
     @contextmanager
-    def _in_a_hurry(self) -> Generator[None]:
-        """Somebody waits: no batch is left to grow."""
-        self._settling += 1
-        self._hurry.set()
+    def _flushing(self) -> Generator[None]:
+        """Write batches at once while a caller waits for them."""
+        self._waiters += 1
+        self._flush_now.set()
         try:
             yield
         finally:
-            self._settling -= 1
-            if not self._settling and not self._is_stopping:
-                self._hurry.clear()
+            self._waiters -= 1
+            if not self._waiters and not self._is_stopping:
+                self._flush_now.clear()
 
     def _raise_failure(self, attempt_id: str) -> None:
         failure = self._failures.pop(attempt_id, "")
@@ -170,11 +170,11 @@ class Recorder:
             await self._write_batch()
 
     async def _linger(self) -> None:
-        """Let a batch grow for a moment, because writes cost by the batch; not when somebody waits for them."""
-        if len(self._queue) < _BATCH and not self._hurry.is_set():
+        """Let a batch grow for a moment, because each write has a fixed cost; skipped while a caller waits."""
+        if len(self._queue) < _BATCH and not self._flush_now.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LINGER_S):
-                    await self._hurry.wait()
+                    await self._flush_now.wait()
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
@@ -197,7 +197,7 @@ class Recorder:
         if self._pending[attempt_id] <= 0:
             del self._pending[attempt_id]
 
-    def _parse(self, recorded: Recorded) -> list[Span]:
+    def _parse(self, recorded: RecordedExchange) -> list[Span]:
         try:
             return spans_of(recorded)
         except Exception as error:  # noqa: BLE001  # isolation: one unforeseen body must not end all recording
@@ -212,7 +212,7 @@ class Recorder:
         self.lost += count
 
     async def _append(self, spans: list[Span]) -> None:
-        """Write all at once; if the store refuses that, attempt by attempt, so that one cannot harm another."""
+        """Write all spans at once; on failure attempt by attempt, so that one cannot harm another."""
         if not spans:
             return
         try:

@@ -1,4 +1,4 @@
-"""Relays a client's request to the backend and its answer back, byte for byte, and has both recorded behind it."""
+"""Relays a client's request to the backend and the answer back, byte for byte, then hands both to the recorder."""
 
 import asyncio
 import time
@@ -18,30 +18,30 @@ from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import read_body
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
-from agl_gateway.exchanges import CallContext, Recorded, RequestIds, context_of
+from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
-from agl_gateway.routing import Router, Target
+from agl_gateway.routing import Router, UpstreamTarget
 from agl_gateway.spans import plain_bytes
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
-_DEAD = ("upstream_unreachable", "upstream_failed")
-"""How a server's end looks that had not answered yet; asking another one is safe, for sampling changes nothing."""
+_NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
+"""Problems of a server that has not answered; another server may be asked, because sampling has no side effects."""
 
 _CLIENT_LEFT = "the client closed the connection before the answer ended"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Call:
-    """One call in flight: fixed facts, and what the relay finds out."""
+    """One call in flight: its request and context, and the results so far."""
 
     asked: Request
     endpoint: str
     context: CallContext
     start_ns: int
     started: float
-    target: Target | None = None
+    target: UpstreamTarget | None = None
     model_version: str = ""
     status: int = 0
     headers: Mapping[str, str] | None = None
@@ -54,8 +54,8 @@ class _Call:
     number: int = 0
     is_lost: bool = False
 
-    def headers_of_gateway(self) -> dict[str, str]:
-        """What the client is told beside the backend's headers."""
+    def gateway_headers(self) -> dict[str, str]:
+        """Return the headers that the gateway adds to the backend's."""
         return {} if self.conversation is None else self.conversation.headers()
 
 
@@ -70,7 +70,7 @@ def _call(asked: Request, endpoint: str, context: CallContext) -> _Call:
 
 
 class Relay:
-    """Relays model calls and hands what it saw to the recorder. Used in one event loop only."""
+    """Relays model calls and passes them to the recorder. Used in one event loop only."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Relay:
     async def relay(
         self, request: web.BaseRequest, *, dialect: Dialect, endpoint: str, rollout_id: str, attempt_id: str
     ) -> web.StreamResponse:
-        """Answer one model call of an attempt that was checked before."""
+        """Answer one model call of an attempt; the caller has verified its token."""
         await self._recorder.admit()
         asked = Request(dialect, await read_body(request, limit=self._max_body))
         context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
@@ -104,10 +104,10 @@ class Relay:
     async def converse(
         self, request: web.BaseRequest, conversations: Conversations, *, dialect: Dialect, endpoint: str
     ) -> web.StreamResponse:
-        """Answer one model call of a conversation; it is in the store before the client has all of the answer."""
+        """Answer one model call of a conversation; the call is in the store before the answer ends."""
         await self._recorder.admit()
         asked = Request(dialect, await read_body(request, limit=self._max_body))
-        async with conversations.talk(conversation_of(request.headers, asked)) as found:
+        async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
             context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
             call = _call(asked, endpoint, context)
             call.conversation = found
@@ -124,7 +124,7 @@ class Relay:
         except Problem as problem:
             self._record(call, problem_body(problem, call.asked.dialect), status=problem.status, error=str(problem))
             reply = problem_response(problem, call.asked.dialect)
-            reply.headers.update(call.headers_of_gateway())
+            reply.headers.update(call.gateway_headers())
             return reply
 
     async def _route(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
@@ -144,16 +144,16 @@ class Relay:
         finally:
             gate.leave()
 
-    async def _target(self, call: _Call, target: Target) -> Target:
-        """The upstream of the rollout's arm, where a split placed it; ``target`` otherwise."""
+    async def _target(self, call: _Call, target: UpstreamTarget) -> UpstreamTarget:
+        """Return the upstream of the rollout's arm; ``target`` if no split placed the rollout."""
         if self._arms is None:
             return target
         routed = await self._arms.route(target, call.context.rollout_id)
         call.arm, call.model, call.model_version = routed.arm, routed.model, routed.version
         return routed.target
 
-    async def _send(self, request: web.BaseRequest, call: _Call, target: Target) -> web.StreamResponse:
-        """Ask the rollout's own server, and the policy's others while those before them do not answer."""
+    async def _send(self, request: web.BaseRequest, call: _Call, target: UpstreamTarget) -> web.StreamResponse:
+        """Ask the rollout's own server, then the policy's others until one answers."""
         upstream = target.upstream
         model = call.model or self.gates[upstream.name].model
         body = call.asked.prepared(want_ids=upstream.is_trained, model=model)
@@ -163,7 +163,7 @@ class Relay:
             try:
                 return await self._ask(request, call, url=url, body=body, headers=headers, connect_tries=1)
             except Problem as problem:
-                if problem.code not in _DEAD:
+                if problem.code not in _NO_ANSWER_CODES:
                     raise
                 target.replicas.failed(url)
                 target.replicas.rerouted += 1
@@ -184,21 +184,21 @@ class Relay:
             call.status, call.headers = response.status, response.headers
             call.first_byte = time.perf_counter()
             if response.content_type == "text/event-stream":
-                return await self._stream(request, call, response)
-            return await self._plain(call, response, url)
+                return await self._relay_stream(request, call, response)
+            return await self._relay_body(call, response, url)
         finally:
             response.close()
 
-    async def _plain(self, call: _Call, response: aiohttp.ClientResponse, url: str) -> web.StreamResponse:
+    async def _relay_body(self, call: _Call, response: aiohttp.ClientResponse, url: str) -> web.StreamResponse:
         try:
             body = await response.read()
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
             raise problem_of(error, url) from error
         self._record(call, body, status=response.status)
-        await self._keep(call)
+        await self._wait_stored(call)
         return web.Response(body=body, status=response.status, headers=self._reply_headers(call, response))
 
-    async def _stream(
+    async def _relay_stream(
         self, request: web.BaseRequest, call: _Call, response: aiohttp.ClientResponse
     ) -> web.StreamResponse:
         call.is_streamed = True
@@ -218,27 +218,27 @@ class Relay:
         if error:
             _hang_up(request)
             return reply
-        await self._keep(call)
+        await self._wait_stored(call)
         with suppress(ConnectionError):  # clients hang up at the last event, before the end of the body
             await reply.write_eof()
         return reply
 
     def _reply_headers(self, call: _Call, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
         headers = reply_headers(response.headers)
-        headers.update(call.headers_of_gateway())
+        headers.update(call.gateway_headers())
         return headers
 
-    async def _keep(self, call: _Call) -> None:
-        """Wait until a conversation's call is in the store: no end of an attempt waits for it later."""
+    async def _wait_stored(self, call: _Call) -> None:
+        """Wait until a conversation's call is in the store, because no end of an attempt waits for it later."""
         if call.conversation is None:
             return
         try:
             await self._recorder.written(call.number, call.context.attempt_id)
         except CaptureError:
-            call.is_lost = True  # the recorder has logged and counted it; the client shall have its answer
+            call.is_lost = True  # the recorder has logged and counted it; the client still gets its answer
 
     def _record(self, call: _Call, body: bytes, *, status: int, error: str = "", is_complete: bool = True) -> None:
-        """Queue the call for the store; only the first time, for a cancelled stream passes here twice."""
+        """Queue the call for the store, once: a cancelled stream gets here twice."""
         if call.is_recorded:
             return
         call.is_recorded = True
@@ -261,7 +261,7 @@ class Relay:
         )
         upstream = call.target.upstream if call.target else _NO_UPSTREAM
         call.number = self._recorder.put(
-            Recorded(
+            RecordedExchange(
                 context=call.context,
                 exchange=exchange,
                 start_ns=call.start_ns,
@@ -278,7 +278,7 @@ _NO_UPSTREAM = Upstream(name="", base_url="")
 
 
 async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chunks: list[bytes]) -> str:
-    """Pass the body on as it arrives; returns what ended it too early, ``""`` if nothing did.
+    """Pass the body on as it arrives; returns the error that cut it short, ``""`` if it is complete.
 
     Raises :class:`ConnectionError` when the client is gone.
     """
@@ -295,6 +295,6 @@ async def _pump(response: aiohttp.ClientResponse, reply: web.StreamResponse, chu
 
 
 def _hang_up(request: web.BaseRequest) -> None:
-    """Close the client's connection without the end of the body, as the backend did with ours."""
+    """Close the client's connection before the end of the body, as the backend did."""
     if request.transport is not None:
         request.transport.abort()

@@ -1,8 +1,8 @@
-"""Which of a policy's servers a rollout's calls go to, and which of them did not answer lately.
+"""Chooses the server of a policy for each rollout, and avoids servers that failed recently.
 
-All calls of a rollout go to one server, because only that one holds the rollout's prompt prefixes. The choice is
-rendezvous hashing (Thaler and Ravishankar 1998): every server ranks by a hash of rollout and address, so that a server
-that leaves or returns moves its own rollouts only, and every gateway chooses alike without talking to the others.
+All calls of a rollout go to one server, because that one has the rollout's prompt prefixes cached. The choice is
+rendezvous hashing (Thaler and Ravishankar 1998): servers rank by a hash of rollout and address. So a server that
+leaves or returns moves only its own rollouts, and all gateways choose alike without talking to each other.
 """
 
 import time
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 _REST_S = 5.0
-"""Seconds for which a server that failed is asked last."""
+"""Seconds for which a failed server ranks last."""
 
 
 class Replicas:
-    """The servers of one policy; at least one. Used in one event loop only.
+    """The servers of one policy, at least one. Used in one event loop only.
 
     Attributes:
-        rerouted: Calls that were sent to another server because theirs failed.
+        rerouted: Number of calls that another server took over.
     """
 
     def __init__(self, base_urls: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,15 +29,15 @@ class Replicas:
     def __len__(self) -> int:
         return len(self._base_urls)
 
-    def order(self, rollout_id: str) -> list[str]:
-        """The base URLs in the order in which to try them: the rollout's own first, lately failed ones last."""
+    def ranked(self, rollout_id: str) -> list[str]:
+        """Return the base URLs in the order to try them: the rollout's own first, recently failed ones last."""
         if len(self._base_urls) == 1:
             return [*self._base_urls]
         ranked = sorted(self._base_urls, key=lambda base_url: _rank(rollout_id, base_url))
         return sorted(ranked, key=self._is_resting)
 
     def failed(self, url: str) -> None:
-        """The server of ``url`` did not answer; it is asked last for a while."""
+        """Record that the server of ``url`` did not answer; it ranks last for a while."""
         for base_url in self._base_urls:
             if url.startswith(f"{base_url}/"):
                 self._failed_at[base_url] = self._clock()

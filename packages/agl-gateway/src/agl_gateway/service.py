@@ -1,4 +1,4 @@
-"""The gateway as one object: it is started and stopped in an event loop, and owns all that runs there."""
+"""Assembles the gateway's parts, and starts and stops them in one event loop."""
 
 import logging
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from aiohttp import web
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.tracing import AttemptTokens
-from agl_gateway.arms import ArmRoutes, with_versions
-from agl_gateway.conversations import ConversationEnds, Conversations
+from agl_gateway.arms import ArmRoutes, with_distinct_names
+from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
+from agl_gateway.dispatcher import Dispatcher, Handle
 from agl_gateway.feed import Feed, QueueLength
-from agl_gateway.handler import Handle, Handler
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
 from agl_gateway.recorder import Recorder
@@ -33,14 +33,14 @@ _SHUTDOWN_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where the gateway listens and how patient it is.
+    """The gateway's address, time limits and size limit.
 
     Attributes:
         host: Address to bind; keep it local unless the network is trusted.
-        port: 0 for any free one.
+        port: Port to listen on; 0 takes any free one.
         timeout_s: Seconds of silence after which a backend counts as gone.
-        connect_timeout_s: Seconds to make a connection to a backend.
-        max_body: Largest request in bytes.
+        connect_timeout_s: Time limit in seconds for a connection to a backend.
+        max_body: Largest request body in bytes.
         conversation_idle_s: Seconds without a call after which a conversation is over.
     """
 
@@ -53,12 +53,13 @@ class Settings:
 
 
 class GatewayService:
-    """Everything that one gateway runs. Construct and use it in one event loop.
+    """A gateway with all of its parts. Construct and use it in one event loop.
 
     Args:
-        admin_key: Counts as an admin token; ``client_key`` as one for conversations only, which it allows.
+        admin_key: A key that counts as an admin token.
+        client_key: A key that allows conversations and nothing else; it turns conversations on.
         arms: Whether calls of rollouts that a split placed go to the version of their arm.
-        split: What is queued here, and conversations, are placed by it; implies ``arms`` and conversations.
+        split: Places rollouts that are queued here, and conversations, in arms; turns both on.
     """
 
     def __init__(
@@ -76,18 +77,20 @@ class GatewayService:
         self._settings = settings
         self.store = store
         self.tokens = tokens
-        self.router = Router(with_versions(upstreams))
+        self.router = Router(with_distinct_names(upstreams))
         self._splitter = Splitter(store, split) if split is not None else None
         self._arms = ArmRoutes(store, self.router) if arms or split is not None else None
         self._rate = SpanRate()
         self._queue = QueueLength(store)
         self.recorder = Recorder(store, rate=self._rate)
-        self._conversations = self._converse() if self._splitter is not None or client_key else None
-        self._ends = self._conversations and ConversationEnds(self._conversations, idle_s=settings.conversation_idle_s)
+        self._conversations = self._new_conversations() if self._splitter is not None or client_key else None
+        self._idle_ender = self._conversations and IdleConversationEnder(
+            self._conversations, idle_s=settings.conversation_idle_s
+        )
         self.attempts = RunningAttempts(store)
         self._feed = Feed(
             store,
-            on_changes=[part.on_changes for part in (*self._remembering(), self._queue)],
+            on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
             on_gap=self._forget,
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
@@ -111,10 +114,10 @@ class GatewayService:
         """Listen; returns the base URL.
 
         Raises:
-            ConfigError: The port is taken, or the split's labels name nothing that can be served.
+            ConfigError: The port is taken, a label of the split names nothing, or no upstream serves its version.
         """
         await self._check_split()
-        handler = Handler(
+        handler = Dispatcher(
             relay=self.relay,
             identities=self.identities,
             attempts=self.attempts,
@@ -125,8 +128,8 @@ class GatewayService:
         cursor = await self.store.cursor()
         await self._queue.load()
         await self._feed.start(cursor)
-        if self._ends is not None:
-            self._ends.start()
+        if self._idle_ender is not None:
+            self._idle_ender.start()
         self._runner = web.ServerRunner(self._server(handler), shutdown_timeout=_SHUTDOWN_S)
         await self._runner.setup()
         try:
@@ -139,14 +142,14 @@ class GatewayService:
         return self.url
 
     async def stop(self) -> None:
-        """Finish what is recorded, then close; idempotent. The store stays open."""
+        """Write what is recorded, then close; idempotent. The store stays open."""
         for gate in self.relay.gates.values():
             gate.resume()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        if self._ends is not None:
-            await self._ends.stop()
+        if self._idle_ender is not None:
+            await self._idle_ender.stop()
         await self.recorder.stop()
         await self._feed.stop()
         await self.session.close()
@@ -174,12 +177,12 @@ class GatewayService:
             "GET /openapi.json": status.openapi,
         }
 
-    def _remembering(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
-        """What remembers rollouts of the store."""
+    def _caches(self) -> list[RunningAttempts | ArmRoutes | Conversations]:
+        """Return the parts that cache rollouts of the store."""
         return [self.attempts, *(part for part in (self._arms, self._conversations) if part is not None)]
 
     def _forget(self) -> None:
-        for part in self._remembering():
+        for part in self._caches():
             part.forget()
 
     def _conversation_routes(self) -> dict[str, Handle]:
@@ -194,8 +197,8 @@ class GatewayService:
         )
         return {**routes, "GET /split": api.report, f"GET {RESOURCES}*": api.resource}
 
-    def _converse(self) -> Conversations:
-        """Conversations, which a split places where there is one."""
+    def _new_conversations(self) -> Conversations:
+        """Create the conversations; the split, if there is one, places them in arms."""
         return Conversations(
             self.store,
             enqueue=self.store.enqueue if self._splitter is None else self._splitter.enqueue,
@@ -209,7 +212,7 @@ class GatewayService:
         await check_labels(self.store, self._splitter.split.shares)
         await self._arms.check(await self._splitter.pins())
 
-    def _server(self, handler: Handler) -> web.Server:
+    def _server(self, handler: Dispatcher) -> web.Server:
         return web.Server(
             handler.handle,
             handler_cancellation=True,

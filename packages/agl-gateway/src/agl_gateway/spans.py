@@ -1,4 +1,4 @@
-"""Recorded exchanges as spans: one ``chat`` span per sampled choice, by the GenAI conventions."""
+"""Converts recorded exchanges into spans: one ``chat`` span per sampled choice, by the GenAI conventions."""
 
 import zlib
 from hashlib import blake2b
@@ -7,13 +7,13 @@ from agl import semconv
 from agl.dialects import calls_of
 from agl.schemas import Json, Span
 from agl.tracing import chat_spans
-from agl_gateway.exchanges import Recorded
+from agl_gateway.exchanges import RecordedExchange
 
 _MAX_INFLATED = 64 * 1024 * 1024
 
 
-def spans_of(recorded: Recorded) -> list[Span]:
-    """The spans of one exchange, by choice."""
+def spans_of(recorded: RecordedExchange) -> list[Span]:
+    """Return the spans of one exchange, one per choice."""
     calls = calls_of(
         recorded.exchange,
         policy=recorded.policy,
@@ -40,12 +40,12 @@ def spans_of(recorded: Recorded) -> list[Span]:
 
 
 def trace_id_of(attempt_id: str) -> str:
-    """The trace of an attempt whose client sent none: the same for all of its calls."""
+    """Return the trace id for an attempt whose client sent none; the same for all of its calls."""
     return blake2b(attempt_id.encode(), digest_size=16).hexdigest()
 
 
 def plain_bytes(body: bytes, encoding: str) -> bytes:
-    """``body`` without its content encoding; as it is when it cannot be undone within 64 MiB."""
+    """Return the decompressed ``body``; unchanged if that fails or exceeds 64 MiB."""
     if encoding not in ("gzip", "deflate"):
         return body
     inflater = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)

@@ -1,4 +1,4 @@
-"""``GET /split``: what the arms earned. ``GET /split/resources/NAME``: the version that the caller's arm has."""
+"""``GET /split``: the rewards of the arms. ``GET /split/resources/NAME``: a resource's version in the caller's arm."""
 
 import msgspec
 from aiohttp import web
@@ -17,7 +17,7 @@ RESOURCES = "/split/resources/"
 
 
 class SplitApi:
-    """Says what the split does."""
+    """Reports on the split, and serves resources by arm."""
 
     def __init__(
         self, *, store: Store, splitter: Splitter, conversations: Conversations, identities: Identities
@@ -28,7 +28,7 @@ class SplitApi:
         self._identities = identities
 
     async def report(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The report of ``agl resources split`` as JSON; it reads every placed rollout, so ask for it now and then."""
+        """Answer with the report of ``agl resources split`` as JSON; it reads every placed rollout, which is slow."""
         if self._identities.verify(key_of(request.headers)).scope != "admin":
             raise Problem(403, "the report of the split needs the admin token")
         report = await split_report(self._store, list(self._split.shares))
@@ -36,7 +36,7 @@ class SplitApi:
         return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
     async def resource(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One resource, as the arm of the caller's rollout or conversation has it."""
+        """Answer with the version of a resource that the caller's rollout or conversation is pinned to."""
         name = request.path.removeprefix(RESOURCES)
         rollout, headers = await self._caller(request)
         version = rollout.resources.get(name)
@@ -59,7 +59,9 @@ class SplitApi:
             return rollout, caller.headers()
         conversation = conversation_id(request.headers)
         if not conversation:
-            raise Problem(400, f"who asks? send an attempt's token, or the conversation's id in the header {HEADER}")
+            raise Problem(
+                400, f"the caller is unknown; send an attempt's token, or the conversation's id in the header {HEADER}"
+            )
         caller = await self._conversations.open(conversation)
         return await self._rollout(caller.rollout_id), caller.headers()
 

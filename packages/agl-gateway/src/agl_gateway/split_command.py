@@ -1,4 +1,4 @@
-"""``agl resources split``: what the arms of a serving split earned, and promotion on that evidence."""
+"""``agl resources split``: reports the rewards of a serving split's arms, and promotes on that evidence."""
 
 import click
 
@@ -16,11 +16,13 @@ _DEFAULT = ("production", "candidate")
 @click.command("split")
 @click.argument("labels", nargs=-1)
 @click.option("--experiment", help="Only rollouts of this experiment.")
-@click.option("--confidence", default=0.95, show_default=True, help="Of the intervals.")
+@click.option("--confidence", default=0.95, show_default=True, help="Confidence of the intervals.")
 @click.option("--promote", "promoted", metavar="NAME", help="Promote NAME of the second of two arms, if it is better.")
-@click.option("--min-gain", default=0.0, show_default=True, help="With --promote: least difference of the means.")
-@click.option("--min-rollouts", default=20, show_default=True, help="With --promote: least number of rewards of each.")
-@click.option("--reason", default="", help="With --promote: why, for the history.")
+@click.option("--min-gain", default=0.0, show_default=True, help="With --promote: smallest difference of the means.")
+@click.option(
+    "--min-rollouts", default=20, show_default=True, help="With --promote: smallest number of rewards per arm."
+)
+@click.option("--reason", default="", help="With --promote: reason to keep in the history.")
 @store_option
 @json_option
 @pass_manager
@@ -36,10 +38,10 @@ def split_(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Report what the arms LABELS of a serving split earned, the baseline first; by default production, candidate.
+    """Report the rewards of the arms LABELS of a serving split, the baseline first; by default production, candidate.
 
-    Counted are finished rollouts that a split placed between the versions that the labels name now; a failed one
-    counts 0, and one without a reward is left out. With --promote the first label is pointed at the second one's
+    The report counts finished rollouts that a split placed between the versions that the labels name now. A failed
+    rollout counts 0, and one without a reward is left out. With --promote the first label moves to the second one's
     version of NAME, if that is better.
     """
     names = labels or _DEFAULT
@@ -65,20 +67,20 @@ def split_(
 
 
 async def better_arm(store: Store, name: str, pair: tuple[str, str], bar: Criterion, *, experiment: str | None) -> str:
-    """Why the second arm's version of ``name`` is better than the first one's, in words with the numbers.
+    """Check that the second arm's version of ``name`` is better than the first one's; returns the numbers in words.
 
     Raises:
-        ConfigError: The criterion is not met, or the arms differ in more than ``name``, so that their rewards do not
-            say which of the changes helped.
+        ConfigError: The criterion is not met, or the arms differ in other resources than ``name``, so their rewards
+            do not show which change helped.
     """
     await check_labels(store, pair)
     pins = await pins_of(store, pair)
     names = differing(pins)
     if names != [name]:
-        what = f"in {', '.join(names)}" if names else "in nothing"
+        what = f"in {', '.join(names)}" if names else "in no resource"
         raise ConfigError(
-            f"the arms {pair[0]} and {pair[1]} differ {what}, so that their rewards say nothing about {name!r} alone; "
-            "look at agl resources split, and promote without --if-better what shall change together"
+            f"the arms {pair[0]} and {pair[1]} differ {what}, so their rewards say nothing about {name!r} alone; "
+            "read agl resources split, and promote resources that change together without --if-better"
         )
     found = await samples(store, pins, experiment=experiment)
     old, new = (((f"{label} ({pins[label][name]})"), found[label].rewards) for label in pair)
@@ -96,7 +98,7 @@ def _promote(
     as_json: bool,
 ) -> None:
     if len(labels) != 2:
-        raise ConfigError(f"--promote compares two arms, and there are {len(labels)}: {' '.join(labels)}")
+        raise ConfigError(f"--promote compares two arms and got {len(labels)}: {' '.join(labels)}; name two labels")
     old, new = labels
 
     async def work(store: Store) -> tuple[LabelMove, str]:
@@ -120,9 +122,9 @@ def _row(arm: ArmReport) -> tuple[str, ...]:
 
 def _lines(report: SplitReport) -> list[str]:
     if not report.differing:
-        return ["the labels name the same versions of every resource: there is nothing to compare"]
+        return ["the labels name the same version of every resource: there is nothing to compare"]
     baseline = report.arms[0].label
-    missing = "an interval needs two rewards of each arm at least"
+    missing = "an interval needs at least two rewards of each arm"
     return [
         f"{label} against {baseline}: {result.words if result else missing}" for label, result in report.against.items()
     ]

@@ -1,8 +1,8 @@
-"""What the arms of a serving split earned, and whether that is enough to promote one.
+"""Compares the rewards of a serving split's arms, as evidence for a promotion.
 
-Counted are finished rollouts, and conversations from their first call on, that a split placed while the labels named
-the versions that they name now, so that both arms met the same requests at the same time. A rollout that failed counts
-0; one that has no reward is left out, and its number is reported.
+It counts finished rollouts, and conversations from their first call on, that a split placed while the labels named the
+versions that they name now, so all arms served the same traffic at the same time. A failed rollout counts 0; one
+without a reward is left out, and the number of those is reported.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,17 @@ _PAGE = 500
 
 
 class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """One arm.
+    """The rewards of one arm.
 
     Attributes:
-        label: Its name.
-        versions: Of the resources in which the arms differ.
-        rollouts: Those that count; ``failed`` and ``unrewarded`` of them failed, and succeeded without a reward.
-        mean: Of the rewards, ``None`` without any; ``low`` and ``high`` are the ends of its interval, ``None`` for
-            fewer than two rewards.
+        label: The label whose versions the arm serves.
+        versions: Versions of the resources in which the arms differ.
+        rollouts: Number of rollouts that count.
+        failed: Number of those that failed.
+        unrewarded: Number of those that succeeded without a reward.
+        mean: Mean reward; ``None`` without any reward.
+        low: Lower end of the mean's interval; ``None`` for fewer than two rewards.
+        high: Upper end of the mean's interval; ``None`` for fewer than two rewards.
     """
 
     label: str
@@ -38,17 +41,17 @@ class ArmReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def rewarded(self) -> int:
-        """Rollouts that the mean is over."""
+        """Number of rollouts in the mean."""
         return self.rollouts - self.unrewarded
 
 
 class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """All arms, the baseline first, and every other one against it.
+    """All arms, the baseline first, and the comparison of every other arm with it.
 
     Attributes:
-        differing: Resources in which the arms differ; without any there is nothing to compare.
-        against: By label, ``None`` while an arm has fewer than two rewards.
-        confidence: Of all intervals.
+        differing: Resources in which the arms differ; if empty, there is nothing to compare.
+        against: Comparisons with the baseline by label; ``None`` while an arm has fewer than two rewards.
+        confidence: Confidence of all intervals.
     """
 
     arms: list[ArmReport]
@@ -58,7 +61,7 @@ class SplitReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Sample(Record, frozen=True, kw_only=True):
-    """The rollouts of one arm that count; attributes as in :class:`ArmReport`, with every reward in order of id."""
+    """The counted rewards of one arm, in order of rollout id; other attributes as in :class:`ArmReport`."""
 
     rewards: list[float]
     failed: int
@@ -66,7 +69,7 @@ class Sample(Record, frozen=True, kw_only=True):
 
 
 async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[str, Sample]:
-    """By label, what was earned between these versions. Reads the spans of every rollout that the split placed."""
+    """Return the rewards between these versions by label. Reads the spans of every rollout that the split placed."""
     names = differing(pins)
     tallies = {label: _Tally() for label in pins}
     query = RolloutQuery(experiment=experiment, status=COUNTED, limit=_PAGE)
@@ -82,10 +85,10 @@ async def samples(store: Store, pins: Pins, *, experiment: str | None) -> dict[s
 async def split_report(
     store: Store, labels: Sequence[str], *, experiment: str | None = None, confidence: float = 0.95
 ) -> SplitReport:
-    """What the arms earned; ``labels`` name them, the baseline first."""
+    """Report the rewards of the arms that ``labels`` name, the baseline first."""
     pins = await pins_of(store, labels)
     found = await samples(store, pins, experiment=experiment)
-    between = _between(pins, differing(pins))
+    between = _restricted(pins, differing(pins))
     baseline, *others = labels
     return SplitReport(
         arms=[_report(label, between[label], found[label], confidence) for label in labels],
@@ -132,16 +135,16 @@ def _report(label: str, versions: dict[str, str], sample: Sample, confidence: fl
 
 
 def _arm(rollout: Rollout, pins: Pins, names: Sequence[str]) -> str | None:
-    """The rollout's arm, ``None`` if it was placed between other versions or not at all."""
+    """Return the rollout's arm; ``None`` if it was placed between other versions or not at all."""
     placement = placement_of(rollout)
     if placement is None or placement.arm not in pins or not pins.keys() <= placement.versions.keys():
         return None
     then = {label: placement.versions[label] for label in pins}
-    return placement.arm if _between(then, differing(then)) == _between(pins, names) else None
+    return placement.arm if _restricted(then, differing(then)) == _restricted(pins, names) else None
 
 
-def _between(pins: Pins, names: Sequence[str]) -> Pins:
-    """The versions of the named resources alone."""
+def _restricted(pins: Pins, names: Sequence[str]) -> Pins:
+    """Return the pins of the named resources only."""
     return {label: {name: own[name] for name in names} for label, own in pins.items()}
 
 

@@ -1,9 +1,9 @@
-"""A serving split: which share of what is served runs with the versions that a label names.
+"""Splits served traffic into arms, each with the resource versions that its label names.
 
-``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm follows from a hash of
-the rollout's id, or of its conversation's, so that every gateway decides alike and keeps nothing; the first label is
-the baseline that the others are compared with. Versions are pinned to the rollout when it is queued and recorded with
-its arm, so that a label that moves later changes nothing about it.
+``production=0.9,candidate=0.1`` gives a tenth of all rollouts to the arm ``candidate``. The arm is a hash of the id of
+the rollout or its conversation, so all gateways decide alike without shared state. The first label is the baseline
+that the others are compared with. Versions are pinned when the rollout is queued and recorded with its arm; a label
+that moves later does not affect it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,10 +17,10 @@ from agl.schemas import Record, Rollout
 from agl_run.commands import LABEL
 
 KEY = "split"
-"""Where the metadata of a rollout hold its placement."""
+"""The key of the placement in a rollout's metadata."""
 
 CONVERSATION = "conversation"
-"""Where they hold the conversation that the rollout is part of, if it is part of one."""
+"""The key of the conversation's id in a rollout's metadata."""
 
 Pins = dict[str, dict[str, str]]
 """Versions by label and resource."""
@@ -29,20 +29,20 @@ _EXAMPLE = "write --split production=0.9,candidate=0.1"
 
 
 class Split(Record, frozen=True, kw_only=True):
-    """Shares by label, in order; they add up to 1, and the first label is the baseline."""
+    """Shares by label, in order. They add up to 1; the first label is the baseline."""
 
     shares: dict[str, float]
 
     @property
     def baseline(self) -> str:
-        """The first label."""
+        """The first label, which the others are compared with."""
         return next(iter(self.shares))
 
     def arm_of(self, key: str) -> str:
-        """The label that ``key`` belongs to: the same in every process and at any time.
+        """Return the label that ``key`` belongs to, the same in every process and at any time.
 
-        The labels divide the numbers from 0 to 1 in their order, so that of two labels the share of the second may
-        grow without a key leaving it.
+        The labels divide the interval from 0 to 1 in their order. So with two labels, no key leaves the one whose
+        share grows.
         """
         point = int.from_bytes(blake2b(f"agl-split/{key}".encode(), digest_size=8).digest()) / 2**64
         edge = 0.0
@@ -55,12 +55,12 @@ class Split(Record, frozen=True, kw_only=True):
 
 
 class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What a rollout's metadata say of the split.
+    """The placement of a rollout in a split, as its metadata record it.
 
     Attributes:
         arm: The label whose versions the rollout is pinned to.
-        shares: The split at that time.
-        versions: By label and resource, the versions of those resources in which the arms differed.
+        shares: The split's shares at that time.
+        versions: Versions by label and resource, of the resources in which the arms differed.
     """
 
     arm: str
@@ -69,7 +69,7 @@ class Placement(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def parse_split(text: str) -> Split:
-    """The split that ``LABEL=SHARE,LABEL=SHARE,...`` describes; raises :class:`ConfigError`."""
+    """Parse a split from ``LABEL=SHARE,LABEL=SHARE,...``; raises :class:`ConfigError`."""
     shares: dict[str, float] = {}
     for part in text.split(","):
         label, _, number = (piece.strip() for piece in part.partition("="))
@@ -78,7 +78,7 @@ def parse_split(text: str) -> Split:
             raise ConfigError(f"--split {text!r}: the label {label!r} {why}; {_EXAMPLE}")
         shares[label] = _share(text, label, number)
     if len(shares) < 2:
-        raise ConfigError(f"--split {text!r} has one arm, and nothing to compare it with; {_EXAMPLE}")
+        raise ConfigError(f"--split {text!r} has one arm and needs two or more; {_EXAMPLE}")
     total = sum(shares.values())
     if abs(total - 1.0) > 1e-9:
         raise ConfigError(f"--split {text!r}: the shares add up to {total:g} and must add up to 1; {_EXAMPLE}")
@@ -92,24 +92,25 @@ def _share(text: str, label: str, number: str) -> float:
         share = 0.0
     if not 0.0 < share < 1.0:
         raise ConfigError(
-            f"--split {text!r}: the share of {label!r} is {number!r}, no number between 0 and 1; {_EXAMPLE}"
+            f"--split {text!r}: the share of {label!r} is {number!r}, not a number between 0 and 1; {_EXAMPLE}"
         )
     return share
 
 
 async def pins_of(store: Store, labels: Sequence[str]) -> Pins:
-    """The versions of every arm: of each resource that has the first label, the one that the arm's label names.
+    """Return the versions of every arm, by label and resource.
 
-    A resource without the arm's label has the version of the first one there.
+    They cover the resources that have the first label. Where a resource lacks an arm's label, the arm gets the version
+    that the first label names.
     """
     baseline = labels[0]
-    pointing = await _pointing(store)
+    pointing = await _versions_by_label(store)
     covered = {name: named for name, named in pointing.items() if baseline in named}
     return {label: {name: named.get(label, named[baseline]) for name, named in covered.items()} for label in labels}
 
 
-async def _pointing(store: Store) -> Pins:
-    """The version that every label points at, by resource and label."""
+async def _versions_by_label(store: Store) -> Pins:
+    """Return the versions that labels point at, by resource and label."""
     found: Pins = {}
     for move in await store.labels():
         found.setdefault(move.name, {})[move.label] = move.version
@@ -117,9 +118,9 @@ async def _pointing(store: Store) -> Pins:
 
 
 async def check_labels(store: Store, labels: Iterable[str]) -> None:
-    """Raise :class:`ConfigError` unless every label names something, and nothing lacks the first one."""
+    """Raise :class:`ConfigError` if a label names no version, or a labelled resource lacks the first label."""
     wanted = list(labels)
-    pointing = await _pointing(store)
+    pointing = await _versions_by_label(store)
     for label in wanted:
         if not any(label in named for named in pointing.values()):
             known = sorted({known for named in pointing.values() for known in named})
@@ -130,21 +131,21 @@ async def check_labels(store: Store, labels: Iterable[str]) -> None:
     for name, named in pointing.items():
         if wanted[0] not in named and set(wanted) & named.keys():
             raise ConfigError(
-                f"{name!r} has no label {wanted[0]!r}, so that the arms cannot be compared; run: "
+                f"{name!r} has no label {wanted[0]!r}, so the arms cannot be compared; run: "
                 f"agl resources promote {name} VERSION --label {wanted[0]}"
             )
 
 
 def differing(pins: Pins) -> list[str]:
-    """Names of the resources whose versions differ between the arms."""
+    """Return the names of the resources whose versions differ between the arms."""
     names = dict.fromkeys(name for versions in pins.values() for name in versions)
     return [name for name in names if len({versions[name] for versions in pins.values()}) > 1]
 
 
-def placed(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
-    """The rollout with the versions of its arm, and its placement in the metadata.
+def place_rollout(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
+    """Return the rollout with its arm's versions pinned and its placement in the metadata.
 
-    As it is, if it was placed before, or pins a resource itself in which the arms differ.
+    A rollout that is placed already, or that pins a resource in which the arms differ, is returned unchanged.
     """
     names = differing(pins)
     if KEY in rollout.metadata or any(name in rollout.resources for name in names):
@@ -161,9 +162,9 @@ def placed(rollout: Rollout, split: Split, pins: Pins) -> Rollout:
 
 
 def placement_of(rollout: Rollout) -> Placement | None:
-    """Where the rollout was placed, ``None`` if it was not."""
+    """Return the rollout's placement; ``None`` if it was not placed."""
     found = rollout.metadata.get(KEY)
     try:
         return None if found is None else msgspec.convert(found, Placement)
     except msgspec.ValidationError:
-        return None  # metadata of somebody else that happen to have this name
+        return None  # foreign metadata under the same key

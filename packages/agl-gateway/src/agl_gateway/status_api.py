@@ -16,7 +16,7 @@ _HEALTH_LIMIT_S = 5.0
 
 
 class StatusApi:
-    """Says how the gateway is doing."""
+    """Answers with metrics, health and the API's description."""
 
     def __init__(self, *, store: Store, relay: Relay, recorder: Recorder, queue: QueueLength, rate: SpanRate) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class StatusApi:
         self._rate = rate
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Prometheus' text format."""
+        """Answer with metrics in Prometheus' text format."""
         del request
         gates = self._relay.gates
         text = render(
@@ -61,7 +61,7 @@ class StatusApi:
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def health(self, request: web.BaseRequest) -> web.StreamResponse:
-        """200 when the store answers, else 503 with what is wrong."""
+        """Answer 200 if the store answers, else 503 with the error."""
         del request
         try:
             async with asyncio.timeout(_HEALTH_LIMIT_S):
@@ -71,5 +71,5 @@ class StatusApi:
         return web.json_response({"status": "ok"})
 
     async def openapi(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The API's description."""
+        """Answer with the API's OpenAPI document."""
         return web.json_response(openapi_document(server=f"{request.scheme}://{request.host}"))

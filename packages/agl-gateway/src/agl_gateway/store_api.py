@@ -1,8 +1,7 @@
 """The store over HTTP: ``POST /store/<method>``, msgpack or JSON, for runners and trainers on other machines.
 
-An admin token may do everything. An attempt's token may append spans to its own attempt and nothing else; rewards
-among them are marked as the agent's own word, and model calls lose the name of the policy, so that an agent cannot
-make up training data.
+An admin token allows everything. An attempt's token allows only to append spans to its own attempt. Rewards in these
+spans get the source ``agent``, and model calls lose the name of the policy, so an agent cannot forge training data.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -40,9 +39,9 @@ class StoreApi:
     """Serves a store; used in the gateway's event loop.
 
     Args:
-        settle: Waits until the answered calls of an attempt are in the store; asked before the attempt is decided
-            or its spans are read, because the worker that does so cannot ask the gateway itself.
-        splitter: Places what is queued in the arms of a split, if one is served.
+        settle: Waits until the answered calls of an attempt are in the store. It is called before the attempt is
+            finished or its spans are read, because a remote worker cannot call the gateway itself.
+        splitter: Places queued rollouts in the arms of a split, if one is served.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class StoreApi:
         }
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One method call."""
+        """Answer one method call."""
         codec = self._codecs[JSON if request.content_type == JSON else MSGPACK]
         content_type = JSON if request.content_type == JSON else MSGPACK
         try:
@@ -92,7 +91,7 @@ class StoreApi:
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
         spans = len(params["spans"]) if name == "append_spans" else 0
-        for attempt_id in _settled_first(name, params):
+        for attempt_id in _attempts_to_settle(name, params):
             await self._settle(attempt_id)
         positional = [params.pop(item) for item in method.positional]
         method_of_store = self._enqueue if name == "enqueue" else getattr(self._store, name)
@@ -105,14 +104,14 @@ class StoreApi:
             params = msgspec.structs.asdict(codec.decoders[method.name].decode(body))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Problem(
-                400, f"the body is not what {method.name!r} takes ({error}); /openapi.json has its schema"
+                400, f"the body does not fit the parameters of {method.name!r} ({error}); /openapi.json has the schema"
             ) from error
         if method.is_waiting:
             params["wait_s"] = min(params["wait_s"], MAX_WAIT_S)
         return params
 
 
-def _settled_first(name: str, params: dict[str, Any]) -> list[str]:
+def _attempts_to_settle(name: str, params: dict[str, Any]) -> list[str]:
     if name == "finish":
         return [outcome.attempt_id for outcome in params["outcomes"]]
     attempt_id = params.get("attempt_id") if name == "spans" else None
@@ -120,7 +119,7 @@ def _settled_first(name: str, params: dict[str, Any]) -> list[str]:
 
 
 def spans_of_agent(claim: AttemptToken, spans: Sequence[Span]) -> list[Span]:
-    """``spans`` as an attempt's own token may append them.
+    """Return ``spans`` in the form that an attempt's own token may append.
 
     Raises:
         Problem: 403 for a span of another attempt.

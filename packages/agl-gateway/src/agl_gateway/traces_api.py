@@ -1,4 +1,4 @@
-"""``POST /v1/traces``: the OTLP/HTTP endpoint, protobuf, with gzip and a limit on what it inflates to."""
+"""``POST /v1/traces``: the OTLP/HTTP endpoint, protobuf, with gzip and a limit on the decompressed size."""
 
 from aiohttp import web
 from google.protobuf.message import DecodeError
@@ -13,7 +13,7 @@ from agl.errors import NotFoundError
 from agl_gateway.bodies import read_body
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
-from agl_gateway.otlp import Ingested, ingest
+from agl_gateway.otlp import IngestResult, ingest
 from agl_gateway.problems import Problem
 
 PROTOBUF = "application/x-protobuf"
@@ -29,25 +29,25 @@ class TracesApi:
         self._rate = rate
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One export request; answers with what was rejected, if anything was."""
+        """Take one export request; the answer counts rejected spans, if there are any."""
         claim = self._identities.verify(key_of(request.headers))
         if request.content_type != PROTOBUF:
             raise Problem(
                 415,
-                f"the content type is {request.content_type!r}; only {PROTOBUF} is taken: "
+                f"the content type is {request.content_type!r}; only {PROTOBUF} is accepted: "
                 "set OTEL_EXPORTER_OTLP_PROTOCOL=http/protobuf",
             )
         message = ExportTraceServiceRequest()
         try:
             message.ParseFromString(await read_body(request, limit=_MAX_BODY))
         except DecodeError as error:
-            raise Problem(400, f"the body is no OTLP trace request ({error}); is it protobuf?") from error
+            raise Problem(400, f"the body is not an OTLP trace request ({error}); send protobuf") from error
         found = ingest(message, claim)
         await self._append(found)
         return web.Response(body=_answer(found), content_type=PROTOBUF)
 
-    async def _append(self, found: Ingested) -> None:
-        """Write attempt by attempt, so that an unknown one costs only its own spans."""
+    async def _append(self, found: IngestResult) -> None:
+        """Write attempt by attempt, so that an unknown attempt loses only its own spans."""
         attempts = list(dict.fromkeys(span.attempt_id for span in found.spans))
         for attempt_id in attempts:
             own = [span for span in found.spans if span.attempt_id == attempt_id]
@@ -59,7 +59,7 @@ class TracesApi:
                 found.reason = found.reason or str(error)
 
 
-def _answer(found: Ingested) -> bytes:
+def _answer(found: IngestResult) -> bytes:
     if not found.rejected:
         return ExportTraceServiceResponse().SerializeToString()
     partial = ExportTracePartialSuccess(rejected_spans=found.rejected, error_message=found.reason)

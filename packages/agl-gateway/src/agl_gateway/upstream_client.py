@@ -1,4 +1,4 @@
-"""The hop to the backend: one aiohttp session, what is sent along, and what its failures mean."""
+"""Sends requests to backends: one aiohttp session, the headers to pass on, and failures as problems."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from agl.schemas import Dialect
 from agl_gateway.problems import Problem
-from agl_gateway.routing import Target
+from agl_gateway.routing import UpstreamTarget
 
 _FORWARDED = (
     "content-type",
@@ -21,7 +21,7 @@ _FORWARDED = (
     "traceparent",
     "tracestate",
 )
-"""Request headers that reach the backend; everything else, credentials above all, ends here."""
+"""Request headers that are passed to the backend; all others, above all credentials, are dropped."""
 
 _NOT_RELAYED = frozenset(
     {
@@ -47,7 +47,7 @@ _CONNECT_PAUSE_S = 0.1
 
 
 def make_session(*, timeout_s: float, connect_timeout_s: float) -> aiohttp.ClientSession:
-    """A session for all upstreams: no decompression, no cookies, no limit on connections."""
+    """Create a session for all upstreams: no decompression, no cookies, no limit on connections."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=_KEEPALIVE_S),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s, sock_read=timeout_s),
@@ -58,8 +58,8 @@ def make_session(*, timeout_s: float, connect_timeout_s: float) -> aiohttp.Clien
     )
 
 
-def request_headers(headers: Mapping[str, str], target: Target, dialect: Dialect | None) -> dict[str, str]:
-    """What is sent upstream: the client's harmless headers and the provider's key."""
+def request_headers(headers: Mapping[str, str], target: UpstreamTarget, dialect: Dialect | None) -> dict[str, str]:
+    """Return the headers for the backend: the client's harmless ones and the provider's key."""
     sent = {name: value for name in _FORWARDED if (value := headers.get(name)) is not None}
     sent["accept-encoding"] = "identity"
     if target.key:
@@ -70,7 +70,7 @@ def request_headers(headers: Mapping[str, str], target: Target, dialect: Dialect
 
 
 def reply_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """The backend's headers for the client, without those that belong to one connection."""
+    """Return the backend's headers for the client, without hop-by-hop headers."""
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_RELAYED)
 
 
@@ -83,12 +83,12 @@ async def open_upstream(
     *,
     connect_tries: int = CONNECT_TRIES,
 ) -> aiohttp.ClientResponse:
-    """Send a request; returns when the response's head is there.
+    """Send a request; returns when the response's head has arrived.
 
-    A connection that could not be made is tried again, for nothing was sent; nothing else is.
+    A failed connection is tried again, because nothing was sent; other failures are not.
 
     Raises:
-        Problem: 502 when the backend cannot be reached or hangs up, 504 when it is silent too long.
+        Problem: 502 if the backend cannot be reached or hangs up, 504 if it is silent too long.
     """
     for attempt in range(1, connect_tries + 1):
         try:
@@ -103,12 +103,12 @@ async def open_upstream(
 
 
 def problem_of(error: Exception, url: str) -> Problem:
-    """What a failure of the upstream hop means for the client."""
+    """Return a failure of the backend as a problem for the client."""
     where = url.split("?", 1)[0]
     if isinstance(error, aiohttp.ClientConnectorError):
         return Problem(
             502,
-            f"the backend at {where} cannot be reached ({error}); is it running, and is the policy's URL right?",
+            f"the backend at {where} cannot be reached ({error}); check that it runs, and the policy's URL",
             code="upstream_unreachable",
             is_retryable=True,
         )
@@ -116,7 +116,7 @@ def problem_of(error: Exception, url: str) -> Problem:
         return Problem(
             504,
             f"the backend at {where} was silent for too long ({type(error).__name__}); "
-            "look at its load, or raise the gateway's timeout",
+            "check its load, or raise the gateway's timeout",
             code="upstream_timeout",
             is_retryable=True,
         )

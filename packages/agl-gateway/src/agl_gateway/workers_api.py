@@ -1,7 +1,7 @@
-"""What workers on other machines ask of a gateway: which one it is, and to wait for an attempt's calls.
+"""Endpoints for workers on other machines: the gateway's id, and a wait for an attempt's calls.
 
-``GET /identity`` and ``POST /settle`` both answer with the gateway's id, which every start makes anew: a worker whose
-gateway was replaced while an attempt ran knows by it that calls may be missing.
+``GET /identity`` and ``POST /settle`` both answer with the gateway's id, which is new at every start. A worker that
+sees it change during an attempt knows that calls may be missing.
 """
 
 import msgspec
@@ -17,7 +17,7 @@ from agl_gateway.recorder import Recorder
 _MAX_BODY = 64 * 1024
 
 
-class Settling(msgspec.Struct, frozen=True, kw_only=True):
+class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of ``POST /settle``."""
 
     attempt_id: str
@@ -32,7 +32,7 @@ class WorkersApi:
         self._id = new_trace_id()
 
     async def identity(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Which gateway this is, for whoever holds a token of its secret."""
+        """Answer with the gateway's id; any valid token will do."""
         self._identities.verify(key_of(request.headers))
         return web.json_response({"gateway": self._id})
 
@@ -40,11 +40,11 @@ class WorkersApi:
         """Answer once every answered call of the attempt is in the store.
 
         Raises:
-            Problem: 403 for another attempt's token, 409 when the store refused some of the calls.
+            Problem: 403 for another attempt's token, 409 if the store refused some of the calls.
         """
         claim = self._identities.verify(key_of(request.headers))
         try:
-            asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=Settling)
+            asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=SettleRequest)
         except msgspec.DecodeError as error:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:

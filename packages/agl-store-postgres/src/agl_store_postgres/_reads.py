@@ -1,4 +1,4 @@
-"""Reads the tables within one transaction, outside of the writer's thread."""
+"""Answers reads within one read transaction, outside of the writer's thread."""
 
 from itertools import product
 from typing import Any, get_args
@@ -18,14 +18,14 @@ from agl.schemas import (
 )
 from agl.stores import MAX_SEQUENCE, select, unknown_attempt
 from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Row, Unpacker, number_of, read_change, read_rollout
-from agl_store_postgres.links import Connection
+from agl_store_postgres.connections import Connection
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
 
 
 _KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
-"""The attempt whose spans are meant: the one with that number, else the deciding or running one, else none."""
+"""The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""
 
 _ATTEMPT = (
     "SELECT k.key, EXISTS (SELECT 1 FROM attempts a WHERE a.id = k.key) "
@@ -38,7 +38,7 @@ _SPANS = (
 
 
 class PostgresReads:
-    """See :class:`agl.stores.Reads`; for one transaction."""
+    """Implements :class:`agl.stores.Reads` for one transaction."""
 
     def __init__(self, db: Connection) -> None:
         self._db = db
@@ -78,7 +78,7 @@ class PostgresReads:
         return [found[rollout_id] for rollout_id in ids]
 
     def _listed(self, query: RolloutQuery, *, where: str = "true", values: tuple[Any, ...] = ()) -> list[Rollout]:
-        """One page of those that match ``where`` and the rest of the query."""
+        """Return one page of the rollouts that match ``where`` and the rest of the query."""
         conditions, given = [where], list(values)
         for column, value in (("experiment", query.experiment), ("mode", query.mode), ("group_id", query.group_id)):
             if value is not None:
@@ -94,7 +94,7 @@ class PostgresReads:
         return [read_rollout(row) for row in self._all(sql, *given, query.after, query.after, query.limit)]
 
     def _by_lists(self, query: RolloutQuery) -> list[Rollout]:
-        """One page out of one sorted list for each (experiment, mode, stage) that can match, running ones apart."""
+        """Return one page merged from the sorted lists of every (experiment, mode, stage); without running rollouts."""
         experiments = self._experiments() if query.experiment is None else [query.experiment]
         modes = MODES if query.mode is None else (query.mode,)
         wanted = set(query.status or STATUSES)
@@ -114,7 +114,7 @@ class PostgresReads:
         return [read_rollout(row[:-1]) for row in rows]
 
     def _running(self) -> list[Rollout]:
-        """All running rollouts: as many as there are workers."""
+        """Return all running rollouts; they are few, because workers run them."""
         rows = self._all(
             f"SELECT {ROLLOUT} FROM attempts a JOIN rollouts r ON r.seq = a.id >> {ATTEMPT_BITS} "
             "WHERE a.status = 'running'",
@@ -122,7 +122,7 @@ class PostgresReads:
         return [read_rollout(row) for row in rows]
 
     def _experiments(self) -> list[str]:
-        """All experiments, by skipping through the index."""
+        """Return the names of all experiments, by skipping through the index."""
         rows = self._all(
             """WITH RECURSIVE names(name) AS (
                 SELECT min(experiment) FROM rollouts
@@ -206,13 +206,13 @@ class PostgresReads:
 
 
 def _direction(query: RolloutQuery) -> tuple[str, str]:
-    """The condition, which takes ``after`` twice, and the order of a query."""
+    """Return the condition of a page, which takes ``after`` twice, and the order of a query."""
     compare, order = ("<", "DESC") if query.is_newest_first else (">", "ASC")
     return f"(%s = '' OR r.rollout_id {compare} %s)", f"r.rollout_id {order}"
 
 
 def _known_attempt(row: Row | None, rollout_id: str, attempt_id: str | None) -> int:
-    """The attempt's key; raises :class:`NotFoundError` where rollout or attempt are unknown."""
+    """Return the attempt's key; raises :class:`NotFoundError` for an unknown rollout or attempt."""
     if row is None:
         raise NotFoundError("rollout", rollout_id)
     key, is_known = row

@@ -1,7 +1,7 @@
-"""The tables as a transaction sees and changes them: in memory, over what was locked and read at its start.
+"""The tables of one transaction, in memory, over the rows that were locked and read at its start.
 
-Nothing is written before :attr:`PostgresTables.changes` are flushed, and the operations of one transaction see each
-other's changes.
+Operations of the transaction see each other's changes; nothing is written before :attr:`PostgresTables.changes` are
+flushed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,19 +10,19 @@ from agl.contracts import Metric
 from agl.schemas import Claim, ResourceVersion, Rollout, Span, attempt_id_of, encode
 from agl.stores import deadline
 from agl_run.sql import ATTEMPT_BITS, AttemptSpans, Packer, number_of, place_spans
-from agl_store_postgres.loading import Loaded
+from agl_store_postgres.loading import LockedRows
 from agl_store_postgres.writing import Changes
 
 
 class PostgresTables:
-    """See :class:`agl.stores.Tables`.
+    """Implements :class:`agl.stores.Tables`.
 
     Attributes:
         now: The server's clock at the start of the transaction, in Unix seconds.
-        changes: What is to be written.
+        changes: Changes to write at the commit.
     """
 
-    def __init__(self, loaded: Loaded, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
+    def __init__(self, loaded: LockedRows, packer: Packer, *, lapsed: Sequence[str] = ()) -> None:
         self._loaded = loaded
         self._packer = packer
         self._lapsed = lapsed
@@ -38,7 +38,7 @@ class PostgresTables:
         return Claim(rollout=rollout, attempt=attempt) if rollout and attempt else None
 
     def queued(self, experiment: str | None, limit: int) -> list[Rollout]:
-        """The oldest of those that were locked for this transaction's claims and that none of them took."""
+        """Return the oldest rollouts that are locked for this transaction's claims and that no claim has taken."""
         return self._still_queued(self._loaded.queues.get(experiment, ()))[:limit]
 
     def _still_queued(self, rollout_ids: Iterable[str]) -> list[Rollout]:
@@ -55,7 +55,7 @@ class PostgresTables:
         return [Claim(rollout=self._loaded.rollouts[attempt.rollout_id], attempt=attempt) for attempt in attempts]
 
     def overdue(self) -> list[Claim]:
-        """The attempts that were found overdue and locked when the transaction began."""
+        """Return the attempts that were found overdue and locked when the transaction began."""
         claims = (self.held(attempt_id) for attempt_id in self._lapsed)
         return [claim for claim in claims if claim is not None and deadline(claim) <= self.now]
 
@@ -147,14 +147,14 @@ class PostgresTables:
 
     @property
     def has_spare(self) -> bool:
-        """True if queued rollouts are locked that no claim took: whoever skipped them must look again."""
+        """Whether locked queued rollouts remain that no claim took, so other machines must look for them again."""
         return any(self._still_queued(rollout_ids) for rollout_ids in self._loaded.queues.values())
 
     def _key(self, rollout_id: str, number: int) -> int:
         return self._loaded.seqs[rollout_id] << ATTEMPT_BITS | number
 
     def _log(self, rollouts: Sequence[Rollout]) -> None:
-        """Put the rollouts on the change feed as they are now."""
+        """Append the current status of the rollouts to the change feed."""
         for rollout in rollouts:
             key = self._key(rollout.rollout_id, rollout.attempts if rollout.attempt_id else 0)
             self.changes.feed.append((key, "rollout", rollout.status, None))

@@ -1,4 +1,4 @@
-"""What PostgreSQL's errors mean for whoever runs the program, and which of them pass by themselves."""
+"""Explains PostgreSQL's errors to the user, and tells lasting ones from those that pass."""
 
 import re
 
@@ -12,7 +12,7 @@ _UNREACHABLE = re.compile(
     "consuming input failed|terminating connection|timeout expired|timed out|reset by peer|not yet accepting|"
     "broken pipe|no such file|unreachable"
 )
-"""Messages about a server that is not there now and may be soon."""
+"""Messages about a server that cannot be reached for the moment."""
 
 _HINTS: tuple[tuple[str, str], ...] = (
     (
@@ -22,13 +22,13 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ("no pg_hba.conf entry", "the server's pg_hba.conf admits neither this user from here nor this way to connect"),
     (
         "translate host name|resolve host|name or service not known|nodename nor servname",
-        "no machine of that name is known here; correct the host in the URL",
+        "that host name cannot be resolved; correct the host in the URL",
     ),
     ("database .* does not exist", "create it (createdb NAME), or correct the last part of the URL's path"),
     ("role .* does not exist", "create it (createuser NAME), or correct the user in the URL"),
     (
         "permission denied",
-        "let the owner of the database run: GRANT CREATE ON DATABASE ... TO ..., or, for tables that are there, "
+        "let the owner of the database run: GRANT CREATE ON DATABASE ... TO ..., or, for existing tables, "
         "GRANT USAGE ON SCHEMA and ALL ON ALL TABLES and SEQUENCES IN SCHEMA to this user",
     ),
     (
@@ -37,17 +37,17 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     (
         "no space left|could not extend file",
-        "the server's disk is full: make room and run again; what was acknowledged is safe",
+        "the server's disk is full: free some space and run again; acknowledged writes are safe",
     ),
     (
         "read-only transaction",
         "that server is a replica or set to read only; name the primary, or several hosts with "
         "target_session_attrs=read-write",
     ),
-    ("lock timeout", "somebody holds a lock on the store's tables: end that session (see pg_stat_activity)"),
+    ("lock timeout", "another session holds a lock on the store's tables: end that session (see pg_stat_activity)"),
     ("index row", "ids, names and keys have at most 2,600 bytes in PostgreSQL: choose a shorter one"),
-    (r"nul \(0x00\)", "PostgreSQL keeps no NUL character in ids, names and keys: leave it out"),
-    ("surrogates not allowed", "that text is no Unicode: it holds half of a character"),
+    (r"nul \(0x00\)", "PostgreSQL cannot store a NUL character in ids, names and keys: remove it"),
+    ("surrogates not allowed", "that text is not valid Unicode: it holds a lone surrogate"),
     (r"\bssl\b", "see sslmode and sslrootcert in the URL, and the server's ssl settings"),
 )
 
@@ -60,17 +60,17 @@ def is_lost(error: BaseException, connection: "psycopg.Connection[tuple[object, 
 
 
 def is_passing(error: psycopg.Error) -> bool:
-    """Whether a server that cannot be reached may be reached soon."""
+    """Whether the error is about a server that may be reachable again soon."""
     return _UNREACHABLE.search(str(error).lower()) is not None
 
 
 def is_collision(error: psycopg.Error) -> bool:
-    """Whether another transaction came between, so that the same one may pass when it is repeated."""
+    """Whether a concurrent transaction caused the error, so that a repetition may succeed."""
     return isinstance(error, errors.DeadlockDetected | errors.SerializationFailure | errors.UniqueViolation)
 
 
 def explain(error: Exception, shown: str) -> Exception:
-    """What an error of psycopg, or of a value that it cannot send, means and what to do; others stay as they are."""
+    """Turn an error of psycopg, or of text that it cannot send, into one with a remedy; return others unchanged."""
     if not isinstance(error, psycopg.Error | UnicodeEncodeError):
         return error
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,17 +1,17 @@
-"""The store's tables: how they are laid out, and how an older layout is brought up to date.
+"""Lays out the store's tables, and migrates older layouts.
 
-Rollouts and attempts are numbered as in :mod:`agl.stores`. Text that is compared or sorted has the collation
-``C``, so that ids sort here as they do in Python. Spans and documents come packed: PostgreSQL does not compress them
-again (``STORAGE EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running and its status after that,
-so that a claim need not touch the index of the lists.
+Rollouts and attempts are numbered as in :mod:`agl.stores`. Text that is compared or sorted has the collation ``C``, so
+ids sort as in Python. Spans and documents arrive packed, so PostgreSQL does not compress them again (``STORAGE
+EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim does not touch
+the index of the lists.
 """
 
 from psycopg import sql
 
 from agl.errors import SchemaVersionError, StoreError
 from agl_run.sql import older_documents
-from agl_store_postgres.links import Connection
-from agl_store_postgres.urls import Target
+from agl_store_postgres.connections import Connection
+from agl_store_postgres.urls import DatabaseTarget
 
 MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
     (
@@ -55,20 +55,20 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"ALTER TABLE documents ALTER COLUMN value SET STORAGE EXTERNAL",
     ),
 )
-"""Statements that bring a schema of version N to N + 1; a new one runs them all."""
+"""Statements that migrate a schema from version N to N + 1; a new schema runs them all."""
 
 CURRENT = len(MIGRATIONS)
 
 _STATES_MOVE = 2
-"""The version with which labels, scores, experiments and ledgers still lay among the states of algorithms."""
+"""The last version that kept labels, scores, experiments and ledgers among the states of algorithms."""
 
 _LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
 
 
-def prepare(connection: Connection, target: Target) -> int:
-    """Create the tables or bring them up to date; returns the number that this store's feed goes by.
+def prepare(connection: Connection, target: DatabaseTarget) -> int:
+    """Create or migrate the tables; returns the number of this store's change feed.
 
-    Several processes may do so at once: one works, the others wait for it.
+    Several processes may call it at once: one works, the others wait.
 
     Raises:
         SchemaVersionError: A newer release wrote the schema.
@@ -84,7 +84,7 @@ def prepare(connection: Connection, target: Target) -> int:
     return int(row[0])
 
 
-def _migrate(connection: Connection, target: Target) -> None:
+def _migrate(connection: Connection, target: DatabaseTarget) -> None:
     version = _version(connection, target)
     if not connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = %s", (target.schema,)).fetchone():
         connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(target.schema)))
@@ -100,7 +100,7 @@ def _migrate(connection: Connection, target: Target) -> None:
 
 
 def _move_states(connection: Connection) -> None:
-    """Make documents of the states."""
+    """Move the states to documents."""
     states = {str(key): bytes(value) for key, value in connection.execute("SELECT key, value FROM states")}
     versions = [(str(name), str(version)) for name, version in connection.execute("SELECT name, version FROM versions")]
     with connection.cursor() as cursor:
@@ -108,8 +108,8 @@ def _move_states(connection: Connection) -> None:
     connection.execute("DROP TABLE states")
 
 
-def _version(connection: Connection, target: Target) -> int:
-    """The schema's layout version, 0 for an empty or missing one."""
+def _version(connection: Connection, target: DatabaseTarget) -> int:
+    """Return the schema's layout version; 0 for an empty or missing schema."""
     rows = connection.execute(
         "SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
         "WHERE n.nspname = %s AND c.relkind IN ('r', 'p', 'v')",
@@ -133,10 +133,10 @@ def _version(connection: Connection, target: Target) -> int:
     return version
 
 
-def _check_encoding(connection: Connection, target: Target) -> None:
+def _check_encoding(connection: Connection, target: DatabaseTarget) -> None:
     row = connection.execute("SHOW server_encoding").fetchone()
     if row != ("UTF8",):
         raise StoreError(
-            f"the database of {target.shown} has the encoding {row and row[0]}, which cannot keep every text; "
+            f"the database of {target.shown} has the encoding {row and row[0]}, which cannot hold all Unicode text; "
             "create one with: createdb --encoding=UTF8 --template=template0 NAME"
         )

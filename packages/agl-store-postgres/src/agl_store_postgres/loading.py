@@ -1,7 +1,7 @@
-"""The first half of a transaction: lock what its operations need and read it, in one round trip.
+"""Begins a transaction: locks and reads the rows that its operations need, in one round trip.
 
-PostgreSQL takes a fresh snapshot for every statement, so what a statement reads after the locks were taken is what is
-there as long as they are held. Rollouts are locked in order of their number, before anything else of theirs is read.
+PostgreSQL takes a fresh snapshot for every statement, so rows that are read after the locks stay as they are while the
+locks are held. Rollouts are locked in order of their number, before their attempts and spans are read.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from agl.schemas import Attempt, ResourceVersion, Rollout, Span, decode, rollout_id_of
 from agl_run.sql import ATTEMPT_BITS, ROLLOUT, Row, number_of, read_rollout
-from agl_store_postgres.links import Connection
+from agl_store_postgres.connections import Connection
 from agl_store_postgres.needs import Needs
 
 Rows: TypeAlias = Iterable[Row]
@@ -60,22 +60,22 @@ _VERSIONS = (
 )
 _DOCUMENTS = b"SELECT key, value FROM documents WHERE key = ANY(%b::bytea[])"
 _XID = b"SELECT pg_current_xact_id_if_assigned()::text"
-"""Of a transaction that locked or wrote something; one that did neither may be repeated."""
+"""The id of a transaction that locked or wrote rows; one that did neither has none and may be repeated."""
 
 
 @dataclass(kw_only=True)
-class Loaded:
-    """The rows that were locked and read.
+class LockedRows:
+    """The rows that a transaction locked and read at its start.
 
     Attributes:
         now: The server's clock, in Unix seconds; leases and time limits follow it.
-        next_deadline: When the next running attempt lapses; infinity when none runs.
-        seqs: The numbers of the rollouts that were read.
+        next_deadline: Time at which the next running attempt lapses; infinity if none runs.
+        seqs: Numbers of the rollouts, by id.
         last: The last sequence of each attempt to append to, by the attempt's number.
-        kept: Spans to be appended that are there already, by the attempt's number and the span's id.
-        queues: The oldest queued rollouts of each experiment that was asked for.
-        numbers: Fresh numbers for rollouts to be added.
-        xid: The transaction's id, by which the server knows later whether it was committed.
+        kept: Spans to append that are stored already, by the attempt's number and the span's id.
+        queues: The oldest queued rollouts of each requested experiment.
+        numbers: Fresh numbers for rollouts to add.
+        xid: The transaction's id, to ask the server later whether it was committed.
     """
 
     now: float = 0.0
@@ -92,7 +92,7 @@ class Loaded:
     xid: str | None = None
 
     def put_rollout(self, row: Row) -> str:
-        """Keep a rollout as it was read last; returns its id."""
+        """Keep the latest read of a rollout; returns its id."""
         rollout = read_rollout(row)
         self.rollouts[rollout.rollout_id] = rollout
         self.seqs[rollout.rollout_id] = row[0]
@@ -104,8 +104,8 @@ class Loaded:
         self.attempts[attempt.attempt_id] = attempt
 
 
-class _Ask:
-    """Sends statements; what each one gives is read when all were sent."""
+class _Queries:
+    """Sends statements first and reads their results after all were sent."""
 
     def __init__(self, db: Connection) -> None:
         self._db = db
@@ -119,32 +119,32 @@ class _Ask:
         return [row for cursor in self._cursors.get(name, ()) for row in cursor.fetchall()]
 
 
-def begin(db: Connection, needs: Sequence[Needs]) -> Loaded:
-    """Begin a transaction with everything that these operations need; raises what psycopg raises."""
-    ask = _Ask(db)
+def begin(db: Connection, needs: Sequence[Needs]) -> LockedRows:
+    """Begin a transaction and load the rows that these operations need; psycopg's errors pass through."""
+    queries = _Queries(db)
     queues = _queues(needs)
     with db.pipeline():
         db.execute(BEGIN)
-        ask.send("clock", _CLOCK)
-        _ask_for_rollouts(ask, needs)
-        _ask_for_spans(ask, [span for need in needs for span in need.spans])
+        queries.send("clock", _CLOCK)
+        _query_rollouts(queries, needs)
+        _query_spans(queries, [span for need in needs for span in need.spans])
         for experiment, limit in queues.items():
             query, params = (_QUEUE_ALL, (limit,)) if experiment is None else (_QUEUE_OF, (experiment, limit))
-            ask.send(f"queue {experiment!r}", query, *params)
-        _ask_for_versions(ask, needs)
+            queries.send(f"queue {experiment!r}", query, *params)
+        _query_versions(queries, needs)
         if keys := [key for need in needs for key in need.documents]:
-            ask.send("documents", _DOCUMENTS, keys)
+            queries.send("documents", _DOCUMENTS, keys)
         if new := sum(need.new for need in needs):
-            ask.send("numbers", _NUMBERS, new)
-        ask.send("xid", _XID)
-    return _read(ask, queues)
+            queries.send("numbers", _NUMBERS, new)
+        queries.send("xid", _XID)
+    return _read(queries, queues)
 
 
-def begin_lapsed(db: Connection) -> tuple[Loaded, list[str]]:
-    """Begin a transaction on overdue attempts that nobody else decides; their ids come longest overdue first."""
+def begin_lapsed(db: Connection) -> tuple[LockedRows, list[str]]:
+    """Begin a transaction on overdue attempts that no other machine has locked; ids are in order of deadline."""
     db.execute(BEGIN)
     ((now, _),) = db.execute(_CLOCK, binary=True).fetchall()
-    loaded = Loaded(now=now)
+    loaded = LockedRows(now=now)
     for row in db.execute(_LOCK_LAPSED, (now,), binary=True).fetchall():
         loaded.put_rollout(row)
     for (data,) in db.execute(_LAPSED, (list(loaded.seqs.values()), now), binary=True).fetchall():
@@ -152,43 +152,43 @@ def begin_lapsed(db: Connection) -> tuple[Loaded, list[str]]:
     return loaded, list(loaded.attempts)
 
 
-def _ask_for_rollouts(ask: _Ask, needs: Sequence[Needs]) -> None:
+def _query_rollouts(queries: _Queries, needs: Sequence[Needs]) -> None:
     claim_ids = {claim_id for need in needs for claim_id in need.claim_ids}
     if names := sorted(claim_ids.union(*(need.locks for need in needs))):
-        ask.send("none", _LOCK_NAMES, names)
+        queries.send("none", _LOCK_NAMES, names)
     if claim_ids:
-        ask.send("claimed", _CLAIMED, list(claim_ids))
+        queries.send("claimed", _CLAIMED, list(claim_ids))
     whole = {rollout_id for need in needs for rollout_id in need.rollout_ids}
     named = {attempt_id for need in needs for attempt_id in need.attempt_ids}
     named |= {span.attempt_id for need in needs for span in need.spans if span.attempt_id}
     locked = whole | {rollout_id_of(attempt_id) for attempt_id in named}
     locked |= {span.rollout_id for need in needs for span in need.spans}
     if locked:
-        ask.send("rollouts", _LOCK_ROLLOUTS, list(locked))
+        queries.send("rollouts", _LOCK_ROLLOUTS, list(locked))
     if whole:
-        ask.send("attempts", _CURRENT, list(whole))
+        queries.send("attempts", _CURRENT, list(whole))
     if named:
         ids = list(named)
-        ask.send("attempts", _NAMED, [rollout_id_of(each) for each in ids], [number_of(each) for each in ids])
+        queries.send("attempts", _NAMED, [rollout_id_of(each) for each in ids], [number_of(each) for each in ids])
 
 
-def _ask_for_spans(ask: _Ask, spans: Sequence[Span]) -> None:
+def _query_spans(queries: _Queries, spans: Sequence[Span]) -> None:
     if not spans:
         return
     where = [(span.rollout_id, number_of(span.attempt_id) if span.attempt_id else 0) for span in spans]
     targets = list(dict.fromkeys(where))
-    ask.send("last", _LAST, [each[0] for each in targets], [each[1] for each in targets])
-    ask.send("kept", _KEPT, [at[0] for at in where], [at[1] for at in where], [span.span_id for span in spans])
+    queries.send("last", _LAST, [each[0] for each in targets], [each[1] for each in targets])
+    queries.send("kept", _KEPT, [at[0] for at in where], [at[1] for at in where], [span.span_id for span in spans])
 
 
-def _ask_for_versions(ask: _Ask, needs: Sequence[Needs]) -> None:
+def _query_versions(queries: _Queries, needs: Sequence[Needs]) -> None:
     versions = [version for need in needs for version in need.versions]
     if versions:
-        ask.send("versions", _VERSIONS, [name for name, _ in versions], [version for _, version in versions])
+        queries.send("versions", _VERSIONS, [name for name, _ in versions], [version for _, version in versions])
 
 
 def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
-    """How many queued rollouts are asked for, by experiment."""
+    """Return the number of queued rollouts that the operations need, by experiment."""
     queues: dict[str | None, int] = {}
     for need in needs:
         if need.queue is not None:
@@ -197,24 +197,24 @@ def _queues(needs: Sequence[Needs]) -> dict[str | None, int]:
     return queues
 
 
-def _read(ask: _Ask, queues: Iterable[str | None]) -> Loaded:
-    ((now, deadline),) = ask.rows("clock")
-    loaded = Loaded(now=now, next_deadline=math.inf if deadline is None else deadline)
-    for row in ask.rows("claimed"):
+def _read(queries: _Queries, queues: Iterable[str | None]) -> LockedRows:
+    ((now, deadline),) = queries.rows("clock")
+    loaded = LockedRows(now=now, next_deadline=math.inf if deadline is None else deadline)
+    for row in queries.rows("claimed"):
         loaded.put_rollout(row[:-1])
         loaded.put_attempt(row[-1])
-    for row in ask.rows("rollouts"):  # after the others: these are locked
+    for row in queries.rows("rollouts"):  # after the claimed ones: these rows are locked and therefore current
         loaded.put_rollout(row)
-    for (data,) in ask.rows("attempts"):
+    for (data,) in queries.rows("attempts"):
         loaded.put_attempt(data)
-    loaded.last = {key: last or 0 for key, last in ask.rows("last")}
-    loaded.kept = {(attempt, span_id) for attempt, span_id in ask.rows("kept")}
+    loaded.last = {key: last or 0 for key, last in queries.rows("last")}
+    loaded.kept = {(attempt, span_id) for attempt, span_id in queries.rows("kept")}
     for experiment in queues:
-        loaded.queues[experiment] = [loaded.put_rollout(row) for row in ask.rows(f"queue {experiment!r}")]
-    loaded.numbers = [number for (number,) in ask.rows("numbers")]
-    for (data,) in ask.rows("versions"):
+        loaded.queues[experiment] = [loaded.put_rollout(row) for row in queries.rows(f"queue {experiment!r}")]
+    loaded.numbers = [number for (number,) in queries.rows("numbers")]
+    for (data,) in queries.rows("versions"):
         version = decode(data, ResourceVersion)
         loaded.versions[version.name, version.version] = version
-    loaded.documents = dict(ask.rows("documents"))
-    ((loaded.xid,),) = ask.rows("xid")
+    loaded.documents = dict(queries.rows("documents"))
+    ((loaded.xid,),) = queries.rows("xid")
     return loaded

@@ -1,4 +1,4 @@
-"""Lists what each operation asks its tables for, so that a transaction can lock and read it in one round trip."""
+"""Derives the rows that an operation needs, so that a transaction can lock and read them in one round trip."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from agl.stores import Work, documents_of
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Everything that an operation will ask its tables for.
+    """The rows that an operation needs.
 
     Attributes:
-        rollout_ids: Rollouts, with their running or deciding attempts.
-        attempt_ids: Attempts, with their rollouts.
-        spans: Spans to be appended.
-        new: Rollouts that may be added.
-        queue: The experiment, or ``None`` for all, and how many of its oldest queued rollouts.
-        claim_ids: Claims whose running attempts are asked for.
-        versions: Resource versions by name and version.
-        documents: Keys of documents; whoever writes them holds the ``locks``.
+        rollout_ids: Rollouts to load with their running or deciding attempts.
+        attempt_ids: Attempts to load with their rollouts.
+        spans: Spans to append.
+        new: Largest number of rollouts to add.
+        queue: The experiment, or ``None`` for all, and the number of its oldest queued rollouts to load.
+        claim_ids: Claims whose running attempts to load.
+        versions: Resource versions to load, by name and version.
+        documents: Keys of documents to load; a writer of these holds the ``locks``.
     """
 
     rollout_ids: Sequence[str] = ()
@@ -36,7 +36,7 @@ class Needs:
 
 
 def needs_of(work: Work[Any]) -> Needs:
-    """The needs of an operation; none for those that only write."""
+    """Return the rows that an operation needs; none for operations that only write."""
     find = _NEEDS.get(work.act.__name__)
     return Needs() if find is None else find(*work.args, **work.kwargs)
 

@@ -1,4 +1,4 @@
-"""Registers the store; imports nothing of it."""
+"""Registers the PostgreSQL store by import path, without importing it."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from agl import StoreEntry, hookimpl
 
 @hookimpl
 def agl_stores() -> Iterable[StoreEntry]:
-    """One store under both schemes that PostgreSQL's own programs take."""
+    """Registers the store under both URL schemes of PostgreSQL's own programs."""
     for scheme in ("postgresql", "postgres"):
         yield StoreEntry(
             name=scheme,

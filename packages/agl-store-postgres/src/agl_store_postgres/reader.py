@@ -1,4 +1,4 @@
-"""Transactions that read: what waits together in one, on a snapshot, in any of a few threads."""
+"""Runs reads: those that wait together share one transaction, on a snapshot, in one of a few threads."""
 
 import threading
 import time
@@ -10,10 +10,10 @@ import psycopg
 from agl.errors import AglError
 from agl.stores import Reads
 from agl_store_postgres._reads import PostgresReads
+from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_lost
-from agl_store_postgres.links import RESTART_WAIT_S, Connection, Link
 from agl_store_postgres.loading import NOW
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 
 Look: TypeAlias = Callable[[Reads], Any]
 
@@ -22,60 +22,60 @@ _IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'runni
 
 
 class OverdueError(Exception):
-    """An attempt's deadline has come and is not decided; the read did not take place."""
+    """The read must wait: an attempt is past its deadline and the writer has not decided it."""
 
 
-class Unchecked:
-    """A read that takes place whatever is overdue."""
+class UncheckedRead:
+    """A read that is answered even while attempts are overdue."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
 
     def __call__(self, reads: Reads) -> Any:
-        """The read's answer."""
+        """Return the answer of the read."""
         return self._look(reads)
 
 
-class Reader:
-    """Does batches of reads on connections of its own, one for each thread that calls it."""
+class BatchReader:
+    """Runs batches of reads, on one connection of its own per calling thread."""
 
-    def __init__(self, target: Target, *, stopping: threading.Event) -> None:
+    def __init__(self, target: DatabaseTarget, *, stopping: threading.Event) -> None:
         self._target = target
         self._stopping = stopping
         self._local = threading.local()
-        self._links: list[Link] = []
+        self._connections: list[ThreadConnection] = []
 
     def close(self) -> None:
         """Close the connections."""
-        while self._links:
-            self._links.pop().drop()
+        while self._connections:
+            self._connections.pop().drop()
 
     def __call__(self, looks: Sequence[Look]) -> Sequence[Any]:
-        """The answers, :class:`OverdueError` for reads that have to wait for the writer."""
-        link = self._link()
+        """Return the answers; :class:`OverdueError` for reads that have to wait for the writer."""
+        connection = self._connection()
         end = time.monotonic() + RESTART_WAIT_S
         while True:
-            db = link.open()
+            db = connection.open()
             try:
                 return _read_all(db, looks)
             except psycopg.Error as error:
                 if not is_lost(error, db):
                     db.rollback()
                     raise
-                link.drop()
+                connection.drop()
                 if time.monotonic() > end:
                     raise
 
-    def _link(self) -> Link:
-        link: Link | None = getattr(self._local, "link", None)
-        if link is None:
-            link = self._local.link = Link(self._target, stopping=self._stopping)
-            self._links.append(link)
-        return link
+    def _connection(self) -> ThreadConnection:
+        connection: ThreadConnection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = self._local.connection = ThreadConnection(self._target, stopping=self._stopping)
+            self._connections.append(connection)
+        return connection
 
 
 def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
-    """All answers. The transaction begins with the first query that waits for rows."""
+    """Return all answers from one transaction, which begins with the first query that waits for rows."""
     with db.pipeline():
         db.execute(_BEGIN)
         cursor = db.execute(_IS_OVERDUE)
@@ -85,7 +85,8 @@ def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
     if not is_overdue:
         return answers
     return [
-        answer if isinstance(look, Unchecked) else OverdueError() for look, answer in zip(looks, answers, strict=True)
+        answer if isinstance(look, UncheckedRead) else OverdueError()
+        for look, answer in zip(looks, answers, strict=True)
     ]
 
 

@@ -1,9 +1,9 @@
 """``postgresql://user@host/database``: one schema of a PostgreSQL database, for many machines at once.
 
-Every write is acknowledged after its commit. A store object has one thread that writes, on one connection, and commits
-whatever waits together; a few that read, each on its own; and, once somebody waits, one that listens. Who waits, on
-any machine, is woken by the commit. Leases and time limits go by the server's clock, so the machines' clocks do not
-matter. A server that goes away in between is waited for, about half a minute.
+Every write is acknowledged after its commit. A store object has one thread that writes and commits all waiting work
+together, a few threads that read, and one that listens for changes once a caller waits; each has its own connection.
+A commit wakes waiting callers on every machine. Leases and time limits use the server's clock, so the machines' clocks
+do not matter. If the server goes away, the store waits for it for about half a minute.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ import psycopg
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
 from agl_run.sql import Batches
+from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
-from agl_store_postgres.links import START_WAIT_S, Connection, closed_here, connect, wait_for
-from agl_store_postgres.reader import OverdueError, Reader, Unchecked
-from agl_store_postgres.urls import Target, target_of
-from agl_store_postgres.watch import Watch
-from agl_store_postgres.writer import Writer
+from agl_store_postgres.listener import ChangeListener
+from agl_store_postgres.reader import BatchReader, OverdueError, UncheckedRead
+from agl_store_postgres.urls import DatabaseTarget, target_of
+from agl_store_postgres.writer import BatchWriter
 
 T = TypeVar("T")
 
@@ -35,14 +35,14 @@ class PostgresStore(TableStore):
     It may be used from several threads and event loops at once. A forked process must open its own.
 
     Args:
-        url: ``postgresql://user:password@host:port/database`` as libpq takes it, with all of libpq's options, and with
-            ``schema`` (default ``agl``), which is created if it is missing, and ``readers`` (default 4), the
-            connections that read at most.
+        url: ``postgresql://user:password@host:port/database`` as libpq reads it, with all of libpq's options. Two more
+            options are ``schema`` (default ``agl``), created if it is missing, and ``readers`` (default 4), the most
+            connections for reads.
 
     Raises:
         ConfigError: The URL cannot be read.
         SchemaVersionError: A newer release wrote the schema.
-        StoreError: The database cannot be used; the message says why and what to do, and shows no password.
+        StoreError: The database cannot be used; the message gives reason and remedy, and no password.
     """
 
     def __init__(self, url: str) -> None:
@@ -50,21 +50,21 @@ class PostgresStore(TableStore):
 
 
 class _Postgres:
-    """See :class:`agl.stores.Backend`."""
+    """Implements :class:`agl.stores.Backend`."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: DatabaseTarget) -> None:
         self.shown_url = target.shown
         self._target = target
         self._pid = os.getpid()
         self._stopping = threading.Event()
         connection, feed = _open(target)
         told = partial(explain, shown=target.shown)
-        self._write = Writer(target, connection=connection, feed=feed, stopping=self._stopping)
+        self._write = BatchWriter(target, connection=connection, feed=feed, stopping=self._stopping)
         self._writer = Batches(self._write, shown_url=target.shown, explain=told)
-        self._read = Reader(target, stopping=self._stopping)
+        self._read = BatchReader(target, stopping=self._stopping)
         self._reader = Batches(self._read, shown_url=target.shown, explain=told, threads=target.readers)
         self.queued, self.changed = WakeUp(on_wait=self._on_wait), WakeUp(on_wait=self._on_wait)
-        self._watch = Watch(target, feed=feed, wake_ups=(self.queued, self.changed), expire=self._expire)
+        self._listener = ChangeListener(target, feed=feed, wake_ups=(self.queued, self.changed), expire=self._expire)
 
     async def write(self, work: Work[T]) -> T:
         self._check_process()
@@ -75,8 +75,8 @@ class _Postgres:
         try:
             return await self._reader.run(look)
         except OverdueError:
-            await self._writer.run(Work(act=_nothing))
-        return await self._reader.run(Unchecked(look))  # another machine may be deciding them just now
+            await self._writer.run(Work(act=_do_nothing))
+        return await self._reader.run(UncheckedRead(look))  # another machine may be deciding them just now
 
     async def close(self) -> None:
         if os.getpid() == self._pid:
@@ -88,28 +88,28 @@ class _Postgres:
         self._write.close()
         self._reader.close()
         self._read.close()
-        self._watch.close()
+        self._listener.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
-            raise closed_here(self._target)
+            raise forked_error(self._target)
 
     def _on_wait(self) -> float:
-        self._watch.start()
+        self._listener.start()
         return math.inf
 
     def _expire(self) -> None:
-        """Overdue attempts are decided before any work."""
-        self._writer.submit(Work(act=_nothing))
+        """Submit empty work: the writer decides overdue attempts before any work."""
+        self._writer.submit(Work(act=_do_nothing))
 
 
-def _nothing(_: Tables) -> None:
-    """No operation."""
+def _do_nothing(_: Tables) -> None:
+    """Do nothing; the transaction around it still decides overdue attempts."""
 
 
-def _open(target: Target) -> tuple[Connection, int]:
-    """The first connection and the number of the store's feed, once the tables are there."""
-    connection = wait_for(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
+def _open(target: DatabaseTarget) -> tuple[Connection, int]:
+    """Open the first connection and prepare the tables; returns it with the number of the store's feed."""
+    connection = connect_in_time(lambda: connect(target), target, threading.Event(), limit_s=START_WAIT_S)
     try:
         return connection, prepare(connection, target)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The store's URL: what of it is PostgreSQL's, what is the store's own, and how it is shown without its password."""
+"""Parses the store's URL into libpq's options and the store's own, and shows it without its password."""
 
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, urlencode
@@ -19,20 +19,20 @@ CONNECTION_DEFAULTS: dict[str, str] = {
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
-"""So that a server that vanished is noticed within a minute; the URL may say otherwise."""
+"""Defaults with which a vanished server is noticed within a minute; the URL may override them."""
 
 _EXAMPLE = "postgresql://USER@HOST:5432/DATABASE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
-    """Where a store lives.
+class DatabaseTarget:
+    """The database and schema of a store.
 
     Attributes:
-        conninfo: What libpq gets; holds the password if the URL does, and is never shown.
+        conninfo: Connection string for libpq; may hold the password, and is never shown.
         shown: The URL for messages: user, host, port, database and schema.
         schema: The schema that holds the store's tables.
-        readers: Connections that read, at most.
+        readers: Largest number of connections for reads.
     """
 
     conninfo: str = field(repr=False)
@@ -41,13 +41,13 @@ class Target:
     readers: int
 
 
-def target_of(url: str) -> Target:
-    """The target that a URL names.
+def target_of(url: str) -> DatabaseTarget:
+    """Parse the URL of a store.
 
-    ``schema`` and ``readers`` are the store's own options; every other one goes to libpq as it stands.
+    ``schema`` and ``readers`` are the store's own options; all others are passed to libpq unchanged.
 
     Raises:
-        ConfigError: It is no such URL, or has an option that nobody knows; the message never shows a password.
+        ConfigError: The URL is invalid or has an unknown option; the message never shows a password.
     """
     base, _, query = url.partition("?")
     scheme = base.partition("://")[0]
@@ -62,7 +62,7 @@ def target_of(url: str) -> Target:
             passed.append((key, value))
     parts = _parts(f"{base}?{urlencode(passed, quote_via=quote)}")
     conninfo = make_conninfo("", **{**CONNECTION_DEFAULTS, **parts})
-    return Target(
+    return DatabaseTarget(
         conninfo=conninfo,
         shown=_shown(parts, own["schema"]),
         schema=_schema(own["schema"]),
@@ -92,8 +92,8 @@ def _shown(parts: dict[str, str], schema: str) -> str:
 def _schema(name: str) -> str:
     if not name or len(name.encode()) > 63 or "\x00" in name or name.startswith("pg_"):
         raise ConfigError(
-            f"schema = {name[:80]!r} in the store's URL is no name of a PostgreSQL schema; "
-            "it has 1 to 63 bytes and does not begin with pg_"
+            f"schema = {name[:80]!r} in the store's URL is not a valid schema name; "
+            "use 1 to 63 bytes, and do not begin with pg_"
         )
     return name
 

@@ -1,8 +1,8 @@
-"""The second half of a transaction: everything that its operations changed, and the commit, in one round trip or two.
+"""Ends a transaction: writes all changes of its operations and commits them, in one or two round trips.
 
-The change feed is totally ordered because cursors are taken last, under one lock that PostgreSQL releases after the
-commit became visible: whoever sees a cursor sees every smaller one. Statement, commit and release are sent together,
-so no machine holds that lock while it waits for the network.
+The change feed has one total order: cursors are taken last, under one lock that PostgreSQL releases after the commit
+is visible, so a reader that sees a cursor sees all smaller ones. Statement, commit and release are sent together, so
+no machine holds the lock while it waits for the network.
 """
 
 import math
@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 
 from agl.schemas import Rollout, encode
 from agl_run.sql import ATTEMPT_BITS, progress_row
-from agl_store_postgres.links import Connection
+from agl_store_postgres.connections import Connection
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
 AttemptRow: TypeAlias = tuple[str, str, float, bytes]
 FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
 
 _FEED_LOCK = 0x41474C00 << 32
-"""Above the object number of the schema's feed: one lock for each store in a database."""
+"""The upper half of the lock's number; the lower half is the feed's object number, so each store has its own lock."""
 
 _ADD_ROLLOUTS = (
     b"COPY rollouts (seq, rollout_id, experiment, mode, group_id, status, stage, attempts, attempt, started_at, "
@@ -61,7 +61,7 @@ _REMOVE = tuple(
     for statement in (
         "DELETE FROM spans s USING SEQS WHERE s.attempt >= v.seq << BITS AND s.attempt < (v.seq + 1) << BITS",
         "DELETE FROM attempts a USING SEQS WHERE a.id >= v.seq << BITS AND a.id < (v.seq + 1) << BITS",
-        # so that cursors never go back
+        # keep the newest cursor, so that cursors never decrease
         "UPDATE changes SET attempt = NULL, kind = 'gone' FROM SEQS "
         "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt >> BITS = v.seq",
         "DELETE FROM changes c USING SEQS WHERE c.attempt >= v.seq << BITS AND c.attempt < (v.seq + 1) << BITS",
@@ -76,13 +76,13 @@ class Changes:
 
     Attributes:
         added: New rollouts with their numbers.
-        rollouts: Known rollouts as they are now, by number.
-        attempts: Attempts as they are now, by number; ``None`` for one to remove.
-        documents: Documents as they are now, by key; ``None`` for one to remove.
+        rollouts: Changed rollouts, by number.
+        attempts: Changed attempts, by number; ``None`` removes one.
+        documents: Changed documents, by key; ``None`` removes one.
         feed: New entries of the change feed, in order.
-        removed: Numbers of rollouts to remove with all they have.
-        has_queued: A rollout was queued, so that waiting claims must look.
-        soonest: The earliest deadline that was set; infinity for none.
+        removed: Numbers of rollouts to remove with their attempts, spans and changes.
+        has_queued: Whether a rollout was queued, so that waiting claims must look.
+        soonest: The earliest deadline that was set; infinity if none was.
     """
 
     added: list[tuple[int, Rollout]] = field(default_factory=list[tuple[int, Rollout]])
@@ -101,12 +101,12 @@ class Changes:
 
     @property
     def is_heard(self) -> bool:
-        """True if a caller that waits may wait for this."""
+        """Whether waiting callers need a message about these changes."""
         return bool(self.feed) or self.has_queued or self.soonest < math.inf
 
 
 def commit(db: Connection, changes: Changes, *, feed: int) -> None:
-    """Write everything and commit; raises what psycopg raises."""
+    """Write all changes and commit; psycopg's errors pass through."""
     if changes.added:
         _copy(db, _ADD_ROLLOUTS, _ROLLOUT_TYPES, [_new_row(seq, rollout) for seq, rollout in changes.added])
     if changes.spans:
@@ -116,7 +116,7 @@ def commit(db: Connection, changes: Changes, *, feed: int) -> None:
         if changes.feed:
             db.execute(b"SELECT pg_advisory_xact_lock(%s::bigint)", (_FEED_LOCK | feed,))
             db.execute(_ADD_CHANGES, _columns(changes.feed))
-        for statement in _REMOVE if changes.removed else ():  # last, whatever else was written of these rollouts
+        for statement in _REMOVE if changes.removed else ():  # last, because other changes may concern these rollouts
             db.execute(statement, (changes.removed,))
         if changes.is_heard:
             db.execute(b"SELECT pg_notify(%s, %s)", (channel_of(feed), _message(changes)))
@@ -124,12 +124,12 @@ def commit(db: Connection, changes: Changes, *, feed: int) -> None:
 
 
 def channel_of(feed: int) -> str:
-    """The channel on which a store's changes are made known."""
+    """Return the channel on which a store announces its changes."""
     return f"agl_{feed}"
 
 
 def read_message(message: str) -> tuple[bool, bool, float]:
-    """Whether rollouts were queued, whether the feed grew, and the earliest deadline that was set."""
+    """Parse a message: if rollouts were queued, if the feed grew, and the earliest deadline that was set."""
     flags, _, soonest = message.partition(" ")
     return "q" in flags, "f" in flags, float(soonest)
 
@@ -164,7 +164,7 @@ def _copy(db: Connection, statement: bytes, types: Sequence[str], rows: Sequence
 
 
 def _columns(rows: Sequence[tuple[Any, ...]], *, width: int = 0) -> list[list[Any]]:
-    """Rows as columns; ``width`` empty ones when there are none."""
+    """Return rows as columns; ``width`` empty columns if there are no rows."""
     return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]
 
 

@@ -1,7 +1,7 @@
-"""Real rollouts of a framework's agent against the scripted server, for tests of adapters.
+"""Runs a framework's agent in real rollouts against the scripted server, for tests of adapters.
 
-An agent runs under the ``async`` runner with the tracer under test, its calls recorded in the process or by the
-gateway. What comes back is what was recorded; :func:`check_rollouts` holds it against what the server saw.
+The agent runs under the ``async`` runner with the tracer under test; its calls are recorded in the process or by the
+gateway. :func:`play` returns the records, and :func:`check_rollouts` compares them with the calls that the server saw.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from agl_testing.model_server import RecordedCall, ScriptedModelServer, decode
 SECRET = b"the secret of the adapters' tests"
 MODEL = "scripted"
 ANYBODY = "(?s).+"
-"""A pattern that claims every named caller: with it the wire hook says who makes each call."""
+"""A pattern that matches every named caller, so that the wire hook sends the names with each call."""
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout as it was recorded: its outcome, every span, and the transitions that are built from them."""
+    """The record of one rollout: its outcome, every span, and the episode that is built from them."""
 
     rollout: Rollout
     attempt: Attempt
@@ -55,21 +55,21 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed_calls(self) -> list[Span]:
-        """The spans of model calls that were not answered, or with an error."""
+        """The spans of model calls that got no answer or an error."""
         return [span for span in self.spans if span.call is not None and span.call.error]
 
     @property
     def agents(self) -> list[str]:
-        """Who made the answered calls, in order of time."""
+        """Names of the agents that made the answered calls, in order of time."""
         answered = {span.span_id for span in self.calls}
         return [item.agent for item in self.episode.transitions if item.span_id in answered]
 
     def named(self, name: str) -> list[Span]:
-        """The spans of that name."""
+        """Return the spans of that name."""
         return [span for span in self.spans if span.name == name]
 
     def path_of(self, span: Span) -> list[str]:
-        """Names of the spans around ``span``, outermost first, itself included, the root left out."""
+        """Return the names of the spans around ``span`` and its own, outermost first, without the root."""
         by_id = {item.span_id: item for item in self.spans}
         names: list[str] = []
         found: Span | None = span
@@ -94,10 +94,10 @@ def play(
     Args:
         agent: A function of ``task`` and ``llm``, or its import path.
         tasks: One per rollout.
-        server: What the agent's model calls reach.
-        tracers: In the order in which they are asked for the current span.
-        gateway: An :class:`agl.contracts.Gateway` that is not started; ``None`` to record calls in the process.
-        folder: Where an import path is found.
+        server: The server that answers the agent's model calls.
+        tracers: Tracers, in the order in which they are asked for the current span.
+        gateway: An :class:`agl.contracts.Gateway` that is not started; ``None`` records calls in the process.
+        folder: Folder to import the agent from.
         timeout_s: Time limit of each rollout.
     """
     return asyncio.run(_play(agent, tasks, server, tracers, gateway, folder, timeout_s))
@@ -169,9 +169,9 @@ async def _one(runner: AsyncRunner, store: Store, gateway: Any, rollout: Rollout
 
 
 def check_rollouts(played: Sequence[Played], server: ScriptedModelServer, *, marker: str = "marker") -> None:
-    """No call lost, none in the wrong rollout, ids those of the server, one tree each, nothing left open.
+    """Check that every call is in the right rollout with the server's ids, in one tree of spans that are all closed.
 
-    ``marker`` is the key of each task whose text the prompts of this rollout, and of no other, contain.
+    ``marker`` is the key of a text in each task that only the prompts of its own rollout contain.
     """
     answered = [call for call in server.calls if call.status == 200]
     recorded = [span for item in played for span in item.calls]
@@ -186,9 +186,9 @@ def check_rollouts(played: Sequence[Played], server: ScriptedModelServer, *, mar
 
 
 def check_callers(spans: Sequence[Span]) -> None:
-    """The names that were known when each call left are those that the recorded spans show.
+    """Check that the names sent with each call equal those around its recorded span.
 
-    The calls' policy has ``agents`` set to :data:`ANYBODY`.
+    The policy of the calls has ``agents`` set to :data:`ANYBODY`.
     """
     enclosing = Enclosing(spans)
     for span in spans:
@@ -197,7 +197,7 @@ def check_callers(spans: Sequence[Span]) -> None:
 
 
 def check_selection(episode: Episode, spans: Sequence[Span]) -> None:
-    """Tracer and recording saw the same calls, and each agent can be selected by its name."""
+    """Check that tracer and recording saw the same calls, and that each agent can be selected by its name."""
     assert ((), ()) == (episode.unseen, episode.unattributed)
     for agent in {call.agent for call in episode.transitions} - {""}:
         pattern = f"^{re.escape(agent)}$"
@@ -222,7 +222,7 @@ def _recorded_ids(span: Span) -> tuple[list[int], list[int]]:
 
 
 def _sent_ids(call: RecordedCall) -> tuple[list[int], list[int]]:
-    """The ids in the response's own bytes: of a body, or of all events of a stream."""
+    """Read the ids from the response's bytes: a body, or all events of a stream."""
     text = call.sent.decode()
     if not text.startswith(("data:", "event:")):
         return _ids_of([json.loads(text)])

@@ -1,7 +1,7 @@
-"""A process that works on a store until it is killed, or until the queue is empty.
+"""A child process that works on a store until it is killed, or until the queue is empty.
 
-``python -m agl_testing.stores.victim FACTORY URL REPORT write|drain``: after every write that the store
-acknowledged it appends a line to REPORT, so that a test can compare what was promised with what is there.
+``python -m agl_testing.stores.victim FACTORY URL REPORT write|drain`` appends a line to REPORT after every acknowledged
+write, so a test can compare the acknowledged writes with the stored ones.
 """
 
 import asyncio

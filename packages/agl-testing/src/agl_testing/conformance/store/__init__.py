@@ -51,10 +51,10 @@ class StoreConformance(
 
     @pytest.fixture
     def locate(self) -> Callable[[str], StoreLocation]:
-        """Gives a fresh, empty location for a name, another one for another name; the one fixture to override."""
+        """Return a function from a name to a fresh, empty location of that name; the one fixture to override."""
         raise NotImplementedError("override the fixture 'locate' with the store under test")
 
     @pytest.fixture
     def location(self, locate: Callable[[str], StoreLocation]) -> StoreLocation:
-        """The location that most tests need."""
+        """The location of tests that need only one."""
         return locate("store")

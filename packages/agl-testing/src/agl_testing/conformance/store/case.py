@@ -1,4 +1,4 @@
-"""How a test method of the store's classes gets its store."""
+"""Opens the store for the test methods of the store's conformance classes."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from agl_testing.stores.location import StoreLocation
 
 
 def store_test(test: Callable[[Any, Store], Awaitable[None]]) -> Callable[[Any, StoreLocation], None]:
-    """Make a test method out of a coroutine that gets an open store; the store is closed after it."""
+    """Turn a coroutine that takes an open store into a test method; it opens the store and closes it afterwards."""
 
     async def body(case: Any, location: StoreLocation) -> None:
         store = location.open()

@@ -1,4 +1,4 @@
-"""No operation costs more because the store is larger: a store that looks through all it has is found out."""
+"""Tests that no operation takes longer in a larger store, which finds stores that scan their contents."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -16,19 +16,19 @@ from agl_testing.stores.location import StoreLocation
 from agl_testing.stores.samples import make_rollout, make_span, outcome_of
 
 ROLLOUTS = 20_000
-"""Rollouts of the large store, each with an attempt, a span and four changes; and a quarter as many of all else."""
+"""Rollouts of the large store, each with an attempt, a span and four changes; other records are a quarter as many."""
 
 ROUNDS = 15
-"""Both stores are measured in turn, so that a busy machine slows them alike, and medians are compared."""
+"""Measurements per store. They alternate, so a busy machine slows both stores alike; medians are compared."""
 
 TRIES = 3
-"""A store that scans is slow every time; a machine that has a fit is not."""
+"""Repetitions of the comparison: a store that scans is slow every time, a busy machine is not."""
 
 MOST = 4.0
-"""How many times longer an operation may take in the large store, whose trees are deeper, ..."""
+"""Allowed factor between the times in the large and the small store, because larger trees are deeper."""
 
 SLACK_S = 0.0003
-"""... and by how much besides, because clocks and caches are what they are."""
+"""Seconds allowed on top of the factor, for noise of clocks and caches."""
 
 _numbers = count(1)
 
@@ -36,7 +36,7 @@ Times = dict[str, list[float]]
 
 
 class CostTests:
-    """The one class of tests that needs two stores."""
+    """Tests of the cost of operations, on a small and a large store."""
 
     def test_no_operation_costs_more_in_a_large_store(self, locate: Callable[[str], StoreLocation]) -> None:
         places = locate("small"), locate("large")
@@ -67,7 +67,7 @@ async def _opened(location: StoreLocation) -> AsyncGenerator[Store]:
 
 
 def _compare(times: tuple[Times, Times]) -> dict[str, str]:
-    """The operations that cost more in the large store, with what they took."""
+    """Return the operations that cost more in the large store, with both times in words."""
     small, large = ({name: statistics.median(taken) for name, taken in part.items()} for part in times)
     return {
         name: f"{small[name] * 1e3:.2f} ms in a small store, {large[name] * 1e3:.2f} ms in a large one"
@@ -85,7 +85,7 @@ async def _measure(small: Store, large: Store) -> tuple[Times, Times]:
 
 
 async def _round(store: Store, times: Times) -> None:
-    """Every operation once, with answers that are as large in any store."""
+    """Run every operation once, with answers of the same size in both stores."""
 
     async def timed(name: str, work: Awaitable[object]) -> None:
         begin = time.perf_counter()
@@ -147,7 +147,7 @@ async def _fill(store: Store) -> None:
 
 
 async def _prepare(store: Store) -> None:
-    """Fill in the data that both stores have of their own."""
+    """Write the records that both stores have."""
     await store.publish([_version("mine", "v0"), _version("mine", "v1")])
     await store.save_state({"mine/other": b"1"}, experiment=ExperimentRecord(name="mine"))
     await store.enqueue([make_rollout(experiment="idle") for _ in range(3)])

@@ -1,4 +1,4 @@
-"""Tests of a restart, ``kill -9``, several processes on one store, and releases of other versions."""
+"""Tests that data survives a restart, ``kill -9``, several processes on one store, and changes of release."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -21,7 +21,7 @@ from agl_testing.stores.location import Acknowledged, StoreLocation
 from agl_testing.stores.samples import VICTIM, finish_one, make_rollout, make_span, outcome_of, start_one
 
 KILLS = 12
-"""How often the kill test kills; each kill costs about half a second."""
+"""Number of kills in the kill test; each costs about half a second."""
 
 
 class DurabilityTests:
@@ -34,19 +34,19 @@ class DurabilityTests:
     """Several processes may have the location open at once."""
 
     has_schema_version: ClassVar[bool] = True
-    """The location carries a schema version; then :meth:`set_schema_version` must be written."""
+    """The location carries a schema version; requires :meth:`set_schema_version`."""
 
     has_older_schema: ClassVar[bool] = True
-    """An older release wrote another schema; then :meth:`make_older` must be written."""
+    """An older release wrote another schema; requires :meth:`make_older`."""
 
     def set_schema_version(self, location: StoreLocation, version: int) -> None:
-        """Make the data at ``location`` look as if a release with schema ``version`` had written it."""
+        """Change the schema version of the data at ``location`` to ``version``."""
         raise NotImplementedError(f"write set_schema_version for {location.factory}, or lower has_schema_version")
 
     def make_older(self, location: StoreLocation) -> None:
-        """Turn the data at ``location`` into what an older release would have written."""
+        """Turn the data at ``location`` into the form that an older release wrote."""
         raise NotImplementedError(
-            f"write make_older for {location.factory}, or lower has_older_schema while there was no other schema"
+            f"write make_older for {location.factory}, or lower has_older_schema if no release had another schema"
         )
 
     def test_reopened_store_has_everything(self, location: StoreLocation) -> None:
@@ -182,7 +182,7 @@ class DurabilityTests:
 
 
 async def _fill(location: StoreLocation) -> list[object]:
-    """Write a little of everything; returns what is there then."""
+    """Write records of every kind; returns the contents of the store."""
     store = location.open()
     await finish_one(store, spans=2)
     claim = await start_one(store, make_rollout(experiment="e"))

@@ -1,4 +1,4 @@
-"""States of algorithms, the ledger of what they trained on, the list of experiments, and presence."""
+"""Tests of algorithm states, the ledger of trained rollouts, the list of experiments, and presence."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -25,7 +25,7 @@ STRANGE = (
     "x" * 10_000,
     "",
 )
-"""Texts that are no good names and may be ids all the same."""
+"""Unusual texts that are still allowed as ids."""
 
 HUGE = 32 * 1024 * 1024
 """Bytes of a state."""
@@ -36,7 +36,7 @@ def _trained(step: int, *ids: str, experiment: str = "e", run: int = 1, algorith
 
 
 class ExperimentTests:
-    """Tests of the data of experiments, and of their members."""
+    """Tests of the records and the members of an experiment."""
 
     @store_test
     async def test_states_are_replaced_found_by_prefix_and_deleted_when_empty(self, store: Store) -> None:
@@ -127,7 +127,7 @@ class ExperimentTests:
 
 
 async def _use(store: Store, text: str) -> bool:
-    """Use a text as every kind of id; false where the store refuses it with an error of ours and keeps nothing."""
+    """Use a text as every kind of id; returns false if the store refuses it with an agl error and keeps nothing."""
     rollout_id = f"ro {text}"
     try:
         await store.save_state(

@@ -1,4 +1,4 @@
-"""Leases, time limits, fencing and waiting: what happens when workers are slow, gone or many."""
+"""Tests of leases, time limits, fencing and waiting, with slow, lost and many workers."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -28,11 +28,11 @@ SHORT_S = 0.3
 """A lease or time limit that lapses within the test."""
 
 WAKE_UP_S = 0.05
-"""Median seconds from a write to the end of a wait for it, within one store object: too short for polling."""
+"""Limit on the median seconds from a write to the end of a wait for it in one store object; too short for polling."""
 
 
 class LeaseTests:
-    """Liveness comes from leases, and order from fencing."""
+    """Tests that leases detect lost workers and fencing keeps their late writes out."""
 
     @store_test
     async def test_lapsed_lease_gives_the_rollout_to_a_waiting_worker(self, store: Store) -> None:

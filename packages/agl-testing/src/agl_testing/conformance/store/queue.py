@@ -1,4 +1,4 @@
-"""Enqueueing, claiming, finishing, retrying, cancelling and listing rollouts."""
+"""Tests of enqueueing, claiming, finishing, retrying, cancelling and listing rollouts."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -24,7 +24,7 @@ from agl_testing.stores.samples import (
 
 
 class QueueTests:
-    """The way of a rollout from queued to its end."""
+    """Tests of a rollout's way from the queue to its end."""
 
     @store_test
     async def test_enqueue_returns_rollouts_as_stored_in_order(self, store: Store) -> None:

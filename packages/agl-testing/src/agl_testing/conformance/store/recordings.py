@@ -1,4 +1,4 @@
-"""Rollouts with their attempts and spans, many at once."""
+"""Tests of reading many rollouts with their attempts and spans at once."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -22,7 +22,7 @@ from agl_testing.stores.samples import (
 
 
 async def _finish_twice(store: Store) -> Rollout:
-    """A rollout that failed once and succeeded then, with spans of both attempts and one of neither."""
+    """Run a rollout that fails, then succeeds, with spans of both attempts and one without an attempt."""
     first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS))
     await store.finish([outcome_of(first, "failed", spans=[make_span(first, name="one")])])
     second = await claim_one(store)
@@ -33,7 +33,7 @@ async def _finish_twice(store: Store) -> Rollout:
 
 
 class RecordingTests:
-    """Reading what episodes are built from."""
+    """Tests of reading the records that episodes are built from."""
 
     @store_test
     async def test_recordings_are_what_the_single_reads_give(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Resource versions with their labels and scores, metrics and retention."""
+"""Tests of resource versions with their labels and scores, of metrics and of retention."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -18,7 +18,7 @@ def _version(version: str, *, name: str = "prompt", text: str = "") -> ResourceV
 
 
 class ResourceTests:
-    """Tests of versions, labels and scores."""
+    """Tests of the records that algorithms publish and keep."""
 
     @store_test
     async def test_newest_version_is_the_default_and_every_version_stays(self, store: Store) -> None:

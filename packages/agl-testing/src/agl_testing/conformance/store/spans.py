@@ -1,4 +1,4 @@
-"""Spans and the change feed: everything that was recorded comes back, once, in order."""
+"""Tests of spans and the change feed: each record comes back once and in order."""
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
@@ -29,7 +29,7 @@ from agl_testing.stores.samples import (
 
 
 class SpanTests:
-    """Appending and reading spans."""
+    """Tests of appending and reading spans."""
 
     @store_test
     async def test_spans_come_back_in_order_with_every_field(self, store: Store) -> None:
@@ -130,7 +130,7 @@ class SpanTests:
 
 
 class FeedTests:
-    """The ordered change feed."""
+    """Tests of the ordered change feed."""
 
     @store_test
     async def test_feed_tells_a_rollouts_life_in_order(self, store: Store) -> None:
@@ -184,7 +184,7 @@ class FeedTests:
 
 
 def _conversations(claim: Claim, draw: random.Random) -> list[Span]:
-    """Calls whose prompts extend, fork from, nearly continue or ignore earlier ones, interleaved."""
+    """Create interleaved calls whose prompts extend, fork from, nearly continue or ignore earlier ones."""
     histories: list[list[int]] = [[draw.randrange(1000) for _ in range(40)] for _ in range(3)]
     spans: list[Span] = []
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Connections: how one is opened, and how it is opened again, for a limited time, after the server went away."""
+"""Opens connections, and reopens them for a limited time after the server went away."""
 
 import threading
 import time
@@ -10,31 +10,31 @@ from psycopg import sql
 
 from agl.errors import StoreError
 from agl_store_postgres.faults import explain, is_passing
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 
 Connection: TypeAlias = psycopg.Connection[tuple[Any, ...]]
 
 START_WAIT_S = 4.0
-"""How long to wait for a server that never answered."""
+"""Seconds to wait for a server that never answered."""
 
 RESTART_WAIT_S = 30.0
-"""How long to wait for a server that did answer, and may be starting again."""
+"""Seconds to wait for a server that has answered before and may be restarting."""
 
 _DELAYS_S = (0.05, 0.2, 0.5, 1.0)
 
 _SETTINGS: dict[str, str] = {
     "lock_timeout": "30s",
-    "idle_in_transaction_session_timeout": "30s",  # a machine that froze in mid-transaction holds up no other
+    "idle_in_transaction_session_timeout": "30s",  # a machine that freezes in a transaction must not block others
     "jit": "off",
-    # Every statement goes through an index; tables that grew since they were analysed must not mislead the planner.
+    # Every statement has an index to use; statistics that are out of date must not mislead the planner.
     "enable_seqscan": "off",
     "enable_hashjoin": "off",
     "enable_mergejoin": "off",
 }
 
 
-def connect(target: Target) -> Connection:
-    """A connection that sees the store's schema and commits durably; raises what psycopg raises."""
+def connect(target: DatabaseTarget) -> Connection:
+    """Open a connection that sees the store's schema and commits durably; psycopg's errors pass through."""
     connection = psycopg.connect(target.conninfo, autocommit=True)
     try:
         settings = {"search_path": sql.Identifier(target.schema).as_string(connection), **_SETTINGS}
@@ -51,42 +51,44 @@ def connect(target: Target) -> Connection:
     return connection
 
 
-class Link:
-    """One connection for one thread of an open store, opened when it is needed.
+class ThreadConnection:
+    """The connection of one thread of an open store, opened on demand.
 
     Args:
-        stopping: Set when the store is closed; nobody waits for a server then.
+        stopping: Set when the store is closed; ends every wait for the server.
     """
 
-    def __init__(self, target: Target, *, stopping: threading.Event, connection: Connection | None = None) -> None:
+    def __init__(
+        self, target: DatabaseTarget, *, stopping: threading.Event, connection: Connection | None = None
+    ) -> None:
         self._target = target
         self._stopping = stopping
         self._connection = connection
 
     @property
     def current(self) -> Connection | None:
-        """The connection as it stands; ``None`` when there is none."""
+        """The connection in its current state; ``None`` if there is none."""
         return self._connection
 
     def open(self) -> Connection:
-        """The connection, opened if need be; raises :class:`StoreError` when the server cannot be reached in time."""
+        """Return the connection, opened on demand; raises :class:`StoreError` if the server stays unreachable."""
         if self._connection is None or self._connection.closed:
-            self._connection = wait_for(
+            self._connection = connect_in_time(
                 lambda: connect(self._target), self._target, self._stopping, limit_s=RESTART_WAIT_S
             )
         return self._connection
 
     def drop(self) -> None:
-        """Close the connection; the next :meth:`open` makes another one."""
+        """Close the connection; the next :meth:`open` opens another one."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
 
-def wait_for(
-    make: Callable[[], Connection], target: Target, stopping: threading.Event, *, limit_s: float
+def connect_in_time(
+    make: Callable[[], Connection], target: DatabaseTarget, stopping: threading.Event, *, limit_s: float
 ) -> Connection:
-    """What ``make`` gives as soon as the server can be reached; errors that waiting cannot heal are raised at once."""
+    """Call ``make`` until the server can be reached, and return its result; other errors are raised at once."""
     end = time.monotonic() + limit_s
     delays = iter(_DELAYS_S)
     while True:
@@ -97,8 +99,8 @@ def wait_for(
                 raise explain(error, target.shown) from error
 
 
-def closed_here(target: Target) -> StoreError:
-    """The error in a process that inherited the store by a fork."""
+def forked_error(target: DatabaseTarget) -> StoreError:
+    """Return the error for a process that inherited the store by a fork."""
     return StoreError(
         f"the store {target.shown} was opened in another process; open it again in this one: its connections and "
         "threads do not survive a fork"

@@ -1,4 +1,4 @@
-"""Which path does what: a table and two prefixes, because a router's regular expressions cost more than a call."""
+"""Dispatches requests by path, with a table and prefixes: a router's regular expressions cost more than a call."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -20,12 +20,12 @@ Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 MODEL_ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
 
 
-class Handler:
-    """Answers every request of the gateway.
+class Dispatcher:
+    """Dispatches every request of the gateway to its handler.
 
     Args:
-        routes: Further routes, ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
-        conversations: Where calls without an attempt's token are recorded, if they may be.
+        routes: Further routes, from ``"METHOD /path"`` to handler; a path that ends in ``/*`` is a prefix.
+        conversations: Records calls without an attempt's token; ``None`` refuses them.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Handler:
         self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """One request to its response; problems in the format that the client's library reads."""
+        """Answer one request; problems take the format that the client's library reads."""
         path = request.path
         try:
             if path.startswith("/v1/"):
@@ -69,7 +69,7 @@ class Handler:
         if endpoint == "/models":
             return self._models()
         if request.method != "POST":
-            raise Problem(405, f"{request.path} takes POST, not {request.method}")
+            raise Problem(405, f"{request.path} accepts POST, not {request.method}")
         dialect = dialect_of(endpoint)
         assert dialect is not None  # noqa: S101  # MODEL_ENDPOINTS are the dialects' endpoints
         if claim.scope != "attempt" and expected is None and self._conversations is not None:
@@ -97,12 +97,12 @@ class Handler:
             handle = next((found for prefix, found in self._prefixes.items() if name.startswith(prefix)), None)
         if handle is None:
             known = ", ".join(f"/v1{endpoint}" for endpoint in MODEL_ENDPOINTS)
-            raise Problem(404, f"nothing answers {name} here; model calls go to {known} and /v1/models")
+            raise Problem(404, f"the gateway has no {name}; model calls go to {known} and /v1/models")
         return await handle(request)
 
 
 def _split(path: str) -> tuple[str, str, str, str]:
-    """Rollout, attempt, key and endpoint of ``/rollout/R/attempt/A/key/K/v1/...``."""
+    """Split ``/rollout/R/attempt/A/key/K/v1/...`` into rollout, attempt, key and endpoint."""
     parts = path.split("/", 8)
     if len(parts) == 9 and (parts[3], parts[5], parts[7]) == ("attempt", "key", "v1"):
         return parts[2], parts[4], parts[6], f"/{parts[8]}"
@@ -113,15 +113,15 @@ def _check(claim: AttemptToken, expected: tuple[str, str] | None) -> None:
     if claim.scope != "attempt":
         raise Problem(
             401,
-            f"model calls need an attempt's token, so that they are recorded somewhere; this is the {claim.scope} "
-            "token, which calls models at /v1 where conversations are served (agl serve with --split, or with "
+            f"model calls need an attempt's token, which says where to record them; this is the {claim.scope} "
+            "token, which may call models at /v1 only where conversations are served (agl serve with --split, or with "
             "AGL_CLIENT_TOKEN set)",
             code="invalid_api_key",
         )
     if expected is not None and expected != (claim.rollout_id, claim.attempt_id):
         raise Problem(
             401,
-            f"the path says attempt {expected[1]!r} and the token belongs to another one; "
+            f"the path names attempt {expected[1]!r} and the token belongs to another one; "
             "use the base URL of the attempt that makes the call",
             code="invalid_api_key",
         )

@@ -1,4 +1,4 @@
-"""Gives the states that layouts 1 and 2 of the durable stores would have, for tests of migrations."""
+"""The states that durable stores kept in their layouts 1 and 2, for tests of migrations."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from agl.contracts import Store
 
 
 async def older_states(store: Store, *, ledger: tuple[str, int, str]) -> dict[str, bytes]:
-    """The states that a release with layout 2 would have; ``ledger`` names the experiment, run and algorithm of one."""
+    """Return the states as layout 2 kept them; ``ledger`` names the experiment, run and algorithm of one ledger."""
     states = dict(await store.load_state(""))
     for record in await store.experiments():
         fields = {**msgspec.to_builtins(record)}

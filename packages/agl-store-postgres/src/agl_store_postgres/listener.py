@@ -1,4 +1,4 @@
-"""The thread of a store object that listens: it wakes those that wait, and has overdue attempts decided in time."""
+"""Listens for changes in a thread of the store: wakes waiting callers, and gets overdue attempts decided in time."""
 
 import logging
 import math
@@ -12,33 +12,33 @@ import psycopg
 from psycopg import sql
 
 from agl.stores import WakeUp
-from agl_store_postgres.links import Connection, Link
+from agl_store_postgres.connections import Connection, ThreadConnection
 from agl_store_postgres.loading import NOW
-from agl_store_postgres.urls import Target
+from agl_store_postgres.urls import DatabaseTarget
 from agl_store_postgres.writing import channel_of, read_message
 
 LOOK_S = 2.0
-"""How often those that wait look without having been woken: a claim skips what another one has locked, and hears
-nothing when that one's machine dies before it commits."""
+"""Seconds between two looks of waiting claims that no message woke. A claim skips rollouts that another one has locked,
+and gets no message if that one's machine dies before it commits."""
 
 _CLOCK = b"SELECT " + NOW + b", (SELECT min(deadline) FROM attempts WHERE status = 'running')"
 _RETRY_S = 1.0
 _PAUSE_S = 0.05
-"""Between two looks at attempts that are overdue and that another machine is deciding."""
+"""Seconds between two looks at overdue attempts that another machine is deciding."""
 
 _logger = logging.getLogger(__name__)
 
 
-class Watch:
-    """Listens while somebody waits, or has waited before.
+class ChangeListener:
+    """Listens for messages of commits, from the first wait of a caller until it is closed.
 
     Args:
-        wake_ups: Rung when rollouts were queued, and when the change feed grew.
-        expire: Has overdue attempts decided; returns at once.
+        wake_ups: The first is rung when rollouts were queued, the second when the change feed grew.
+        expire: Submits the decision of overdue attempts; returns at once.
     """
 
     def __init__(
-        self, target: Target, *, feed: int, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object]
+        self, target: DatabaseTarget, *, feed: int, wake_ups: tuple[WakeUp, WakeUp], expire: Callable[[], object]
     ) -> None:
         self._target = target
         self._feed = feed
@@ -52,14 +52,14 @@ class Watch:
         self._heard: list[str] = []
 
     def start(self) -> None:
-        """Begin to listen, unless it does; everybody is woken once it listens."""
+        """Start listening unless it has started; all waiting callers are woken once it listens."""
         with self._lock:
             if self._thread is None and not self._stopping.is_set():
                 self._thread = threading.Thread(target=self._run, name="agl-postgres-watch", daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
-        """Stop listening and wake everybody. Blocks; safe to call twice."""
+        """Stop listening and wake all waiting callers. Blocks until the thread ends."""
         with self._lock:
             if not self._stopping.is_set():
                 self._stopping.set()
@@ -68,27 +68,31 @@ class Watch:
             self._thread.join()
         self._wake.close()
         self._woken.close()
-        self._ring_all()
+        self._wake_all()
 
     def _run(self) -> None:
-        link = Link(self._target, stopping=self._stopping)
+        connection = ThreadConnection(self._target, stopping=self._stopping)
         has_warned = False
         while not self._stopping.is_set():
             try:
-                self._listen(link.open())
-            except Exception:  # whoever waits depends on this thread
+                self._listen(connection.open())
+            except Exception:  # isolation: waiting callers depend on this thread
                 if not has_warned and not self._stopping.is_set():
-                    _logger.warning("nobody hears of changes in %s until it answers", self._target.shown, exc_info=True)
+                    _logger.warning(
+                        "waiting callers are not woken by changes in %s until it answers",
+                        self._target.shown,
+                        exc_info=True,
+                    )
                 has_warned = True
                 self._stopping.wait(_RETRY_S)
-                self._ring_all()  # who waits learns from its own next look that the server is away
-            link.drop()
+                self._wake_all()  # waiting callers find out by their own reads that the server is away
+            connection.drop()
 
     def _listen(self, db: Connection) -> None:
         db.add_notify_handler(self._hear)
         db.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of(self._feed))))
         self._look(db)
-        self._ring_all()
+        self._wake_all()
         looked_at = time.monotonic()
         while not self._stopping.is_set():
             self._pause(db, LOOK_S - (time.monotonic() - looked_at))
@@ -108,7 +112,7 @@ class Watch:
             select.select([db.fileno(), self._woken], [], [], wait_s)
 
     def _take_messages(self, db: Connection) -> None:
-        """Read the messages that came while this thread slept; those that come with an answer go to :meth:`_hear`."""
+        """Read the messages that came while this thread slept; :meth:`_hear` gets those that come with an answer."""
         db.pgconn.consume_input()
         while (notify := db.pgconn.notifies()) is not None:
             self._heard.append(notify.extra.decode())
@@ -135,9 +139,9 @@ class Watch:
             self._note(max(deadline, now + _PAUSE_S))
 
     def _note(self, deadline: float) -> None:
-        """A deadline on the server's clock; kept on this machine's, which never jumps."""
+        """Take note of a deadline, converted from the server's clock to this machine's monotonic one."""
         self._deadline = min(self._deadline, deadline + self._offset)
 
-    def _ring_all(self) -> None:
+    def _wake_all(self) -> None:
         self._queued.ring()
         self._changed.ring()
