@@ -279,7 +279,7 @@ def test_promoted_arm_leaves_nothing_to_compare(command: Callable[..., Result]) 
     command(*arguments, rewards={"production": LOW, "candidate": HIGH})
     assert "the same version of every resource" in command("split").output
     again = command(*arguments)
-    assert (1, True) == (again.exit_code, "differ in nothing" in again.output)
+    assert (1, True) == (again.exit_code, "differ in no resource" in again.output)
 
 
 @pytest.mark.parametrize(
