@@ -95,7 +95,10 @@ class SideBySide:
         count = f"{len(self._names)} sessions, {self._lanes} at a time"
         say(f"{count}: about {expected / 60:.0f} minutes on two idle cores, longer on a busy machine")
         ended: list[Ended] = []
-        before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+        # A handler of ours for SIGINT too: a shell ignores it for what it starts in the background, and sessions would
+        # inherit that, while a handler becomes the default for them.
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, _interrupt) for number in numbers}
         with ThreadPoolExecutor(self._lanes) as lanes:
             try:
                 for future in as_completed([lanes.submit(self._run_one, name) for name in self._names]):
