@@ -322,7 +322,7 @@ def documents_of(
     """The documents by which a record, or states by their keys, are kept; of a move, if it is its label's newest."""
     match kept:
         case LabelMove(name=name, label=label):
-            history = document("moves", name, label, last=f"{kept.moved_at:020.6f}")
+            history = document("moves", name, label, last=f"{kept.moved_at:024.9f}")  # as fine as a float
             keys = [document("labels", name, last=label), history]
             return {**dict.fromkeys(keys, codec.encode(kept)), document("labelled", last=name): b""}
         case VersionScore(name=name, version=version):
