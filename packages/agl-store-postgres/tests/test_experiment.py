@@ -231,7 +231,7 @@ def test_trainer_and_worker_share_the_store_and_outlive_a_restart_of_its_server(
     server.kill()
     server.start()
     wait_for_a_step(store_url, training)
-    assert helping.poll() is None
+    assert helping.poll() is None, helping.communicate()
     ended(training)
     ended(helping)
 

@@ -322,7 +322,7 @@ def documents_of(
     """The documents, by key, that store a record or states by their keys; a move is taken for its label's newest."""
     match kept:
         case LabelMove(name=name, label=label):
-            history = document("moves", name, label, last=f"{kept.moved_at:020.6f}")
+            history = document("moves", name, label, last=f"{kept.moved_at:024.9f}")  # as fine as a float
             keys = [document("labels", name, last=label), history]
             return {**dict.fromkeys(keys, codec.encode(kept)), document("labelled", last=name): b""}
         case VersionScore(name=name, version=version):

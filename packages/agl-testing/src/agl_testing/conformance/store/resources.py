@@ -2,6 +2,8 @@
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
+import asyncio
+
 import msgspec
 import pytest
 
@@ -89,6 +91,14 @@ class ResourceTests:
         assert 0 < made[0].moved_at < made[1].moved_at < made[2].moved_at
         assert [made[-1]] == await store.labels("prompt")
         assert [] == await store.label_moves("prompt", "other")
+
+    @store_test
+    async def test_every_move_is_kept_however_fast_they_follow_each_other(self, store: Store) -> None:
+        await store.publish([_version(version) for version in ("v0", "v1")])
+        moves = [LabelMove(name="prompt", label="production", version=f"v{at % 2}") for at in range(200)]
+        made = await asyncio.gather(*(store.move_label(move) for move in moves))
+        history = await store.label_moves("prompt", "production")
+        assert sorted({move.moved_at for move in made}) == [move.moved_at for move in history]
 
     @store_test
     async def test_label_that_points_there_already_does_not_move(self, store: Store) -> None:
