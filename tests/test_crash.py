@@ -154,7 +154,9 @@ def wait_for_a_step(file: Path, process: "subprocess.Popen[str]") -> None:
 
 def children_of(pid: int) -> list[int]:
     """Direct children of a process."""
-    listing = subprocess.run(["ps", "-o", "pid=,ppid=,args=", "-e"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["ps", "-ww", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    ).stdout
     rows = [line.split(None, 2) for line in listing.splitlines()]
     return [int(row[0]) for row in rows if int(row[1]) == pid and "agl_run.runners.child" in row[2]]
 

@@ -25,7 +25,7 @@ from agl_algo_verl.engines import make
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.typed import from_bytes
 from agl_run import SQLiteStore
-from agl_run.experiment.collect import EpisodeSelection, read_episode
+from agl_run.experiment.collect import EpisodeSelection, read_episodes
 from agl_run.experiment.state import trained_rollouts
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -147,7 +147,7 @@ async def trained_calls(store_file: Path, *, count: int) -> list[Transition]:
         rollouts = await store.rollouts(RolloutQuery(experiment="calc-verl-ray", mode="train", limit=1000))
         assert count == len(rollouts)
         assert {rollout.rollout_id for rollout in rollouts} == await trained_rollouts(store, "calc-verl-ray", 1, "verl")
-        episodes = [await read_episode(store, r.rollout_id, selection=EpisodeSelection()) for r in rollouts]
+        episodes = await read_episodes(store, [r.rollout_id for r in rollouts], selection=EpisodeSelection())
         return [call for episode in episodes for call in episode.transitions]
     finally:
         await store.close()
