@@ -65,7 +65,7 @@ def test_token_of_any_text_is_refused_without_repeating_it(text: str):
 
 @pytest.mark.parametrize("text", ["", "agl_", "agl_.", "sk-provider", "Bearer x", "agl_" + "x" * 5000 + ".y"])
 def test_token_that_is_none_is_malformed(text: str):
-    with pytest.raises(TokenError, match="no agl token"):
+    with pytest.raises(TokenError, match="not an agl token"):
         TOKENS.verify(text, now=0)
 
 
@@ -85,7 +85,7 @@ def test_token_may_have_1024_characters_and_no_more():
     by_length = {len(token): token for token in (TOKENS.issue("r" * n, "", expires_at=2.0) for n in range(650, 800))}
     assert "r" in TOKENS.verify(by_length[1024], now=1.0).rollout_id
     longer = min(length for length in by_length if length > 1024)
-    with pytest.raises(TokenError, match=f"no agl token .*{longer} characters"):
+    with pytest.raises(TokenError, match=f"not an agl token .*{longer} characters"):
         TOKENS.verify(by_length[longer], now=1.0)
 
 
