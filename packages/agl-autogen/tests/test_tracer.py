@@ -95,7 +95,7 @@ def test_tool_with_a_result_that_cannot_be_described_still_answers(caplog: pytes
         asyncio.run(Unspeakable(work, description="", name="look").run_json({}, CancellationToken()))
     tracer.uninstall()
     assert ["execute_tool look"] == [span.name for span in recorder.drain()]
-    assert "could not be described" in caplog.text
+    assert "could not be recorded" in caplog.text
 
 
 ORDER = """
