@@ -36,6 +36,13 @@ _SPANS = (
     "WHERE r.rollout_id = %s AND s.sequence > %s ORDER BY s.sequence LIMIT %s"
 ).encode()
 
+_WITHIN = (
+    "AND (r.experiment, r.mode, r.stage) >= (k.experiment, k.mode, k.stage) "
+    "AND (r.experiment, r.mode, r.stage) <= (k.experiment, k.mode, k.stage)"
+)
+"""Says the same as three equations. Where the statistics know one list only, PostgreSQL believes that every rollout is
+in it, and would otherwise look through all rollouts by id; with this it takes the index of the lists."""
+
 
 class PostgresReads:
     """Implements :class:`agl.stores.Reads` for one transaction."""
@@ -105,7 +112,7 @@ class PostgresReads:
         sql = (
             "SELECT r.* FROM unnest(%s::text[], %s::text[], %s::text[]) AS k(experiment, mode, stage) "
             f"CROSS JOIN LATERAL (SELECT {ROLLOUT}, r.rollout_id FROM rollouts r "
-            f"WHERE r.experiment = k.experiment AND r.mode = k.mode AND r.stage = k.stage "
+            f"WHERE r.experiment = k.experiment AND r.mode = k.mode AND r.stage = k.stage {_WITHIN} "
             f"AND r.status <> 'running' {group} AND {behind} ORDER BY {order} LIMIT %s) AS r "
             f"ORDER BY {order} LIMIT %s"
         )
