@@ -133,7 +133,7 @@ def test_slip_in_an_argument_is_named_with_its_remedy(arguments: dict[str, Any],
         ({"schedule": {"mode": "paralel"}}, "at 'schedule.mode'.* write one of sequential, alternate, concurrent"),
         (
             {"algorithm": [{"use": "grpo", "lr": 0.1}]},
-            r"unknown key 'algorithm.lr'; .*goes below params: params = \{ lr = ... \}",
+            r"unknown key 'algorithm.lr'; .*go below params: params = \{ lr = ... \}",
         ),
     ],
 )
