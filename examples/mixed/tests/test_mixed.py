@@ -142,7 +142,7 @@ def test_the_large_models_run_the_same_experiment() -> None:
 
     for key in ("experiment", "runner", "reward", "resource"):
         assert small[key] == large[key]
-    assert ["apo", "grpo"] == [algorithm.label for algorithm in load_config(MIXED / "large.toml").algorithm]
+    assert ["apo", "grpo"] == [algorithm.name for algorithm in load_config(MIXED / "large.toml").algorithm]
 
 
 def shared(config: dict[str, Any]) -> dict[str, Any]:
