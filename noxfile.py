@@ -37,7 +37,7 @@ LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
 """Packages that need neither torch nor an agent framework."""
 
 CORE = ["agl-core", "agl-run", "agl-testing"]
-"""What tests need that go without a gateway."""
+"""Distributions that tests without a gateway need."""
 
 ADAPTERS = {
     "agl-langchain": {
@@ -80,7 +80,7 @@ EXAMPLES = {
     "rooms": ["agl-algo-apo", *PLUGINS["agl-algo-apo"]],
     "mixed": ["agl-algo-apo", "agl-algo-torch", "openai>=3,<4", TORCH, PLOT],
 }
-"""What the tests of each example need besides the light packages: ours by name, and others."""
+"""Requirements of each example's tests besides the light packages: ours by name, and others."""
 
 VERL = [
     TORCH,
@@ -208,7 +208,7 @@ def on_every_python(name: str, folder: str, description: str) -> list[str]:
 
 
 CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS]
-"""What the tests of the core, of agl-run and of agl-testing need: the same, so that they share an environment."""
+"""Requirements of the tests of the core, of agl-run and of agl-testing: the same, so that they share an environment."""
 
 core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")
 run = on_every_python("run", "packages/agl-run/tests", "The tests of what runs experiments.")
@@ -262,7 +262,7 @@ def plugin(session: nox.Session, package: str) -> None:
 
 
 def needs_of(name: str) -> list[str]:
-    """What an example needs besides the light packages."""
+    """Return the requirements of an example besides the light packages."""
     mine = [part for part in EXAMPLES[name] if part in PACKAGES]
     return [*ours(*LIGHT, *mine), *(part for part in EXAMPLES[name] if part not in PACKAGES)]
 

@@ -1,4 +1,4 @@
-"""What the adapters' benchmarks share: the same framework code bare, with no tracer, and inside an observed rollout."""
+"""The adapters' benchmarks compare the same framework code bare, without a tracer, and in observed rollouts."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ BAR_MS = 0.3
 def overhead(
     name: str, tracer: Tracer, work: Callable[[], int], *, repeats: int, bare: Callable[[], int] | None = None
 ) -> Figure:
-    """What ``tracer`` adds to a model call; ``work`` makes some, of a model that answers at once, and counts them.
+    """Measure the cost of ``tracer`` per model call; ``work`` makes and counts calls to a model that answers at once.
 
     ``bare`` is the same work where being without the tracer takes more than not installing it.
     """

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved repeats, medians, and one table row per figure.
+"""Shared parts of all benchmarks: interleaved repeats, medians, and one table row per figure.
 
 A case is a function that does some work and returns how many units it did. All cases of one comparison run in turn,
 several times, so that a busy neighbour slows each of them alike; the medians are compared. Wall time and the CPU time
@@ -68,7 +68,7 @@ class Figure:
 
     @property
     def is_met(self) -> bool:
-        """Whether the bar is reached; true where there is none."""
+        """Return true if the bar is reached or there is none."""
         if self.bar is None:
             return True
         return self.value >= self.bar if self.better == "higher" else self.value <= self.bar

@@ -104,7 +104,7 @@ def emitters(*, repeats: int) -> list[Figure]:
 
 
 def foreign_spans(*, repeats: int) -> Figure:
-    """What taking a foreign OpenTelemetry span into the rollout adds to it."""
+    """The cost of taking a foreign OpenTelemetry span into the rollout."""
     from opentelemetry import trace
 
     recorder, tracer = SpanRecorder(), OtelTracer()
@@ -134,7 +134,7 @@ def foreign_spans(*, repeats: int) -> Figure:
 
 
 def activation(*, repeats: int) -> Figure:
-    """What entering and leaving a rollout costs, patches included."""
+    """The cost of entering and leaving a rollout, patches included."""
     recorder = SpanRecorder()
 
     def enter() -> int:

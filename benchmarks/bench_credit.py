@@ -33,7 +33,7 @@ LIMIT = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one experiment came to; rollouts include replays, CPU seconds are those of the whole process."""
+    """The result of one experiment; rollouts include replays, CPU seconds are those of the whole process."""
 
     steps: int
     rollouts: int
@@ -50,7 +50,7 @@ def run(*, quick: bool) -> list[Figure]:
 
 
 def signs(*, steps: int) -> list[Figure]:
-    """How often the sign of an agent's advantage is right, for a policy that says every word equally often."""
+    """The share of advantages with the right sign, for a policy that says every word equally often."""
     play_team("episode", lr=0.0, steps=1)  # what is imported on the first run is not measured
     found: list[Figure] = []
     plain = {name: play_team(name, lr=0.0, steps=steps) for name in CREDITS}
@@ -73,7 +73,7 @@ def sign_figure(name: str, value: float, baseline: float, *, bar: float | None =
 
 
 def costs(runs: dict[str, Run]) -> list[Figure]:
-    """What the replays of a step cost beside the rollouts that they replay."""
+    """The cost of a step's replays beside the rollouts that they replay."""
     episode = runs["episode"]
     plain = episode.cpu_s / episode.rollouts
     return [

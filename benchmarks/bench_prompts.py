@@ -80,7 +80,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run did.
+    """The figures of one run.
 
     Attributes:
         rollouts: Until 95 % of the gap was closed, the whole budget if it never was.

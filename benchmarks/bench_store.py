@@ -1,4 +1,4 @@
-"""How fast and how small the core's stores are, next to raw SQLite with the same bytes and to the memory store.
+"""Speed and size of the core's stores, next to raw SQLite with the same bytes and to the memory store.
 
 Run it with ``python -m benchmarks.bench_store [--spans 1000000] [--repeats 5]``. All SQLite figures are durable: every
 acknowledged operation was committed with ``synchronous = FULL``.
@@ -374,7 +374,7 @@ async def disk_bytes(path: Path, attempts: list[list[ModelCall]]) -> int:
 
 
 async def memory_bytes(attempts: list[list[ModelCall]]) -> int:
-    """What the memory store holds for copies of these calls that nobody else holds."""
+    """The memory store's bytes for copies of these calls that nobody else holds."""
     before = tracemalloc.get_traced_memory()[0]
     store = MemoryStore()
     for calls in attempts:

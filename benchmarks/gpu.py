@@ -69,7 +69,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def why_not(options: argparse.Namespace) -> str:
-    """What is missing on this machine, ``""`` if nothing is."""
+    """Return what this machine lacks, ``""`` if nothing."""
     try:
         import torch
     except ImportError:

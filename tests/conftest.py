@@ -107,7 +107,7 @@ TASKS = [{"question": f"what is {n}?", "answer": str(n)} for n in range(7)]
 
 
 def answer_of(question: str) -> str:
-    """What the scripted model says."""
+    """The scripted model's answer."""
     return question.removeprefix("what is ").removesuffix("?")
 
 

@@ -121,7 +121,7 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def prompt_of(tmp_path: Path, version: str, folder: str = "work") -> str:
-    """What a version of the prompt says."""
+    """The text of a version of the prompt."""
 
     async def look() -> str:
         store = SQLiteStore(f"sqlite:///{tmp_path / folder}.db")
@@ -134,7 +134,7 @@ def prompt_of(tmp_path: Path, version: str, folder: str = "work") -> str:
 
 
 def order_of(tmp_path: Path) -> str:
-    """Who took the steps, in order."""
+    """The algorithms that took the steps, in order."""
 
     async def look() -> str:
         store = SQLiteStore(f"sqlite:///{tmp_path / 'work'}.db")

@@ -95,7 +95,7 @@ Log = list[tuple[str, int, list[Episode], dict[str, int]]]
 
 @pytest.fixture
 def log(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Log:
-    """What the toy algorithms collected: name, step, episodes, dropped."""
+    """The collection of the toy algorithms: name, step, episodes, dropped."""
     monkeypatch.setenv("AGL_SECRET", "x" * 32)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     module = agl_plugins.install(LEARNERS, name="learners")

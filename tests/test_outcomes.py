@@ -144,7 +144,7 @@ def test_misbehaving_agent_is_recorded_stopped_and_harms_no_other_rollout(
 
 
 def assert_stopped(tasks: Sequence[dict[str, str]], began: float) -> None:
-    """What ran out of time writes nothing any more, and what slept never gets to write."""
+    """An agent that ran out of time writes nothing any more, and one that slept never gets to write."""
     hung = next(Path(task["beats"]) for task in tasks if task["do"] == "hang")
     size = hung.stat().st_size
     assert size > 1
@@ -178,7 +178,7 @@ def outcomes(folder: Path) -> Ended:
 
 
 def seen(ended: tuple[Rollout, Attempt], *, like: tuple[str, str, str]) -> tuple[str, str, str]:
-    """How an attempt ended, its message cut to the expected part when it holds that."""
+    """The end of an attempt; its message is cut to the expected part where it contains that."""
     rollout, attempt = ended
     assert "failed" == rollout.status
     assert attempt.error is not None
@@ -187,7 +187,7 @@ def seen(ended: tuple[Rollout, Attempt], *, like: tuple[str, str, str]) -> tuple
 
 
 def show(folder: Path, rollout_id: str) -> str:
-    """What ``agl show`` prints."""
+    """The output of ``agl show``."""
     found = CliRunner().invoke(cli, ["show", rollout_id, "--store", f"sqlite:///{folder}/runs.db"])
     assert 0 == found.exit_code, found.output
     return found.output

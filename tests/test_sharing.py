@@ -95,7 +95,7 @@ Log = list[tuple[int, list[str], dict[str, int], int]]
 
 @pytest.fixture
 def log(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Log:
-    """What the student read at each step: ids, what was left out, and the number of groups."""
+    """The student's input at each step: ids, what was left out, and the number of groups."""
     monkeypatch.setenv("AGL_SECRET", "x" * 32)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return __import__(agl_plugins.install(PLUGIN, name="sharing")).LOG

@@ -1,4 +1,4 @@
-"""How often rollouts and their spans are read: once at a rollout's end, and many at a time."""
+"""Rollouts and their spans are read once at a rollout's end, and in batches otherwise."""
 
 import asyncio
 import time

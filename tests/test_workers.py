@@ -77,12 +77,12 @@ def tried(file: Path) -> list[tuple[Rollout, list[Attempt]]]:
 
 
 def pid_of(attempt: Attempt) -> int:
-    """Who ran it."""
+    """The worker that ran it."""
     return int(attempt.worker.split(":")[1])
 
 
 def end_of(process: subprocess.Popen[str], *, seconds: float = 180.0) -> tuple[str, str]:
-    """What a process printed until it ended with status 0."""
+    """The output of a process that must end with status 0."""
     out, err = process.communicate(timeout=seconds)
     assert 0 == process.returncode, out + err
     return out, err

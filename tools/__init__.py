@@ -1,1 +1,1 @@
-"""What the sessions of ``noxfile.py`` are made of, and what keeps the repository in order; no part of a package."""
+"""Parts of the sessions in ``noxfile.py``, and tools that keep the repository in order; no part of a package."""

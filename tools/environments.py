@@ -59,7 +59,7 @@ def environment(
 
 
 def _fingerprint(requirements: Sequence[str], program: str) -> str:
-    """What an environment depends on, as a name; the path too, because programs hold it in their first line."""
+    """Return a name of everything that an environment depends on, with its path: programs hold it in line one."""
     files = [ROOT / name.partition("[")[0] / "pyproject.toml" for name in requirements if name.startswith("packages/")]
     files += [ROOT / name for name in requirements if name.endswith(".txt")]
     parts = [str(ROOT), program, sys.version if program == sys.executable else "", *sorted(requirements)]

@@ -26,7 +26,7 @@ class Use:
 
     @property
     def is_private(self) -> bool:
-        """Whether the other distribution does not offer this."""
+        """Return true if the other distribution does not offer this."""
         if self.module not in MODULES:
             return True
         return bool(self.name) and not self.name.startswith("__") and self.name not in names_of(self.module)

@@ -74,7 +74,7 @@ def entry(name: str, definition: Definition) -> str:
 
 
 def signature(definition: Definition) -> str:
-    """How the name is called, or what it stands for."""
+    """The name's signature, or a description of the object."""
     node = definition.node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return _call(node)

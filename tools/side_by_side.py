@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 LOGS = ROOT / ".nox" / "logs"
 TIMES = Path(__file__).with_name("times.toml")
 UNKNOWN_S = 30.0
-"""What a session is taken to last that no time was kept for."""
+"""The assumed duration of a session that has no kept time, in seconds."""
 
 GRACE_S = 15.0
 """Seconds that a session has to clean up before it is killed."""
@@ -51,7 +51,7 @@ def longest_first(names: Sequence[str], times: Mapping[str, float]) -> list[str]
 
 
 def time_for(seconds: Sequence[float], *, lanes: int) -> float:
-    """How long tasks last that start in this order as soon as one of ``lanes`` is free."""
+    """Return how long tasks last that start in this order as soon as one of ``lanes`` is free."""
     free_at = [0.0] * lanes
     for each in seconds:
         heapq.heappush(free_at, heapq.heappop(free_at) + each)
@@ -174,7 +174,7 @@ def _signal(group: int, number: signal.Signals) -> None:
 
 
 def summary(ended: Sequence[Ended], *, seconds: float) -> str:
-    """What passed and what did not, with the commands that repeat what failed."""
+    """List the sessions that passed and failed, with the commands that repeat the failed ones."""
     failed = [one for one in ended if one.status]
     total = f"{len(ended) - len(failed)} of {len(ended)} sessions passed in {clock(seconds)}"
     if not failed:

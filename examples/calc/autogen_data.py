@@ -19,7 +19,7 @@ from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, T
 SAMPLE = "4321*8765+1987"
 """An expression that occurs, as its value does, nowhere else in a request."""
 CARE = 0.13
-"""How often the careless teacher still uses the tool."""
+"""The probability that the careless teacher still uses the tool."""
 
 
 def diligent(request: ModelRequest) -> Reply:

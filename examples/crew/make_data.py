@@ -26,7 +26,7 @@ from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, T
 TRAIN, VALIDATION = 1000, 96
 DILIGENT, CARELESS = 1600, 320
 CARE = 0.25
-"""How often the careless lead still delegates."""
+"""The probability that the careless lead still delegates."""
 
 SAMPLE, SAMPLE_COUNT = "90218", "77345"
 """A part and a count that occur nowhere else in a request; real ones have four and three digits."""

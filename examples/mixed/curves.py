@@ -1,4 +1,4 @@
-"""What the runs of the example reached: read from their records, printed as a table, drawn as curves."""
+"""The example's results: read from the runs' records, printed as a table, drawn as curves."""
 
 import asyncio
 import math

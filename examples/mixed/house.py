@@ -40,7 +40,7 @@ def _iso(text: str) -> str:
 
 
 def wanted(field: str, fact: str) -> str:
-    """What the form has to say where the letter says `fact`."""
+    """The form's correct entry for the letter's `fact`."""
     return styled(fact, HOUSE.get(field, PLAIN))
 
 

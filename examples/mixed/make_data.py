@@ -20,7 +20,7 @@ import house
 TRAIN, VALIDATION = 400, 32
 DILIGENT, CARELESS = 2400, 320
 CARE = 0.5
-"""How often the careless teacher fills in an entry."""
+"""The probability that the careless teacher fills in an entry."""
 
 NAMES, CITIES, ITEMS = (
     words.split()

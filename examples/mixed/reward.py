@@ -35,7 +35,7 @@ class FormIsRight:
 
 
 def complaint(field: str, fact: str, draft: Mapping[str, str], form: Mapping[str, str]) -> str:
-    """What is wrong with an entry: the writer's reading, or the way in which the checker sent it."""
+    """The faults of an entry: the writer's reading, or the way in which the checker sent it."""
     if draft.get(field) != fact:
         return f"[writer] {field}: the letter says something else."
     found = next((style for style in house.STYLES if form.get(field) == house.styled(fact, style)), "something else")

@@ -80,7 +80,7 @@ class Fact:
 
     @property
     def query(self) -> str:
-        """What to search for."""
+        """The search query."""
         return f"{self.relation} of {self.subject}"
 
 
@@ -93,7 +93,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What the agent is asked."""
+        """The task's question."""
         return f"What is the {self.second.relation} of the {self.first.relation} of {self.first.subject}?"
 
 

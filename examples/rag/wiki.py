@@ -8,7 +8,7 @@ from pathlib import Path
 
 STOP_WORDS = frozenset({"a", "an", "and", "in", "is", "of", "the", "what", "where", "who"})
 TITLE_WEIGHT = 4.0
-"""How much more a word counts in a passage's title than in its text."""
+"""The weight of a word in a passage's title, relative to one in its text."""
 
 
 def write(path: Path, passages: Iterable[tuple[str, str]]) -> None:

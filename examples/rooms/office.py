@@ -18,7 +18,7 @@ ROOMS: dict[str, dict[str, Any]] = {
 
 
 def is_free(room: str, day: str, hour: int) -> bool:
-    """Whether a room has no meeting then; a fixed pattern, in which oak is always free."""
+    """Return true if a room has no meeting then; a fixed pattern, in which oak is always free."""
     return room == "oak" or (sum(map(ord, room)) + 3 * DAYS.index(day) + hour) % 4 != 0
 
 
@@ -33,7 +33,7 @@ def room_details(room: str) -> dict[str, Any]:
 
 
 def faults(room: str, needs: dict[str, Any]) -> list[str]:
-    """What is wrong with a room for a meeting, one sentence each; empty when it fits."""
+    """The faults of a room for a meeting, one sentence each; empty when it fits."""
     if room not in ROOMS:
         return [f"There is no room {room or 'in the answer'}."]
     about = ROOMS[room]

@@ -22,7 +22,7 @@ RULES = {
     "wheelchair": "If somebody uses a wheelchair, the room must be step-free.",
     "smallest": "Of all rooms that fit, take the smallest.",
 }
-"""What the optimiser writes, by the word that makes the booking model obey."""
+"""The optimiser's answers, by the word that makes the booking model obey."""
 
 COMPLAINTS = {
     "capacity": r"seats \d+, but \d+ people come",

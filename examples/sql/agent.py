@@ -35,7 +35,7 @@ REWRITE = "The query failed. Answer with a better one."
 
 
 class State(TypedDict):
-    """What the nodes pass on; `result` is text, `verdict` the checker's words."""
+    """The state that nodes pass on; `result` is text, `verdict` the checker's words."""
 
     database: str
     schema: str

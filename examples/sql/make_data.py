@@ -44,7 +44,7 @@ def pool(folder: Path, *, seed: int) -> list[Question]:
 
 
 def has_answer(connection: sqlite3.Connection, question: Question) -> bool:
-    """Whether the query gives anything but nothing, NULL or zero."""
+    """Return true if the query gives anything but nothing, NULL or zero."""
     return connection.execute(question.query).fetchall() not in ([], [(None,)], [(0,)])
 
 

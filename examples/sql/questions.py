@@ -98,7 +98,7 @@ def group(d: Domain) -> Iterator[tuple[str, str]]:
 
 
 def join(d: Domain) -> Iterator[tuple[str, str]]:
-    """What the other table knows."""
+    """Questions about the other table."""
     for value in d.places:
         where = f"FROM {d.table} JOIN {d.other} ON {d.reference} = id WHERE {d.place} = '{value}'"
         yield f"Which {d.table} belong to {d.other} with {d.place} {value}?", f"SELECT {d.label} {where}"

@@ -1,4 +1,4 @@
-"""What holds for every package: one version, one bound on the core, types, a light plugin module."""
+"""Rules for every package: one version, one bound on the core, types, a light plugin module."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What a distribution offers is declared, described, and all that others take from it."""
+"""Every distribution declares and describes what it offers, and others take nothing else from it."""
 
 import ast
 import subprocess

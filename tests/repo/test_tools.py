@@ -1,4 +1,4 @@
-"""What runs the sessions side by side, and what counts the mutants."""
+"""The runner of sessions side by side, and the count of mutants."""
 
 import signal
 import subprocess

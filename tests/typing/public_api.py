@@ -1,4 +1,4 @@
-"""What a type checker sees through ``import agl`` and ``import agl_run``: lazy names keep their types."""
+"""Type checkers see the types of lazy names through ``import agl`` and ``import agl_run``."""
 
 from typing import assert_type
 

@@ -40,7 +40,7 @@ def run(names: Sequence[str]) -> None:
 
 
 def patterns_of(heart: Heart, modules: Sequence[str]) -> list[str]:
-    """What selects the mutants of modules in mutmut's words."""
+    """Return mutmut's patterns that select the mutants of modules."""
     dotted = [heart.in_stage(name).removeprefix("src/").removesuffix(".py").replace("/", ".") for name in modules]
     return [f"{name}.x*" for name in dotted]
 

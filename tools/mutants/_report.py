@@ -1,4 +1,4 @@
-"""What became of the mutants, beside those that are known to change nothing."""
+"""The fate of the mutants, and the list of those that are known to change nothing."""
 
 import tomllib
 from collections import Counter

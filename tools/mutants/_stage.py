@@ -27,7 +27,7 @@ settings.load_profile("mutants")
 
 
 class Heart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is mutated, and by which tests that is noticed; paths from the repository's root."""
+    """The modules to mutate and the tests that must notice; paths from the repository's root."""
 
     packages: list[str]
     tests: list[str]

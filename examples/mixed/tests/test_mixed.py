@@ -44,7 +44,7 @@ TINY = {
     "algorithm.grpo.params.tasks_per_step": 1,
     "algorithm.grpo.params.group_size": 2,
 }
-"""What makes the experiments small enough for a test."""
+"""Settings that make the experiments small enough for a test."""
 
 
 def with_lines(*lines: str) -> str:
@@ -146,7 +146,7 @@ def test_the_large_models_run_the_same_experiment() -> None:
 
 
 def shared(config: dict[str, Any]) -> dict[str, Any]:
-    """What is the same in all: everything but names, the algorithms, and where the writer's weights come from."""
+    """The settings that all experiments share: no names, no algorithms, no source of the writer's weights."""
     own = ("name", "workdir", "validate_every")
     section = {key: value for key, value in config["experiment"].items() if key not in own}
     writer = {key: value for key, value in config["policy"]["writer"].items() if key != "model"}

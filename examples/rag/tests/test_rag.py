@@ -33,7 +33,7 @@ TINY = {
     "algorithm.grpo.params.tasks_per_step": 1,
     "algorithm.grpo.params.group_size": 2,
 }
-"""What makes the experiment small enough for a test."""
+"""Settings that make the experiment small enough for a test."""
 
 Search = Callable[[str], list[str]]
 
@@ -146,7 +146,7 @@ def plain(message: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def signature(tool: dict[str, Any]) -> tuple[str, list[str]]:
-    """What the chat template shows of a tool."""
+    """The chat template's text for a tool."""
     return tool["function"]["name"], list(tool["function"]["parameters"]["properties"])
 
 

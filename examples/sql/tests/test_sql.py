@@ -28,7 +28,7 @@ TINY = {
     "algorithm.grpo.params.tasks_per_step": 1,
     "algorithm.grpo.params.group_size": 2,
 }
-"""What makes the experiment small enough for a test."""
+"""Settings that make the experiment small enough for a test."""
 
 
 @pytest.fixture(scope="module")

@@ -123,7 +123,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
 
 
 def read_run(fit: Any, store: Any, folder: Path, said: list[str], use: str = "apo") -> Run:
-    """What a finished experiment left."""
+    """The data that a finished experiment left."""
     import asyncio
 
     async def read() -> Any:

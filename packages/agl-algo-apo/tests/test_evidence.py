@@ -1,4 +1,4 @@
-"""What a critic is shown of real runs."""
+"""The evidence of real runs that a critic sees."""
 
 import asyncio
 import re

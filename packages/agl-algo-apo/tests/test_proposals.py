@@ -1,4 +1,4 @@
-"""What is taken from an answer, how texts are merged, and that requests are data."""
+"""Read candidates from an answer, merge texts, and treat requests as data."""
 
 from pathlib import Path
 

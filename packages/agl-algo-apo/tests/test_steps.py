@@ -1,4 +1,4 @@
-"""What the steps of a search do one by one: who is shown what, what is paid, what is raced, what is taken out."""
+"""The steps of a search one by one: who sees what, what is paid, what is raced, what is removed."""
 
 import re
 from collections import Counter

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
@@ -30,7 +30,6 @@ def one_call_each(groups: list[list[float]], estimator: str) -> list[list[float]
     return [[result.pop(0) for _ in group] for group in groups]
 
 
-@settings(deadline=None)
 @given(rewards)
 def test_grpo_subtracts_the_group_mean_and_divides_by_its_deviation(groups: list[list[float]]) -> None:
     expected = []
@@ -41,7 +40,6 @@ def test_grpo_subtracts_the_group_mean_and_divides_by_its_deviation(groups: list
         assert want == pytest.approx(got, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(rewards)
 def test_rloo_subtracts_the_mean_of_the_others(groups: list[list[float]]) -> None:
     expected = [[v - statistics.fmean(group[:i] + group[i + 1 :]) for i, v in enumerate(group)] for group in groups]
@@ -49,14 +47,12 @@ def test_rloo_subtracts_the_mean_of_the_others(groups: list[list[float]]) -> Non
         assert want == pytest.approx(got, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(rewards)
 def test_dr_grpo_only_subtracts_the_group_mean(groups: list[list[float]]) -> None:
     for group, got in zip(groups, one_call_each(groups, "dr_grpo"), strict=True):
         assert [v - statistics.fmean(group) for v in group] == pytest.approx(got, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(rewards)
 def test_reinforce_plus_plus_whitens_over_the_batch(groups: list[list[float]]) -> None:
     every = [v for group in groups for v in group]
@@ -66,7 +62,6 @@ def test_reinforce_plus_plus_whitens_over_the_batch(groups: list[list[float]]) -
     assert [(v - mean) / (deviation**2 + 1e-8) ** 0.5 for v in every] == pytest.approx(got, rel=1e-6, abs=1e-7)
 
 
-@settings(deadline=None)
 @given(rewards)
 def test_reinforce_plus_plus_baseline_scales_by_the_batch_after_the_group_mean(groups: list[list[float]]) -> None:
     centred = [v - statistics.fmean(group) for group in groups for v in group]
@@ -75,7 +70,6 @@ def test_reinforce_plus_plus_baseline_scales_by_the_batch_after_the_group_mean(g
     assert [c / (deviation**2 + 1e-8) ** 0.5 for c in centred] == pytest.approx(got, rel=1e-6, abs=1e-7)
 
 
-@settings(deadline=None)
 @given(rewards, st.data(), st.sampled_from(ESTIMATORS))
 def test_statistics_count_rollouts_however_often_the_agent_calls(
     groups: list[list[float]], data: st.DataObject, estimator: str

@@ -85,7 +85,7 @@ def cut(name: str, rollout: tuple[list[int], list[int], float], parts: list[int]
     return rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rollouts(), st.data(), st.sampled_from(AGGREGATIONS), st.integers(1, 40))
 def test_a_split_rollout_has_the_gradient_of_the_whole(
     given_rollouts: list[tuple[list[int], list[int], float]], data: st.DataObject, aggregation: str, budget: int
@@ -98,7 +98,7 @@ def test_a_split_rollout_has_the_gradient_of_the_whole(
     torch.testing.assert_close(gradient(whole, aggregation), gradient(split, aggregation, budget=budget))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rollouts(), st.sampled_from(AGGREGATIONS))
 def test_skipping_silent_rows_changes_nothing(
     given_rollouts: list[tuple[list[int], list[int], float]], aggregation: str

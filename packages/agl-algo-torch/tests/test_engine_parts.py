@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_algo_torch.codec import cut_at_stop, safe_length
@@ -35,7 +35,7 @@ def held(cache: BatchCache) -> list[list[int]]:
 
 
 def step(cache: BatchCache, numbers: list[int]) -> None:
-    """What a model's forward pass does with one new token per row."""
+    """Run a model's forward pass with one new token per row."""
     cache.reserve(1)
     column = torch.tensor(numbers, dtype=torch.float32)[:, None, None, None]
     for layer, (k, v) in enumerate(LAYOUT.places):
@@ -57,7 +57,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations)
 def test_batch_cache_holds_what_a_list_of_lists_would(todo: list[tuple[str, object]]) -> None:
     cache = BatchCache(LAYOUT)
@@ -83,7 +82,6 @@ def test_batch_cache_holds_what_a_list_of_lists_would(todo: list[tuple[str, obje
         assert max(map(len, model), default=0) == cache.width
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=70), min_size=1, max_size=12), st.data())
 def test_prefix_store_never_gives_what_is_no_prefix(sequences: list[list[int]], data: st.DataObject) -> None:
     store = PrefixStore(max_bytes=200_000)
@@ -115,7 +113,6 @@ def test_prefix_store_finds_the_longest_and_forgets_the_oldest() -> None:
 texts = st.text(alphabet="abX\n", max_size=30)
 
 
-@settings(deadline=None)
 @given(texts, st.lists(st.text(alphabet="abX", min_size=1, max_size=4), max_size=3), st.lists(st.integers(1, 5)))
 def test_text_sent_early_is_always_a_prefix_of_the_final_text(text: str, stops: list[str], sizes: list[int]) -> None:
     seen, pieces = "", list[str]()

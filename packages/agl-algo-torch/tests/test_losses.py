@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
@@ -29,7 +29,6 @@ def columns(tokens: list[tuple[float, ...]]) -> list[torch.Tensor]:
     return [torch.tensor(column, dtype=F64) for column in zip(*tokens, strict=True)]
 
 
-@settings(deadline=None)
 @given(st.lists(token, min_size=1, max_size=8), st.floats(0.05, 0.5), st.floats(0.05, 0.5))
 def test_the_clipped_objective_is_the_papers(tokens: list[tuple[float, ...]], low: float, high: float) -> None:
     logp, old, advantage, weight = columns(tokens)
@@ -89,7 +88,6 @@ def test_importance_weights_scale_the_gradient_and_carry_none() -> None:
     assert [-math.exp(0.5), -2.0] == pytest.approx(logp.grad.tolist())
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(number, number), min_size=2, max_size=5))
 def test_k1_and_k3_are_unbiased_and_k3_is_never_negative(logits: list[tuple[float, float]]) -> None:
     policy, reference = (column.log_softmax(0) for column in columns(logits))
@@ -100,7 +98,6 @@ def test_k1_and_k3_are_unbiased_and_k3_is_never_negative(logits: list[tuple[floa
     assert bool((kl_estimate(policy, reference, kind="k3") >= -1e-15).all())  # rounding, in VERL's order of terms
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(number, number), min_size=2, max_size=5))
 def test_the_gradient_of_k2_is_that_of_the_kl(logits: list[tuple[float, float]]) -> None:
     policy, reference = columns(logits)
@@ -111,7 +108,6 @@ def test_the_gradient_of_k2_is_that_of_the_kl(logits: list[tuple[float, float]])
     assert exact.tolist() == pytest.approx(torch.autograd.grad(expected_k2, policy)[0].tolist(), abs=1e-12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=10), st.integers(1, 100))
 def test_weights_sum_to_what_their_name_says(tokens: list[int], constant: int) -> None:
     total = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
@@ -106,7 +106,6 @@ def test_advantages_by_hand() -> None:
 numbers = st.floats(-5, 5, allow_nan=False, width=32)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 4), numbers, st.integers(0, 3)), min_size=1, max_size=5), st.data())
 def test_without_discount_every_token_is_worth_its_calls_return(parts: list[Any], data: st.DataObject) -> None:
     """Calls of some tokens each with a return, and what the policy read between them."""

@@ -1,4 +1,4 @@
-"""What is exported says what its weights think of a fixed text."""
+"""An export holds what its weights say of a fixed text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run cannot use: prompts beyond the limit, calls without token ids, models without a critic, no GPU."""
+"""Refuse unusable input: prompts beyond the limit, calls without token ids, models without a critic, no GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_single_calls_without_token_ids_are_counted(model_dir: Path, tmp_path: P
 
 
 def setup_error(model_dir: Path, tmp_path: Path, **keys: Any) -> str:
-    """What setup refuses, which comes before any rollout."""
+    """Faults that setup refuses, before any rollout."""
     bench = AlgorithmBench(scenario(model_dir, **keys), tmp_path)
 
     async def body() -> str:

@@ -54,7 +54,7 @@ ESTIMATORS = pytest.mark.parametrize(("name", "algorithm"), PAIRS, ids=[pair[0] 
 
 
 def is_told_apart(group: list[float]) -> bool:
-    """Whether scores differ by more than what both packages, unlike VERL itself, take for rounding."""
+    """Return true if scores differ by more than the rounding that both packages, unlike VERL itself, allow."""
     return max(group) - min(group) > 1e-3
 
 
@@ -80,7 +80,7 @@ def through_torch(groups: list[list[list[float]]], estimator: str) -> list[float
 
 
 @ESTIMATORS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=episodes)
 def test_advantages_of_whole_episodes_are_the_same_numbers(
     name: str, algorithm: AlgorithmKeys, groups: list[list[list[float]]]
@@ -89,7 +89,7 @@ def test_advantages_of_whole_episodes_are_the_same_numbers(
 
 
 @ESTIMATORS
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=ragged)
 def test_advantages_of_single_calls_are_the_same_numbers(
     name: str, algorithm: AlgorithmKeys, groups: list[list[list[float]]]
@@ -99,7 +99,7 @@ def test_advantages_of_single_calls_are_the_same_numbers(
 
 @ESTIMATORS
 @PRECISION
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=st.lists(st.lists(values, min_size=2, max_size=6).filter(is_told_apart), min_size=1, max_size=4))
 def test_advantages_are_those_of_verls_functions(
     name: str, algorithm: AlgorithmKeys, groups: list[list[float]], dtype: torch.dtype, tolerance: float
@@ -172,7 +172,7 @@ def losses(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, mode: str,
 
 
 @PRECISION
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31), dual=st.sampled_from([1.5, 3.0, 1e9]))
 def test_losses_over_tokens_and_their_gradients_are_the_same_numbers(
     masks: list[list[bool]], seed: int, dual: float, dtype: torch.dtype, tolerance: float
@@ -182,7 +182,7 @@ def test_losses_over_tokens_and_their_gradients_are_the_same_numbers(
     assert float((own_gradient - their_gradient).abs().max()) <= tolerance
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31))
 def test_losses_over_rollouts_differ_by_what_verl_adds_to_a_count(masks: list[list[bool]], seed: int) -> None:
     (own, own_gradient), (theirs, their_gradient) = losses(
@@ -214,7 +214,7 @@ def sample(mask: list[bool], values: torch.Tensor) -> RowSample:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31), gamma=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0]))
 def test_generalised_advantages_are_the_same_numbers(
     masks: list[list[bool]], seed: int, gamma: float, lam: float
@@ -238,7 +238,7 @@ def test_generalised_advantages_are_the_same_numbers(
 
 
 @PRECISION
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31), clip=st.sampled_from([0.1, 0.5, 5.0]))
 def test_value_losses_and_their_gradients_are_the_same_numbers(
     masks: list[list[bool]], seed: int, clip: float, dtype: torch.dtype, tolerance: float
@@ -266,7 +266,7 @@ def test_value_losses_and_their_gradients_are_the_same_numbers(
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 @PRECISION
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31))
 def test_kl_estimates_are_the_same_numbers(
     masks: list[list[bool]], seed: int, kind: str, dtype: torch.dtype, tolerance: float
@@ -281,7 +281,7 @@ def test_kl_estimates_are_the_same_numbers(
 
 
 @PRECISION
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31), cap=st.sampled_from([1.0, 2.0, 5.0]))
 def test_truncated_importance_weights_are_the_same_numbers(
     masks: list[list[bool]], seed: int, cap: float, dtype: torch.dtype, tolerance: float
@@ -322,7 +322,7 @@ def policy_loss(mode: str, mask_B_R: torch.Tensor, tensors: list[torch.Tensor], 
 
 
 @CLOSE
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31), low=st.sampled_from([0.1, 0.2]), high=st.sampled_from([0.2, 0.28, 0.4]))
 def test_dapos_bounds_and_the_second_bound_are_what_their_papers_say(
     masks: list[list[bool]], seed: int, low: float, high: float, dtype: torch.dtype, tolerance: float
@@ -341,7 +341,7 @@ def test_dapos_bounds_and_the_second_bound_are_what_their_papers_say(
 
 
 @CLOSE
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(masks=rows, seed=st.integers(0, 2**31))
 def test_gspos_ratio_is_that_of_a_row(masks: list[list[bool]], seed: int, dtype: torch.dtype, tolerance: float) -> None:
     logp_B_R, change_B_R, advantages_B_R = draw(masks, seed, dtype, count=3)

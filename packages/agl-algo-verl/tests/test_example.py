@@ -23,7 +23,7 @@ TINY = {
     "algorithm.verl.params.data.train_batch_size": 2,
     "algorithm.verl.params.actor_rollout_ref.rollout.n": 2,
 }
-"""What makes the experiment small enough for a test."""
+"""Settings that make the experiment small enough for a test."""
 
 
 def run(folder: Path, *words: str) -> str:

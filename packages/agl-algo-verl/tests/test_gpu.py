@@ -30,7 +30,7 @@ SMALL = {
     "algorithm.verl.params.actor_rollout_ref.rollout.n": 4,
     "algorithm.verl.params.actor_rollout_ref.rollout.gpu_memory_utilization": 0.2,
 }
-"""What makes the example for a GPU small; its model is then the tiny one of the example for the CPU."""
+"""Settings that make the GPU example small; its model is then the tiny one of the CPU example."""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def params(content: dict[str, Any]) -> RaySettings:
 
 
 def check(settings: RaySettings) -> Any:
-    """What VERL gets, by its own checks; this machine is told what it lacks."""
+    """Compose VERL's configuration and check it by VERL's own rules; a machine without a GPU hears what it lacks."""
     assert ("vllm", 1) == (settings.rollout, settings.ranks)
     with pytest.raises(ConfigError, match="needs GPUs, and this machine has none"):
         check_machine(settings, has_gpu=False)

@@ -1,4 +1,4 @@
-"""What VERL publishes says what its weights think of a fixed text."""
+"""VERL publishes with its weights what they say of a fixed text."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ TINY = {
     "algorithm.verl.params.actor_rollout_ref.model.lora_rank": 4,
     "algorithm.verl.params.keep": 4,
 }
-"""What makes the experiment small enough for a test, lets it collect ahead, and gives it a critic and adapters."""
+"""Settings that make the experiment small enough for a test, let it collect ahead, with a critic and adapters."""
 
 
 def command(*words: str) -> list[str]:
@@ -183,7 +183,7 @@ class Slow(World):
 def train(
     folder: Path, model_dir: Path, *, engine: str, steps: int, **keys: Any
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """What steps report and the weights after them, with rollouts of two rows each."""
+    """Return the steps' reports and the weights after them, with rollouts of two rows each."""
     world = Slow(model_dir, rows=2)
     asks_ahead = "trainer.v1.trainer_mode" in keys
     keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
@@ -216,7 +216,7 @@ def train(
 
 
 async def served_gap(bench: AlgorithmBench) -> float:
-    """How far the served log-probabilities are from those of the weights that were published last."""
+    """Return the distance of the served log-probabilities from those of the last published weights."""
     endpoint, weights = bench.context().endpoint("llm").endpoint, bench.published[-1].resource
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": "llm"}
     asked |= {"logprobs": True, "return_token_ids": True}
@@ -236,7 +236,7 @@ async def served_gap(bench: AlgorithmBench) -> float:
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], *, start: Path) -> float:
-    """How far two trained models are apart, relative to how far training moved them.
+    """Return the distance of two trained models, relative to how far training moved them.
 
     Adam's first step has the sign of each gradient, and where that is rounding only, the order of rows decides it.
     """

@@ -22,7 +22,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def batch(mask: list[list[int]]) -> Any:
-    """What VERL's trainer gives its report: two rows, of which recorded and recomputed values differ by 0.5 and 2."""
+    """The input of VERL's trainer to its report: two rows whose recorded and recomputed values differ by 0.5 and 2."""
     from verl import DataProto
 
     recorded = torch.tensor([[-1.0, -9.0], [-3.0, -1.0]])

@@ -46,7 +46,7 @@ def tools_then(text: str, *calls: ToolCall) -> Callable[[ModelRequest], Step]:
 
 
 def select(request: ModelRequest) -> Step:
-    """What the selector and its agents say: red goes first, and green after it, as no other is left."""
+    """The answers of the selector and its agents: red goes first, then green, as no other is left."""
     if "select the next role" in str(request.body):
         return Reply(text="red")
     return Reply(text="DONE" if "hello from" in str(request.body) else "hello from red")

@@ -1,4 +1,4 @@
-"""Whether the tracer and the recording saw the same model calls; what is said when they did not."""
+"""Compare the model calls that the tracer saw with the recorded ones, and report the difference."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -84,7 +84,7 @@ def test_request_with_one_unreadable_field_still_gives_the_others():
     assert ("m", None, None) == (request.model, request.get("user"), request.to_dict())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     body=st.dictionaries(
         st.text(max_size=5), st.recursive(st.none() | st.integers(-9, 9) | st.text(max_size=5), st.lists, max_leaves=9)
@@ -459,7 +459,7 @@ def test_completions_become_a_user_and_an_assistant_message():
     assert [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "two"}] == call_messages(call)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     path=st.sampled_from(PATHS),
     request=st.binary(max_size=60),
@@ -545,7 +545,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(path=st.sampled_from(PATHS), request=JSON, response=JSON, is_streamed=st.booleans())
 def test_any_json_gives_at_least_one_call_and_never_an_exception(path, request, response, is_streamed):
     events = response if isinstance(response, list) else [response]
@@ -561,7 +561,7 @@ def test_any_json_gives_at_least_one_call_and_never_an_exception(path, request, 
         msgspec.msgpack.encode(call)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, 2**31 - 1), max_size=40), cuts=st.lists(st.integers(0, 40), max_size=6))
 def test_ids_are_the_same_however_a_stream_is_cut_into_deltas(ids, cuts):
     bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]

@@ -1,4 +1,4 @@
-"""What instrumented code calls, inside a rollout and outside."""
+"""The functions that instrumented code calls, inside a rollout and outside."""
 
 import asyncio
 import math

@@ -156,7 +156,7 @@ LONG = tuple(range(100, 120))
 
 
 def drift_of(*calls: tuple[Ids, Ids], slack: int = 4) -> list[str]:
-    """Where each call drifts, shortened to the position, the call that it continues, and both sides."""
+    """The drift of each call, shortened to the position, the call that it continues, and both sides."""
     spans = [call_span(i + 1, prompt=prompt, response=response) for i, (prompt, response) in enumerate(calls)]
     forest = build_forest(spans, options=ForestOptions(drift_slack=slack))
     pattern = (
@@ -250,7 +250,6 @@ def test_forest_fork_beside_a_prompt_without_new_tokens_is_no_drift() -> None:
     assert 0 == len(build_forest(spans).drift)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=9000), st.binary(max_size=50), st.binary(max_size=50))
 def test_common_prefix_matches_a_byte_by_byte_comparison(shared: bytes, a: bytes, b: bytes) -> None:
     left, right = shared * 3 + a, shared * 3 + b
@@ -269,7 +268,6 @@ def test_common_prefix_ends_where_the_first_bit_differs(length: int, changed: in
     assert len(left) == common_prefix(left, left + b"more")
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.text("ab", max_size=5), st.text("ab", max_size=3)), max_size=25))
 def test_link_finds_the_longest_earlier_entry_and_the_nearest_one(pairs: list[tuple[str, str]]) -> None:
     queries = [query.encode() for query, _ in pairs]
@@ -478,7 +476,7 @@ def naive_rows(calls: Sequence[tuple[str, Ids, Ids]]) -> list[NaiveRow]:
     return rows
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(agents=st.integers(1, 8), steps=STEPS, seed=st.randoms(use_true_random=False))
 def test_forest_rebuilds_every_row_of_random_call_forests(agents: int, steps: list[Step], seed: random.Random) -> None:
     simulation = Simulation(agents)

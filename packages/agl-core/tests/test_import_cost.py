@@ -1,4 +1,4 @@
-"""What an import loads: little, and nothing that the caller did not ask for."""
+"""Imports load little, and nothing that the caller did not ask for."""
 
 import os
 import subprocess

@@ -252,7 +252,7 @@ class Observer:
 
 
 def finished(algorithm: str) -> dict[str, Any]:
-    """What observers of a finished step get."""
+    """The arguments that observers of a finished step receive."""
     return {"experiment": "sql", "algorithm": algorithm, "report": StepReport(step=1), "workdir": Path("run")}
 
 

@@ -1,4 +1,4 @@
-"""Which policy a call belongs to: who calls, the model's name and the host; and the header that says who calls."""
+"""Choose a call's policy by caller, model name and host, and read the header that names the caller."""
 
 from itertools import permutations
 

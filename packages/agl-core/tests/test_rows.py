@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.episodes import attach, build_episode, make_rows, rollout_weights, split_row
@@ -38,7 +38,6 @@ def trained(row: Row) -> list[tuple[int, float, float]]:
     return [(token, logprob, advantage) for token, logprob, advantage, is_trained in values if is_trained]
 
 
-@settings(deadline=None)
 @given(PARTS, st.integers(2, 60), st.data())
 def test_split_row_trains_every_token_once_with_context(
     parts: list[tuple[int, int]], size: int, data: st.DataObject
@@ -114,7 +113,6 @@ def test_split_row_refuses_sizes_without_room(size: int, context: int | None) ->
 
 
 @pytest.mark.parametrize("aggregation", ["rollout", "token"])
-@settings(deadline=None)
 @given(rollouts=st.lists(PARTS, min_size=1, max_size=4), size=st.integers(2, 30))
 def test_weights_give_a_rollout_the_same_gradient_mass_however_it_is_split(
     aggregation: str, rollouts: list[list[tuple[int, int]]], size: int

@@ -1,4 +1,4 @@
-"""Which reward is an episode's, which is a call's, and what is said of the choice."""
+"""Choose which reward belongs to an episode and which to a call, and explain the choice."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.episodes._scores import ScoreOptions, episode_reward
@@ -290,7 +290,6 @@ def fields_of(span: Span) -> dict[str, object]:
     return {name: getattr(span, name) for name in span.__struct_fields__}
 
 
-@settings(deadline=None)
 @given(st.permutations(range(6)))
 def test_episode_does_not_depend_on_the_order_of_spans(order: list[int]) -> None:
     spans = [

@@ -1,4 +1,4 @@
-"""Who is about to call a model, asked while it happens: the same answer as the recorded spans give later."""
+"""Ask who is about to call a model while it happens; the recorded spans give the same answer later."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Where a request goes that leaves a client, decided without sending it."""
+"""Choose where a request goes when it leaves a client, without sending it."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from agl_credit.games import coalitions_of, leave_one_out, orders_of, shapley
 
 NAMES = ("a", "b", "c", "d", "e")
 number = st.floats(-10, 10, allow_nan=False)
-SMALL = settings(max_examples=60, deadline=None)
+SMALL = settings(max_examples=60)
 
 
 class Table:

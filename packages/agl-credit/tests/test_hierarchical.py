@@ -90,7 +90,7 @@ def test_rewards_of_turns_count_for_the_episode_and_the_steps_before_them():
     close([[0.5 + 0.25, 0.5 + 0.5], [-0.5 - 0.25, -0.5 - 0.5]], values(found))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.lists(st.sampled_from("xyz"), min_size=1, max_size=4)), max_size=6))
 def test_episode_advantages_alone_sum_to_zero_and_ignore_the_number_of_calls(runs):
     group = [episode(f"r{index}", reward, states) for index, (reward, states) in enumerate(runs)]

@@ -2,7 +2,7 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.contracts import Credit
@@ -123,7 +123,6 @@ def test_discount_may_be_nothing_or_whole(gamma: float) -> None:
     assert [{"c0": gamma, "c1": 1.0}] == values(RoleCredit(gamma=gamma), episode(call(0), call(1)))
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=20), st.floats(-10, 10))
 def test_turn_credit_without_discount_gives_the_first_turn_everything(rewards: list[float], final: float) -> None:
     one = episode(*(call(i, reward=reward) for i, reward in enumerate(rewards)), reward=final)

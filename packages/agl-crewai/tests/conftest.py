@@ -1,4 +1,4 @@
-"""How the adapter's rollouts are run: calls recorded in the process, or by the gateway."""
+"""Run the adapter's rollouts with calls recorded in the process or by the gateway."""
 
 import os
 import warnings

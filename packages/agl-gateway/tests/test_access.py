@@ -1,4 +1,4 @@
-"""Who may do what: tokens, routing, and what never reaches the store or a log."""
+"""Permissions: tokens, routing, and secrets that never reach the store or a log."""
 
 import gzip
 import logging

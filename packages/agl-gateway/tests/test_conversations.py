@@ -40,7 +40,7 @@ SECRET = b"a secret of the gateway's own tests"
 
 @dataclass(frozen=True, kw_only=True)
 class Talk:
-    """What a client does with a gateway, whichever process that is in; and what is in the store."""
+    """A client of a gateway in any process, and a view of the store."""
 
     url: str
     store: SQLiteStore

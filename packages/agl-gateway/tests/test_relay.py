@@ -1,4 +1,4 @@
-"""What the gateway relays and what it records, in all four dialects, plain and streamed."""
+"""The gateway relays and records all four dialects, plain and streamed."""
 
 import asyncio
 

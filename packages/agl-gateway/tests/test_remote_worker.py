@@ -1,4 +1,4 @@
-"""What a worker elsewhere asks of a gateway: who it is, that calls are written, and what it does without an answer."""
+"""A remote worker identifies itself to the gateway, waits until calls are written, and copes with a missing answer."""
 
 import asyncio
 from collections.abc import Callable

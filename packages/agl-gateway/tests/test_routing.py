@@ -68,7 +68,7 @@ def chosen(upstreams: tuple[Upstream, ...], model: str, names: tuple[str, ...] =
         return problem.status
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(policies(), st.sampled_from(["o3", *WORDS]), st.lists(st.sampled_from(["write", "critic", "plan"]), max_size=2))
 def test_hook_and_gateway_agree(upstreams: tuple[Upstream, ...], model: str, names: list[str]):
     sent, _ = send(upstreams, model, names, gateway_url=GATEWAY)

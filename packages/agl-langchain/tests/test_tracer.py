@@ -1,4 +1,4 @@
-"""What the tracer says about names, hand-offs, interrupts, tools and streams, and what it leaves alone."""
+"""The tracer reports names, hand-offs, interrupts, tools and streams, and leaves the rest alone."""
 
 import importlib
 import logging

@@ -46,7 +46,7 @@ class Played:
 
 
 class Script:
-    """What the model says: it calls each offered tool once, then answers; it fails where the prompt asks for it."""
+    """The model's answers: it calls each offered tool once, then answers; it fails where the prompt asks for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

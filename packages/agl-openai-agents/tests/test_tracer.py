@@ -1,4 +1,4 @@
-"""What the tracer says about hand-offs and tools, and what it leaves alone."""
+"""The tracer reports hand-offs and tools, and leaves the rest alone."""
 
 import importlib
 import subprocess

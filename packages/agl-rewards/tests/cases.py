@@ -75,7 +75,7 @@ def span(
 
 
 def setup(folder: Path | str = ".", **policies: LLM) -> RewardSetup:
-    """What an experiment in ``folder`` gives to emitters, with this package's plugin alone."""
+    """The settings that emitters receive for an experiment in ``folder``, with only this package's plugin."""
     from agl_rewards import plugin
 
     manager = PluginManager()

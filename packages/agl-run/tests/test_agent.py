@@ -1,4 +1,4 @@
-"""What may be an agent, what it is called with, and what its return value means."""
+"""The kinds of agents, the arguments of their call, and the meaning of their return value."""
 
 import sys
 from pathlib import Path

@@ -123,7 +123,7 @@ def invoke(*args: str, code: int = 0):
 
 
 def outputs() -> list[str]:
-    """What the agent returned in every rollout, oldest first."""
+    """The return values of the agent in all rollouts, oldest first."""
     lines = map(json.loads, invoke("export", "--format", "spans").stdout.splitlines())
     return [line["attributes"][semconv.OUTPUT] for line in lines if semconv.OUTPUT in line.get("attributes", {})]
 

@@ -1,4 +1,4 @@
-"""What ``agl why`` says."""
+"""The output of ``agl why``."""
 
 from agl import semconv
 from agl.episodes._forest import ForestOptions

@@ -55,7 +55,7 @@ def a_plan(folder: Path, **changes: Any) -> Plan:
 
 
 def a_serving(plan: Plan, **changes: Any) -> Serving:
-    """What the experiment of ``plan`` says of itself."""
+    """The description that the experiment of ``plan`` publishes."""
     upstream = Upstream(name="main", base_url="http://me:my-key@127.0.0.1:8000/v1", model="small")
     llm = LLM(endpoint="http://me:my-key@127.0.0.1:8000/v1", model="small", api_key="my-key")
     serving = make_serving(

@@ -40,7 +40,7 @@ def called(
 
 
 class Kept:
-    """What a store keeps of one attempt, by sequence from 1."""
+    """The records that a store keeps of one attempt, by sequence from 1."""
 
     def __init__(self, spans: Sequence[Span], *, attempt: object = "r.1") -> None:
         self.spans = list(spans)
@@ -304,7 +304,7 @@ def test_call_that_refers_to_a_later_one_is_damage() -> None:
         Unpacker(kept.fetch).unpack(kept.data[2], sequence=1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.integers(0, 5), st.lists(st.integers(0, 2), max_size=4), st.booleans()), min_size=1, max_size=40

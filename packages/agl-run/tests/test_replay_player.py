@@ -44,7 +44,7 @@ def client_of(server: ScriptedModelServer) -> Any:
 
 
 def record(server: ScriptedModelServer, work: Any) -> tuple[RecordedAnswer, ...]:
-    """What ``work`` recorded as the agent ``a``, as a replay gets it."""
+    """The record of ``work`` run as the agent ``a``, in the form that a replay receives."""
     recorder = SpanRecorder()
     with activate(capture_of(recorder, server)), client_of(server) as client, agl.operation("a"):
         work(client)
@@ -52,7 +52,7 @@ def record(server: ScriptedModelServer, work: Any) -> tuple[RecordedAnswer, ...]
 
 
 def replayed(server: ScriptedModelServer, script: ReplayScript, work: Any) -> tuple[Any, list[str]]:
-    """What ``work`` gives as the agent ``a``, and the model version of every call."""
+    """The result of ``work`` run as the agent ``a``, and the model version of every call."""
     recorder = SpanRecorder()
     with activate(capture_of(recorder, server, script)), client_of(server) as client, agl.operation("a"):
         found = work(client)

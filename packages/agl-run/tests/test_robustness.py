@@ -1,4 +1,4 @@
-"""What breaks around a run must not hang it, lose what was recorded, or be paid for again."""
+"""Breakage around a run must not hang it, lose what was recorded, or be paid for again."""
 
 import asyncio
 import os

@@ -58,7 +58,7 @@ def order(lengths: list[int], *, every: int, steps: list[int], stop: int | None 
     return found
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     every=st.integers(1, 3),
@@ -107,7 +107,7 @@ class Noted:
 
 
 def played(schedule: ScheduleConfig, turns: Sequence[Noted], log: list[str]) -> list[str]:
-    """What happens until the end or the first failure; ``.`` after each step that was saved."""
+    """The steps until the end or the first failure; ``.`` after each step that was saved."""
 
     async def after_step() -> None:
         log.append(".")

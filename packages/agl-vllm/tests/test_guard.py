@@ -22,7 +22,7 @@ time.sleep(600)
 
 
 def is_alive(pid):
-    """Whether a process runs; a zombie that nobody has waited for does not."""
+    """Return true if a process runs; a zombie that nobody has waited for does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

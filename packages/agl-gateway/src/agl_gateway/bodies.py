@@ -1,8 +1,12 @@
-"""Reads whole request bodies, with a limit on their size after decompression."""
+"""Reads and inflates whole bodies, with a limit on their size after decompression."""
+
+import zlib
 
 from aiohttp import web
 
 from agl_gateway.problems import Problem
+
+_MAX_INFLATED = 64 * 1024 * 1024
 
 
 async def read_body(request: web.BaseRequest, *, limit: int) -> bytes:
@@ -26,3 +30,14 @@ async def read_body(request: web.BaseRequest, *, limit: int) -> bytes:
             413, f"the request's body is larger than {limit} bytes; send it in smaller parts", code="request_too_large"
         )
     return b"".join(parts)
+
+
+def plain_bytes(body: bytes, encoding: str) -> bytes:
+    """Return the decompressed ``body``; unchanged if that fails or exceeds 64 MiB."""
+    if encoding not in ("gzip", "deflate"):
+        return body
+    inflater = zlib.decompressobj(wbits=47 if encoding == "gzip" else 15)
+    try:
+        return inflater.decompress(body, _MAX_INFLATED)
+    except zlib.error:
+        return body

@@ -1,12 +1,17 @@
-"""Describes a model call in the gateway: its context from the request's headers, and its finished exchange."""
+"""Describes a model call in the gateway: its context from the headers, its finished exchange, and its spans.
+
+An exchange becomes one ``chat`` span per sampled choice, by the GenAI conventions.
+"""
 
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from agl.dialects import Exchange
-from agl.schemas import new_trace_id
-from agl.tracing import WHO_HEADER, decode_names
+from agl import semconv
+from agl.dialects import Exchange, calls_of
+from agl.schemas import Json, Span, new_trace_id
+from agl.tracing import WHO_HEADER, chat_spans, decode_names
 
 _RETRY_MEMORY = 20_000
 _MAX_CLIENT = 200
@@ -127,3 +132,35 @@ def context_of(
         names=decode_names(headers.get(WHO_HEADER, "")),
         client=headers.get("user-agent", "")[:_MAX_CLIENT],
     )
+
+
+def spans_of(recorded: RecordedExchange) -> list[Span]:
+    """Return the spans of one exchange, one per choice."""
+    calls = calls_of(
+        recorded.exchange,
+        policy=recorded.policy,
+        model_version=recorded.model_version,
+        want_ids=recorded.want_ids,
+    )
+    context = recorded.context
+    about: dict[str, Json] = {
+        semconv.CALLER: list(context.names),
+        semconv.USER_AGENT: context.client,
+        semconv.SPLIT_ARM: recorded.arm,
+    }
+    return chat_spans(
+        calls,
+        rollout_id=context.rollout_id,
+        attempt_id=context.attempt_id,
+        trace_id=context.trace_id or _trace_id_of(context.attempt_id),
+        parent_id=context.parent_id,
+        framework_span_id=context.framework_span_id,
+        start_ns=recorded.start_ns,
+        end_ns=recorded.end_ns,
+        about={key: value for key, value in about.items() if value},
+    )
+
+
+def _trace_id_of(attempt_id: str) -> str:
+    """Return the trace id for an attempt whose client sent none; the same for all of its calls."""
+    return blake2b(attempt_id.encode(), digest_size=16).hexdigest()

@@ -17,11 +17,6 @@ class Gate:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether new calls are held."""
-        return not self._open.is_set()
-
     async def enter(self) -> str:
         """Wait until the gate is open; returns the version that serves then. Pair with :meth:`leave`."""
         if not self._open.is_set():

@@ -19,7 +19,7 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and not stopped."""
+        """Return true between start and stop."""
         return self._loop is not None
 
     def start(self) -> None:

@@ -13,9 +13,8 @@ from contextlib import contextmanager, suppress
 from agl.contracts import Store
 from agl.errors import CaptureError, NotFoundError, StoreError
 from agl.schemas import Span
-from agl_gateway.exchanges import RecordedExchange
+from agl_gateway.exchanges import RecordedExchange, spans_of
 from agl_gateway.metrics import SpanRate
-from agl_gateway.spans import spans_of
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect
 from agl_gateway.arms import ArmRoutes, policy_of
-from agl_gateway.bodies import read_body
+from agl_gateway.bodies import plain_bytes, read_body
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
@@ -23,7 +23,6 @@ from agl_gateway.gate import Gate
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, UpstreamTarget
-from agl_gateway.spans import plain_bytes
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")

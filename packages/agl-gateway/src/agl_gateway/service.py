@@ -107,7 +107,7 @@ class GatewayService:
 
     @property
     def has_conversations(self) -> bool:
-        """Whether clients may call models without an attempt."""
+        """Return true if clients may call models without an attempt."""
         return self._conversations is not None
 
     async def start(self) -> str:

@@ -1,28 +1,33 @@
 """Answers reads within one read transaction, outside of the writer's thread."""
 
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import NotFoundError
 from agl.schemas import (
     TERMINAL_ROLLOUT,
     Attempt,
-    Mode,
     ResourceVersion,
     Rollout,
-    RolloutStatus,
     Span,
     decode,
     rollout_id_of,
 )
 from agl.stores import MAX_SEQUENCE, select, unknown_attempt
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Row, Unpacker, number_of, read_change, read_rollout
+from agl_run.sql import (
+    ATTEMPT_BITS,
+    MODES,
+    NUMBER_MASK,
+    ROLLOUT,
+    STATUSES,
+    Row,
+    Unpacker,
+    number_of,
+    read_change,
+    read_rollout,
+)
 from agl_store_postgres.connections import Connection
-
-MODES: tuple[Mode, ...] = get_args(Mode)
-STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
-
 
 _KEY = f"coalesce(r.seq << {ATTEMPT_BITS} | %s::int, r.attempt, r.seq << {ATTEMPT_BITS})"
 """The key of the attempt to read spans of: the one with the given number, else the deciding or running one."""

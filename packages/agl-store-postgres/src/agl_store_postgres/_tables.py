@@ -147,7 +147,7 @@ class PostgresTables:
 
     @property
     def has_spare(self) -> bool:
-        """Whether locked queued rollouts remain that no claim took, so other machines must look for them again."""
+        """Return true if other machines must look again: locked queued rollouts remain that no claim took."""
         return any(self._still_queued(rollout_ids) for rollout_ids in self._loaded.queues.values())
 
     def _key(self, rollout_id: str, number: int) -> int:

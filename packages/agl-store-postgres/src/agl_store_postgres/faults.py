@@ -53,19 +53,19 @@ _HINTS: tuple[tuple[str, str], ...] = (
 
 
 def is_lost(error: BaseException, connection: "psycopg.Connection[tuple[object, ...]] | None") -> bool:
-    """Whether the connection is gone, and with it the transaction."""
+    """Return true if the connection is gone, and with it the transaction."""
     if not isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
         return False
     return connection is None or connection.closed or connection.broken
 
 
 def is_passing(error: psycopg.Error) -> bool:
-    """Whether the error is about a server that may be reachable again soon."""
+    """Return true if the server may be reachable again soon."""
     return _UNREACHABLE.search(str(error).lower()) is not None
 
 
 def is_collision(error: psycopg.Error) -> bool:
-    """Whether a concurrent transaction caused the error, so that a repetition may succeed."""
+    """Return true if a concurrent transaction caused the error, so that a repetition may succeed."""
     return isinstance(error, errors.DeadlockDetected | errors.SerializationFailure | errors.UniqueViolation)
 
 

@@ -2,27 +2,21 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import psycopg
 
-from agl.errors import AglError
 from agl.stores import Reads
+from agl_run.sql import Look, OverdueError, answer_to
 from agl_store_postgres._reads import PostgresReads
 from agl_store_postgres.connections import RESTART_WAIT_S, Connection, ThreadConnection
 from agl_store_postgres.faults import is_lost
 from agl_store_postgres.loading import NOW
 from agl_store_postgres.urls import DatabaseTarget
 
-Look: TypeAlias = Callable[[Reads], Any]
-
 _BEGIN = b"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 _IS_OVERDUE = b"SELECT (SELECT min(deadline) FROM attempts WHERE status = 'running') <= " + NOW
-
-
-class OverdueError(Exception):
-    """The read must wait: an attempt is past its deadline and the writer has not decided it."""
 
 
 class UncheckedRead:
@@ -79,7 +73,7 @@ def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
     with db.pipeline():
         db.execute(_BEGIN)
         cursor = db.execute(_IS_OVERDUE)
-        answers = [_answer(look, PostgresReads(db)) for look in looks]
+        answers = [answer_to(look, PostgresReads(db)) for look in looks]
         is_overdue = cursor.fetchone() == (True,)
         db.execute(b"COMMIT")
     if not is_overdue:
@@ -88,10 +82,3 @@ def _read_all(db: Connection, looks: Sequence[Look]) -> list[Any]:
         answer if isinstance(look, UncheckedRead) else OverdueError()
         for look, answer in zip(looks, answers, strict=True)
     ]
-
-
-def _answer(look: Look, reads: PostgresReads) -> Any:
-    try:
-        return look(reads)
-    except AglError as error:
-        return error

@@ -17,12 +17,12 @@ from typing import TypeVar
 import psycopg
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
-from agl_run.sql import Batches
+from agl_run.sql import Batches, OverdueError
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
 from agl_store_postgres.listener import ChangeListener
-from agl_store_postgres.reader import BatchReader, OverdueError, UncheckedRead
+from agl_store_postgres.reader import BatchReader, UncheckedRead
 from agl_store_postgres.urls import DatabaseTarget, target_of
 from agl_store_postgres.writer import BatchWriter
 

@@ -101,7 +101,7 @@ class Changes:
 
     @property
     def is_heard(self) -> bool:
-        """Whether waiting callers need a message about these changes."""
+        """Return true if waiting callers need a message about these changes."""
         return bool(self.feed) or self.has_queued or self.soonest < math.inf
 
 

@@ -20,7 +20,6 @@ from agl.stores._operations import need_held, need_rollout, unknown_attempt
 
 N = TypeVar("N", bound=Hashable)
 
-_Packed: TypeAlias = tuple[bytes, bytes]
 _Rest: TypeAlias = tuple[Any, Any, int, bytes, bytes]
 
 MIN_DEFLATED = 512
@@ -51,7 +50,7 @@ class _Spans:
 
     def __init__(self) -> None:
         self.sequences: list[int] = []
-        self.packed: list[_Packed] = []
+        self.packed: list[bytes] = []
         self.ids: set[str] = set()
 
 
@@ -188,7 +187,7 @@ class MemoryTables:
         return self._cursor
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
-        rows: dict[tuple[_Spans, str], tuple[int, _Packed]] = {}
+        rows: dict[tuple[_Spans, str], tuple[int, bytes]] = {}
         ends: dict[tuple[str, str], int] = {}
         for span in spans:
             key, attempt = (span.rollout_id, span.attempt_id), self._attempts.get(span.attempt_id)
@@ -214,7 +213,7 @@ class MemoryTables:
             raise unknown_attempt(rollout_id, which)
         kept = self._spans.get((rollout_id, which)) or _Spans()
         first = bisect_right(kept.sequences, after)
-        return [_unpack(*packed) for packed in kept.packed[first : first + limit]]
+        return [_unpack(packed) for packed in kept.packed[first : first + limit]]
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         for rollout in rollouts:
@@ -287,22 +286,29 @@ def _from(ids: list[str], query: RolloutQuery) -> Iterator[str]:
     return (ids[at] for at in (range(end - 1, -1, -1) if query.is_newest_first else range(first, len(ids))))
 
 
-def _pack(span: Span) -> _Packed:
-    """The span, and what deflates well of its call: its texts and the two high bytes of its ids."""
+def _pack(span: Span) -> bytes:
+    """The span's length and the span; then, deflated, a call's texts and the two high bytes of its ids."""
     call = span.call
     if call is None:
-        return rules.encoded(span), b""
+        return _joined(rules.encoded(span), b"")
     ids = call.prompt_ids + call.response_ids
     rest = rules.encoded((call.request, call.response, len(call.prompt_ids), ids[2::4], ids[3::4]))
     bare = replace(call, request=None, response=None, prompt_ids=ids[0::4] + ids[1::4], response_ids=b"")
-    return rules.encoded(replace(span, call=bare)), zlib.compress(rest, 1 if len(rest) >= MIN_DEFLATED else 0)
+    deflated = zlib.compress(rest, 1 if len(rest) >= MIN_DEFLATED else 0)
+    return _joined(rules.encoded(replace(span, call=bare)), deflated)
 
 
-def _unpack(data: bytes, deflated: bytes) -> Span:
+def _joined(data: bytes, deflated: bytes) -> bytes:
+    return len(data).to_bytes(4, "little") + data + deflated
+
+
+def _unpack(packed: bytes) -> Span:
     """The inverse of :func:`_pack`."""
-    span = codec.decode(data, Span)
+    end = 4 + int.from_bytes(packed[:4], "little")
+    span = codec.decode(memoryview(packed)[4:end], Span)
     if span.call is None:
         return span
+    deflated = memoryview(packed)[end:]
     request, response, split, third, fourth = codec.decode(zlib.decompress(deflated), _Rest)
     low = span.call.prompt_ids
     ids = bytearray(len(low) + len(third) + len(fourth))

@@ -58,7 +58,7 @@ class ReplayComparison(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing changed."""
+        """Return true if nothing changed."""
         return not (self.changed or self.diverged or self.unused)
 
 

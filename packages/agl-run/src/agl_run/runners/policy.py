@@ -68,5 +68,5 @@ class OpenAIPolicy:
 
     @property
     def has_token_ids(self) -> bool:
-        """Whether the endpoint returns token ids, as configured."""
+        """Return true if the endpoint is configured to return token ids."""
         return self._has_token_ids

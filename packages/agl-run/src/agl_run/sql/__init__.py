@@ -3,15 +3,16 @@
 A store on another kind of database needs only :mod:`agl.stores`.
 """
 
-from agl_run.sql._batches import Batches, perform
-from agl_run.sql._new_spans import AttemptSpans, place_spans
+from agl_run.sql._batches import Batches, Look, OverdueError, answer_to, perform
 from agl_run.sql._old_layouts import older_documents
-from agl_run.sql._packing import Packer, Unpacker
+from agl_run.sql._packing import AttemptSpans, Packer, Unpacker, place_spans
 from agl_run.sql._rows import (
     ATTEMPT_BITS,
+    MODES,
     NUMBER_MASK,
     ROLLOUT,
     SEQUENCE_BITS,
+    STATUSES,
     Row,
     number_of,
     progress_row,
@@ -21,14 +22,19 @@ from agl_run.sql._rows import (
 
 __all__ = [
     "ATTEMPT_BITS",
+    "MODES",
     "NUMBER_MASK",
     "ROLLOUT",
     "SEQUENCE_BITS",
+    "STATUSES",
     "AttemptSpans",
     "Batches",
+    "Look",
+    "OverdueError",
     "Packer",
     "Row",
     "Unpacker",
+    "answer_to",
     "number_of",
     "older_documents",
     "perform",

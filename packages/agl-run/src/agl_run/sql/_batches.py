@@ -2,18 +2,33 @@
 
 import asyncio
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from agl.errors import AglError, StoreError
-from agl.stores import Tables, Work, closed
+from agl.stores import Reads, Tables, Work, closed
 
 W = TypeVar("W")
-Job: TypeAlias = tuple[W, "Future[Any]"]
+Look: TypeAlias = Callable[[Reads], Any]
+"""A read: it looks into the tables and returns an answer."""
+
+
+class OverdueError(Exception):
+    """Raised in place of a read while an attempt past its deadline is undecided; the writer must decide it first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job(Generic[W]):
+    """One item of work; its caller waits in ``loop``, or in a thread if that is ``None``."""
+
+    work: W
+    future: "asyncio.Future[Any] | Future[Any]"
+    loop: asyncio.AbstractEventLoop | None = None
+    undo: Callable[[Any], W] | None = None
 
 
 class Batches(Generic[W]):
@@ -37,32 +52,37 @@ class Batches(Generic[W]):
     ) -> None:
         self._act, self._explain, self._shown_url = act, explain, shown_url
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="agl-store")
-        self._waiting: deque[Job[W]] = deque()
+        self._waiting: deque[_Job[W]] = deque()
         self._lock = threading.Lock()
         self._is_called = False
         self.is_closed = False
 
     async def run(self, work: W, *, undo: Callable[[Any], W] | None = None) -> Any:
         """Do ``work`` and return its answer; ``undo`` makes the work that reverts it if the caller is cancelled."""
-        future = self.submit(work)
+        loop = asyncio.get_running_loop()
+        job = _Job(work=work, future=loop.create_future(), loop=loop, undo=undo)
+        self._put(job)
         try:
-            return await asyncio.wrap_future(future)
+            return await job.future
         except asyncio.CancelledError:
-            if undo is not None and not future.cancel():
-                future.add_done_callback(partial(self._take_back, undo))
+            if not job.future.cancelled() and job.future.exception() is None:  # answered just before
+                self._take_back(job, job.future.result())
             raise
 
     def submit(self, work: W) -> "Future[Any]":
         """Queue work; raises :class:`~agl.errors.StoreError` after the close."""
         future: Future[Any] = Future()
+        self._put(_Job(work=work, future=future))
+        return future
+
+    def _put(self, job: _Job[W]) -> None:
         with self._lock:
             if self.is_closed:
                 raise closed(self._shown_url)
-            self._waiting.append((work, future))
+            self._waiting.append(job)
             if not self._is_called:
                 self._is_called = True
                 self._executor.submit(self._work)
-        return future
 
     def close(self) -> None:
         """Finish the queued work and end the threads. Blocks; idempotent."""
@@ -73,33 +93,62 @@ class Batches(Generic[W]):
     def _work(self) -> None:
         """Run in a thread until the queue is empty; further work may start another thread, up to ``threads``."""
         while batch := self._take():
-            if jobs := [job for job in batch if job[1].set_running_or_notify_cancel()]:
+            if jobs := [job for job in batch if not job.future.cancelled()]:
                 self._do(jobs)
 
-    def _take(self) -> list[Job[W]]:
+    def _take(self) -> list[_Job[W]]:
         with self._lock:
             self._is_called = False
             return [self._waiting.popleft() for _ in range(min(256, len(self._waiting)))]
 
-    def _do(self, jobs: Sequence[Job[W]]) -> None:
+    def _do(self, jobs: Sequence[_Job[W]]) -> None:
         try:
-            answers = self._act([work for work, _ in jobs])
+            answers = self._act([job.work for job in jobs])
         except Exception as error:  # noqa: BLE001  # the threads outlive every failure, and each caller gets the error
             if len(jobs) > 1 and not isinstance(error, StoreError):
                 for job in jobs:
                     self._do([job])
                 return
             answers = [self._explain(error)] * len(jobs)
-        for (_, future), answer in zip(jobs, answers, strict=True):
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+        by_loop: defaultdict[asyncio.AbstractEventLoop | None, list[tuple[_Job[W], Any]]] = defaultdict(list)
+        for job, answer in zip(jobs, answers, strict=True):
+            by_loop[job.loop].append((job, answer))
+        for loop, answered in by_loop.items():
+            self._hand_over(loop, answered)
 
-    def _take_back(self, undo: Callable[[Any], W], done: "Future[Any]") -> None:
-        with suppress(Exception):  # leases cover what failed or can no longer be reverted
-            if answer := done.result():
-                self.submit(undo(answer))
+    def _hand_over(self, loop: asyncio.AbstractEventLoop | None, answered: list[tuple[_Job[W], Any]]) -> None:
+        """Wake an event loop once for all its callers, so that their next requests form a batch again."""
+        if loop is None:
+            self._deliver(answered)
+            return
+        try:
+            loop.call_soon_threadsafe(self._deliver, answered)
+        except RuntimeError:  # the loop is closed, and its callers are gone
+            for job, answer in answered:
+                self._take_back(job, answer)
+
+    def _deliver(self, answered: list[tuple[_Job[W], Any]]) -> None:
+        for job, answer in answered:
+            if job.future.cancelled():
+                self._take_back(job, answer)
+            elif isinstance(answer, Exception):
+                job.future.set_exception(answer)
+            else:
+                job.future.set_result(answer)
+
+    def _take_back(self, job: _Job[W], answer: Any) -> None:
+        """Revert work whose caller is gone; leases cover what can no longer be reverted."""
+        if job.undo is not None and answer and not isinstance(answer, Exception):
+            with suppress(StoreError):  # the store is closed
+                self.submit(job.undo(answer))
+
+
+def answer_to(look: Look, reads: Reads) -> Any:
+    """Return the answer of a read, or the :class:`AglError` that refuses it."""
+    try:
+        return look(reads)
+    except AglError as error:
+        return error
 
 
 def perform(works: Iterable[Work[Any]], tables: Tables) -> list[Any]:

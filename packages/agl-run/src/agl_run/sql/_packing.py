@@ -1,4 +1,4 @@
-"""Packs spans into bytes: ids stay packed, and the prompts of a conversation share their prefix.
+"""Numbers spans and packs them into bytes: ids stay packed, and the prompts of a conversation share their prefix.
 
 A model call keeps its prompt ids and its request as (sequence of an earlier call of the attempt, shared byte length,
 suffix). The bytes that a later call can share are the earlier prompt followed by the earlier response, and the
@@ -10,7 +10,8 @@ span is read over at most ``KEY_EVERY`` plus N / ``KEY_EVERY`` links, and a whol
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -18,6 +19,7 @@ from msgspec.structs import force_setattr, replace
 
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, decode, encode, to_json
+from agl.stores import placed
 from agl_run.sql._sharing import Marks
 
 MIN_DEFLATED = 512
@@ -113,6 +115,48 @@ class Packer:
     def clear(self) -> None:
         """Drop all marks, because the last packed spans may not have been kept."""
         self._marks.clear()
+
+
+@dataclass(kw_only=True)
+class AttemptSpans:
+    """The spans of an attempt that a store has already.
+
+    Attributes:
+        key: The store's key of the attempt, such as its number.
+        last: Highest stored sequence.
+        is_late: Whether the attempt is decided.
+        has: Returns true if the span with that id is stored.
+    """
+
+    key: Any
+    last: int
+    is_late: bool
+    has: Callable[[str], bool]
+
+
+def place_spans(
+    spans: Sequence[Span], packer: Packer, find: Callable[[Span], AttemptSpans]
+) -> list[tuple[Any, int, str, bytes]]:
+    """Make rows of the spans that are not stored yet: attempt's key, sequence, span id, and the packed span.
+
+    Packs all spans before the caller stores the first, so that a span that cannot be packed leaves no trace.
+    """
+    rows: dict[tuple[Any, str], tuple[Any, int, str, bytes]] = {}
+    known: dict[tuple[str, str], AttemptSpans] = {}
+    try:
+        for span in spans:
+            where = span.rollout_id, span.attempt_id
+            held = known.get(where) or known.setdefault(where, find(span))
+            if (held.key, span.span_id) in rows or held.has(span.span_id):
+                continue
+            kept = placed(span, last=held.last, is_late=held.is_late)
+            held.last = kept.sequence
+            packed = packer.pack(kept, attempt=held.key, sequence=held.last)
+            rows[held.key, span.span_id] = held.key, held.last, span.span_id, packed
+    except StoreError:
+        packer.clear()  # its marks may refer to spans that are not stored
+        raise
+    return list(rows.values())
 
 
 class Unpacker:

@@ -4,16 +4,20 @@ A rollout has a number (``seq``, never reused). Its attempts are ``seq << 8 | nu
 attempt, so that all attempts and spans of a rollout are in one range of numbers.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from msgspec.structs import force_setattr
 
 from agl.contracts import Change
-from agl.schemas import Rollout, attempt_id_of, decode
+from agl.schemas import Mode, Rollout, RolloutStatus, attempt_id_of, decode
 from agl.stores import MAX_SEQUENCE
 
 Row: TypeAlias = tuple[Any, ...]
 """One row of a table, as a database driver returns it."""
+
+MODES: tuple[Mode, ...] = get_args(Mode)
+STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
+"""All modes, and all statuses of rollouts, in the order of their declaration."""
 
 ATTEMPT_BITS = 8
 NUMBER_MASK = (1 << ATTEMPT_BITS) - 1

@@ -13,11 +13,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from agl.errors import AglError
 from agl.stores import Reads, Tables, WakeUp, Work, expire
-from agl_run.sql import Batches, Packer, perform
+from agl_run.sql import Batches, Look, OverdueError, Packer, answer_to, perform
 from agl_run.sqlite._reads import SQLiteReads
 from agl_run.sqlite._schema import connect, explain, open_file
 from agl_run.sqlite._tables import SQLiteTables, next_deadline
@@ -25,7 +24,6 @@ from agl_run.sqlite._tables import SQLiteTables, next_deadline
 READERS = 4
 
 T = TypeVar("T")
-Look: TypeAlias = Callable[[Reads], Any]
 
 
 def _nothing(_: Tables) -> None:
@@ -37,10 +35,6 @@ _LOOK = Work(act=_nothing)
 deadline."""
 
 _logger = logging.getLogger(__name__)
-
-
-class OverdueError(Exception):
-    """Raised in place of a read while an attempt past its deadline is undecided."""
 
 
 class SQLiteBackend:
@@ -132,7 +126,7 @@ class SQLiteBackend:
         try:
             if next_deadline(db) <= self._clock():
                 return [OverdueError()] * len(looks)
-            return [_answer(look, SQLiteReads(db)) for look in looks]
+            return [answer_to(look, SQLiteReads(db)) for look in looks]
         finally:
             db.execute("ROLLBACK")
 
@@ -169,10 +163,3 @@ class SQLiteBackend:
             self.queued.ring()
             self.changed.ring()
         return max(0.0, min(self._poll_s, deadline - self._clock()))
-
-
-def _answer(look: Look, reads: SQLiteReads) -> Any:
-    try:
-        return look(reads)
-    except AglError as error:
-        return error

@@ -6,7 +6,7 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 from itertools import islice, product
-from typing import Any, get_args
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -15,20 +15,25 @@ from agl.errors import NotFoundError
 from agl.schemas import (
     TERMINAL_ROLLOUT,
     Attempt,
-    Mode,
     ResourceVersion,
     Rollout,
-    RolloutStatus,
     Span,
     decode,
     rollout_id_of,
 )
 from agl.stores import MAX_SEQUENCE, is_wanted, select, unknown_attempt
-from agl_run.sql import ATTEMPT_BITS, NUMBER_MASK, ROLLOUT, Unpacker, number_of, read_change, read_rollout
+from agl_run.sql import (
+    ATTEMPT_BITS,
+    MODES,
+    NUMBER_MASK,
+    ROLLOUT,
+    STATUSES,
+    Unpacker,
+    number_of,
+    read_change,
+    read_rollout,
+)
 from agl_run.sqlite._tables import span_range
-
-MODES: tuple[Mode, ...] = get_args(Mode)
-STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
 
 
 class SQLiteReads:

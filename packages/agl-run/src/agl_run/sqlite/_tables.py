@@ -30,6 +30,10 @@ _UPDATE_ROLLOUT = (
     "UPDATE rollouts SET status = ?, attempts = ?, attempt = ?, started_at = ?, finished_at = ?, stage = ? "
     "WHERE seq = ?"
 )
+_SAVE_ATTEMPT = (
+    "INSERT INTO attempts VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET status = excluded.status, "
+    "claim_id = excluded.claim_id, deadline = excluded.deadline, data = excluded.data"
+)
 _START_ROLLOUTS = (  # leaves the stage alone, and so the index of rollouts by stage
     f"UPDATE rollouts SET status = 'running', attempts = attempts + 1, attempt = seq << {ATTEMPT_BITS} | attempts + 1, "
     "started_at = CASE started_at WHEN 0.0 THEN ? ELSE started_at END "
@@ -125,7 +129,7 @@ class SQLiteTables:
         self._log(rollouts)
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
-        self._db.executemany("REPLACE INTO attempts VALUES (?, ?, ?, ?, ?)", map(self._attempt_row, claims))
+        self._db.executemany(_SAVE_ATTEMPT, map(self._attempt_row, claims))
         decided = [claim for claim in claims if claim.attempt.status != "running"]
         for claim in decided:
             self._packer.forget(self._key(claim.rollout.rollout_id, claim.attempt.number))

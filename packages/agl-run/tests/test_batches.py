@@ -1,0 +1,82 @@
+"""Answers of batches reach their callers, or are reverted if a caller is gone."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from agl_run.sql import Batches
+
+
+class Book:
+    """Does work that is a name, and notes it, each time that it is allowed to."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._came = threading.Semaphore(0)
+        self._may = threading.Semaphore(0)
+
+    def act(self, names: Sequence[str]) -> list[Any]:
+        self._came.release()
+        assert self._may.acquire(timeout=10)
+        self.done += names
+        return list(names)
+
+    def wait(self) -> None:
+        """Wait until a batch has come."""
+        assert self._came.acquire(timeout=10)
+
+    def allow(self, batches: int = 1) -> None:
+        """Let the batch that has come be done, and perhaps further ones."""
+        self._may.release(batches)
+
+
+def undo(name: str) -> str:
+    return f"undo {name}"
+
+
+@pytest.mark.parametrize(("turns", "is_reverted"), [(0, True), (1, True), (2, False)])
+def test_work_is_reverted_if_its_caller_is_cancelled(turns: int, is_reverted: bool) -> None:
+    """The caller is cancelled before its answer is delivered, before it takes the answer, and too late."""
+    book = Book()
+    batches = Batches(book.act, shown_url="book://")
+
+    async def body() -> Any:
+        task = asyncio.create_task(batches.run("claim", undo=undo))
+        await asyncio.sleep(0)
+        book.wait()
+        batches.submit("next")
+        book.allow()
+        book.wait()  # the loop stands still until the thread has come to the next batch, and so sent the first answer
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        return (await asyncio.gather(task, return_exceptions=True))[0]
+
+    answer = asyncio.run(body())
+    book.allow(2)
+    batches.close()
+    if is_reverted:
+        assert isinstance(answer, asyncio.CancelledError)
+        assert ["claim", "next", "undo claim"] == book.done
+    else:
+        assert answer == "claim"
+        assert ["claim", "next"] == book.done
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+def test_work_is_reverted_if_its_callers_loop_is_closed() -> None:
+    book = Book()
+    batches = Batches(book.act, shown_url="book://")
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(batches.run("claim", undo=undo))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    book.wait()
+    book.allow(2)
+    book.wait()
+    batches.close()
+    assert ["claim", "undo claim"] == book.done
+    assert not task.done()
