@@ -186,16 +186,25 @@ class OpenSpan:
 
     def _operation(self, attributes: Mapping[str, Any]) -> str:
         """The operation, as set or as implied by another attribute; ``""`` if unknown."""
-        said = attributes.get(semconv.OPERATION, "")
-        if said or not self._said:
+        if said := attributes.get(semconv.OPERATION, ""):
             return said
-        return next((operation for key, operation in _OPERATIONS.items() if key in self._said), "")
+        subject = self._subject()
+        return _OPERATIONS[subject] if subject else ""
+
+    def _subject(self) -> str:
+        """The attribute that says what the span is about; ``""`` for none."""
+        said = self._said
+        if said:
+            for key in _OPERATIONS:
+                if key in said:
+                    return key
+        return ""
 
     def _full_name(self, operation: str) -> str:
         if self.name:
             return self.name
-        said = self._said
-        subject = next((str(said[key]) for key in _OPERATIONS if key in said and key != semconv.CLIENT), "")
+        key = self._subject()
+        subject = self._said[key] if key and key != semconv.CLIENT else ""
         return f"{operation} {subject}".strip() or "span"
 
     def _record(self, end_ns: int | None, ended: Mapping[str, Any]) -> None:

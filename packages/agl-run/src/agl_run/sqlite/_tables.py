@@ -145,9 +145,10 @@ class SQLiteTables:
         self._update(rollouts)
 
     def _update(self, rollouts: Sequence[Rollout]) -> None:
-        rows = [progress_row(rollout, self._seqs[rollout.rollout_id]) for rollout in rollouts]
-        self._db.executemany(_UPDATE_ROLLOUT, rows)
-        self._log(rollouts)
+        if rollouts:
+            rows = [progress_row(rollout, self._seqs[rollout.rollout_id]) for rollout in rollouts]
+            self._db.executemany(_UPDATE_ROLLOUT, rows)
+            self._log(rollouts)
 
     def _start(self, claims: Sequence[Claim]) -> None:
         """Do the work of :meth:`_update` for rollouts whose attempts started at the same time."""
