@@ -269,6 +269,17 @@ def test_spans_must_belong_together() -> None:
         rules.check_spans([span(), span(rollout_id="b")])
 
 
+def test_spans_are_numbered_in_order_of_arrival_or_by_their_own_higher_number() -> None:
+    span = Span(rollout_id="a", attempt_id="a.1", span_id="s", name="n")
+    assert replace(span, sequence=5) == rules.placed(span, last=4, is_late=False)
+    assert replace(span, sequence=9, is_late=True) == rules.placed(replace(span, sequence=9), last=4, is_late=True)
+    assert replace(span, sequence=5) == rules.placed(replace(span, sequence=2), last=4, is_late=False)
+    full = rules.MAX_SEQUENCE
+    assert full == rules.placed(span, last=full - 1, is_late=False).sequence
+    with pytest.raises(StoreError, match=f"'a.1' has no room for sequence {full + 1}, above {full}"):
+        rules.placed(span, last=full, is_late=False)
+
+
 def test_resources_hold_no_secret() -> None:
     def version(resource: LLM | PromptTemplate) -> ResourceVersion:
         return ResourceVersion(name="main", version="1", resource=resource)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agl.errors import StoreError
 from agl.schemas import Json, ModelCall, Span, pack_ids
-from agl_run.sql import Packer, Unpacker
+from agl_run.sql import AttemptSpans, Packer, Unpacker, place_spans
 
 
 def span(number: int, call: ModelCall | None = None, **fields: object) -> Span:
@@ -319,3 +319,34 @@ def test_random_conversations_come_back(steps: list[tuple[int, list[int], bool]]
         spans.append(called(number, prompt=prompt, response=[number, 1], request=text))
         contexts.append([*prompt, number, 1])
     Kept(spans).check()
+
+
+def test_new_spans_become_rows_in_order_and_known_ones_are_left_out() -> None:
+    turns = conversation(3)
+    other = msgspec.structs.replace(turns[0], attempt_id="r.2")
+    given = [span(90), turns[0], other, turns[0], span(91), turns[1], turns[2]]
+    looked_up: list[str] = []
+
+    def find(first: Span) -> AttemptSpans:
+        looked_up.append(first.attempt_id)
+        if first.attempt_id == "r.2":
+            return AttemptSpans(key=2, last=0, is_late=False, has=lambda _: False)
+        return AttemptSpans(key=1, last=3, is_late=True, has={"s90", "s91"}.__contains__)
+
+    rows = place_spans(given, Packer(), find)
+
+    assert ["r.1", "r.2"] == looked_up
+    ids = [each.span_id for each in turns]
+    assert [(1, 4, ids[0]), (2, 1, ids[0]), (1, 5, ids[1]), (1, 6, ids[2])] == [row[:3] for row in rows]
+    data = {row[1]: row[3] for row in rows if row[0] == 1}
+    reader = Unpacker(data.__getitem__)
+    expected = [msgspec.structs.replace(each, sequence=n, is_late=True) for n, each in enumerate(turns, start=4)]
+    assert expected == [reader.unpack(data[n], sequence=n) for n in data]
+    assert len(data[6]) < len(Packer().pack(turns[2], attempt=1, sequence=1)), "later turns share the earlier ones"
+
+
+def test_span_that_cannot_be_packed_is_refused() -> None:
+    packer = Packer()
+    bad = called(2, request={"n": object()})  # pyright: ignore[reportArgumentType]  # no JSON
+    with pytest.raises(StoreError):
+        place_spans([span(1), bad], packer, lambda _: AttemptSpans(key=1, last=0, is_late=False, has=lambda _: False))

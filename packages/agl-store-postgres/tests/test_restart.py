@@ -156,6 +156,43 @@ def test_answer_that_was_lost_with_the_connection_is_found_again(
     asyncio.run(body())
 
 
+def test_transaction_that_a_crash_undid_is_not_mistaken_for_one_that_got_its_id(
+    server, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server dies before the commit, and gives the ids of what it forgot to others before the writer is back."""
+    from agl_store_postgres import writer
+
+    commit = writer.commit
+    breaks = iter([False])
+
+    def crashing(db: connections.Connection, changes: object, *, feed: int) -> None:
+        if next(breaks, False):
+            server.kill()
+            server.start()
+            with server.connect() as other:
+                for _ in range(200):
+                    other.execute("SELECT pg_current_xact_id()")
+        commit(db, changes, feed=feed)  # type: ignore[arg-type]
+
+    async def body() -> None:
+        store = PostgresStore(url)
+        nonlocal breaks
+        await store.enqueue([Rollout(rollout_id=f"r{at}", task=at, retry=ONE_ATTEMPT) for at in range(3)])
+        monkeypatch.setattr(writer, "commit", crashing)
+        breaks = iter([True])
+        claims = await store.claim(worker="w", limit=2)
+        assert ["r0.1", "r1.1"] == [claim.attempt.attempt_id for claim in claims]
+        assert ["running", "running"] == [each.status for each in await store.rollouts(RolloutQuery(ids=("r0", "r1")))]
+        breaks = iter([True])
+        assert ["succeeded"] == [each.status for each in await store.finish([outcome_of(claims[0])])]
+        assert ["succeeded"] == [each.status for each in await store.rollouts(RolloutQuery(ids=("r0",)))]
+        await store.close()
+        with server.connect() as other:
+            assert [] == other.execute(f"SELECT key FROM {url.partition('schema=')[2]}.documents").fetchall()
+
+    asyncio.run(body())
+
+
 def test_server_that_stays_away_is_named_and_closing_does_not_wait_for_it(
     server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,17 @@
 
 A transaction whose connection broke is repeated on a new one, for a limited time. If the commit was under way, the
 writer asks the server whether it took place. A transaction without an id on the server wrote nothing, so it is safe to
-repeat.
+repeat. An id alone is no proof: a server that crashed gives the ids of undone transactions to new ones. So every
+transaction with an id leaves a mark, by which its writer knows it again.
 """
 
+import struct
 import threading
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import psycopg
@@ -27,6 +32,23 @@ MAX_COLLISIONS = 5
 
 _PAUSE_S = 0.05
 
+_MARKS = b"\x00writer "
+"""The documents that hold marks start with this and end with the writer's id."""
+
+_REMOVE_MARKS = b"DELETE FROM documents WHERE key = %b OR (key >= %b AND key < %b AND value < %b)"
+
+_KEPT_NS = 24 * 3600 * 10**9
+"""Nanoseconds after which the mark of a writer that was killed is removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Doubt:
+    """A transaction whose commit is under way: its id on the server, its mark, and its answers."""
+
+    xid: str
+    mark: bytes
+    answers: Sequence[Any]
+
 
 class BatchWriter:
     """Runs batches of work on one connection; used by one thread."""
@@ -35,10 +57,17 @@ class BatchWriter:
         self._feed = feed
         self._connection = ThreadConnection(target, stopping=stopping, connection=connection)
         self._packer = Packer()
-        self._in_doubt: tuple[str, Sequence[Any]] | None = None
+        self._in_doubt: _Doubt | None = None
+        self._key = _MARKS + uuid.uuid4().bytes
+        self._marked = 0
 
     def close(self) -> None:
-        """Close the connection."""
+        """Remove the writer's mark and old ones, and close the connection."""
+        db = self._connection.current
+        if db is not None and self._marked:
+            with suppress(psycopg.Error):  # the next writer that closes removes it
+                old = struct.pack(">Q", time.time_ns() - _KEPT_NS)
+                db.execute(_REMOVE_MARKS, (self._key, _MARKS, _MARKS + b"\xff" * 17, old))
         self._connection.drop()
 
     def __call__(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
@@ -56,8 +85,8 @@ class BatchWriter:
                     self._connection.drop()
                     if time.monotonic() > end:
                         raise
-                    if self._in_doubt is not None and self._was_committed(self._in_doubt[0], end=end):
-                        return self._in_doubt[1]
+                    if self._in_doubt is not None and self._was_committed(self._in_doubt, end=end):
+                        return self._in_doubt.answers
                     continue
                 collisions += 1
                 if not isinstance(error, psycopg.Error) or not is_collision(error) or collisions > MAX_COLLISIONS:
@@ -73,7 +102,9 @@ class BatchWriter:
         tables = PostgresTables(loaded, self._packer)
         answers = perform(works, tables)
         tables.changes.has_queued |= tables.has_spare
-        self._in_doubt = None if loaded.xid is None else (loaded.xid, answers)
+        if loaded.xid is not None:
+            mark = tables.changes.documents[self._key] = self._next_mark()
+            self._in_doubt = _Doubt(xid=loaded.xid, mark=mark, answers=answers)
         commit(db, tables.changes, feed=self._feed)
         return answers
 
@@ -84,12 +115,20 @@ class BatchWriter:
         expire(tables)
         commit(db, tables.changes, feed=self._feed)
 
-    def _was_committed(self, xid: str, *, end: float) -> bool:
+    def _next_mark(self) -> bytes:
+        """A value that no other transaction of this writer leaves; it starts with the time."""
+        self._marked += 1
+        return struct.pack(">QQ", time.time_ns(), self._marked)
+
+    def _was_committed(self, doubt: _Doubt, *, end: float) -> bool:
         """Ask the server whether the transaction took place, until it knows."""
         while True:
             db = self._connection.open()
             try:
-                ((status,),) = db.execute("SELECT pg_xact_status(%s::xid8)", (xid,)).fetchall()
+                ((status,),) = db.execute("SELECT pg_xact_status(%s::xid8)", (doubt.xid,)).fetchall()
+                if status != "in progress":
+                    found = db.execute("SELECT value FROM documents WHERE key = %b", (self._key,)).fetchone()
+                    return status == "committed" and found == (doubt.mark,)
             except psycopg.Error as error:
                 if not is_lost(error, db):
                     return False  # the server does not know it, such as a replica that took over
@@ -97,8 +136,6 @@ class BatchWriter:
                 if time.monotonic() > end:
                     raise
                 continue
-            if status != "in progress":
-                return status == "committed"
             time.sleep(_PAUSE_S)
 
 

@@ -149,9 +149,10 @@ def _save(db: Connection, changes: Changes) -> None:
     for version in changes.versions:
         db.execute(_ADD_VERSIONS, version)
     documents = sorted(changes.documents.items())  # in one order, so that two writers never wait for each other
-    if documents:
-        db.execute(_DROP_DOCUMENTS, ([key for key, value in documents if value is None],))
-        db.execute(_SAVE_DOCUMENTS, _columns([pair for pair in documents if pair[1] is not None], width=2))
+    if dropped := [key for key, value in documents if value is None]:
+        db.execute(_DROP_DOCUMENTS, (dropped,))
+    if saved := [pair for pair in documents if pair[1] is not None]:
+        db.execute(_SAVE_DOCUMENTS, _columns(saved))
     if changes.metrics:
         db.execute(_SAVE_METRICS, _columns([(*key, *value) for key, value in sorted(changes.metrics.items())]))
 
@@ -163,9 +164,9 @@ def _copy(db: Connection, statement: bytes, types: Sequence[str], rows: Sequence
             copy.write_row(row)
 
 
-def _columns(rows: Sequence[tuple[Any, ...]], *, width: int = 0) -> list[list[Any]]:
-    """Return rows as columns; ``width`` empty columns if there are no rows."""
-    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]
+def _columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    """Return rows as columns."""
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _new_row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
