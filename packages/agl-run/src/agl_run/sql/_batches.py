@@ -60,13 +60,14 @@ class Batches(Generic[W]):
     async def run(self, work: W, *, undo: Callable[[Any], W] | None = None) -> Any:
         """Do ``work`` and return its answer; ``undo`` makes the work that reverts it if the caller is cancelled."""
         loop = asyncio.get_running_loop()
-        job = _Job(work=work, future=loop.create_future(), loop=loop, undo=undo)
+        future: asyncio.Future[Any] = loop.create_future()
+        job = _Job(work=work, future=future, loop=loop, undo=undo)
         self._put(job)
         try:
-            return await job.future
+            return await future
         except asyncio.CancelledError:
-            if not job.future.cancelled() and job.future.exception() is None:  # answered just before
-                self._take_back(job, job.future.result())
+            if not future.cancelled() and future.exception() is None:  # answered just before
+                self._take_back(job, future.result())
             raise
 
     def submit(self, work: W) -> "Future[Any]":
