@@ -1,20 +1,24 @@
 """Turns finished exchanges into spans in the store, off the reply path, with a bounded queue and one worker.
 
 Calls are admitted only while the queue has room, so a slow store slows calls down instead of filling the memory.
-Parsing yields to the event loop after every exchange, so replies do not wait for it.
+Parsing yields to the event loop after every exchange, so replies do not wait for it. A batch that the store refuses is
+written attempt by attempt, each in a task of its own, so that no attempt's trouble delays another's calls.
 """
 
 import asyncio
 import logging
-from collections import Counter, deque
-from collections.abc import Generator
+from collections import Counter, defaultdict, deque
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from agl.contracts import Store
-from agl.errors import CaptureError, NotFoundError, StoreError
+from agl.errors import CaptureError
 from agl.schemas import Span
 from agl_gateway.exchanges import RecordedExchange, spans_of
 from agl_gateway.metrics import SpanRate
+from agl_gateway.span_writer import SpanWriter
 
 _log = logging.getLogger(__name__)
 
@@ -22,9 +26,20 @@ _MAX_QUEUED = 2048
 _MAX_BYTES = 64 * 1024 * 1024
 _BATCH = 64
 _MAX_FAILURES = 10_000
-_RETRY_DELAYS_S = (0.05, 0.2, 1.0, 3.0)
 _STREAM_GRACE_S = 2.0
 _LINGER_S = 0.005
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Queued:
+    """An exchange with its number."""
+
+    number: int
+    recorded: RecordedExchange
+
+    @property
+    def attempt_id(self) -> str:
+        return self.recorded.context.attempt_id
 
 
 class Recorder:
@@ -35,9 +50,8 @@ class Recorder:
     """
 
     def __init__(self, store: Store, *, rate: SpanRate) -> None:
-        self._store = store
-        self._rate = rate
-        self._queue: deque[RecordedExchange] = deque()
+        self._writer = SpanWriter(store, rate=rate, on_failure=self._fail)
+        self._queue: deque[_Queued] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
         self._open_streams: Counter[str] = Counter()
@@ -49,7 +63,7 @@ class Recorder:
         self._flush_now = asyncio.Event()
         self._waiters = 0
         self._put = 0
-        self._done = 0
+        self._unwritten: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
         self.lost = 0
@@ -75,6 +89,7 @@ class Recorder:
         self._work.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+            await self._writer.stop()
             self._task = None
 
     async def admit(self) -> None:
@@ -85,9 +100,10 @@ class Recorder:
         """Queue an exchange; never blocks. Returns its number, for :meth:`written`."""
         self._put += 1
         self._pending[recorded.context.attempt_id] += 1
-        self._queue.append(recorded)
+        self._unwritten.add(self._put)
+        self._queue.append(_Queued(number=self._put, recorded=recorded))
         self._bytes += recorded.size
-        if len(self._queue) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
+        if len(self._unwritten) >= _MAX_QUEUED or self._bytes >= _MAX_BYTES:
             self._room.clear()
         self._work.set()
         return self._put
@@ -100,7 +116,7 @@ class Recorder:
         """
         with self._flushing():
             async with self._changed:
-                await self._changed.wait_for(lambda: self._done >= number)
+                await self._changed.wait_for(lambda: number not in self._unwritten)
         self._raise_failure(attempt_id)
 
     def stream_opened(self, attempt_id: str) -> None:
@@ -177,18 +193,27 @@ class Recorder:
 
     async def _write_batch(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-        spans: list[Span] = []
-        for recorded in batch:
-            spans += self._parse(recorded)
+        spans: defaultdict[str, list[Span]] = defaultdict(list)
+        for queued in batch:
+            spans[queued.attempt_id] += self._parse(queued.recorded)
             await asyncio.sleep(0)
-        await self._append(spans)
-        self._bytes -= sum(recorded.size for recorded in batch)
-        if len(self._queue) < _MAX_QUEUED and self._bytes < _MAX_BYTES:
+        at_once = [attempt_id for attempt_id in spans if not self._writer.is_behind(attempt_id)]
+        is_written = await self._writer.write([span for attempt_id in at_once for span in spans[attempt_id]])
+        done = set(at_once) if is_written else set[str]()
+        await self._finish([queued for queued in batch if queued.attempt_id in done])
+        for attempt_id in spans.keys() - done:
+            own = [queued for queued in batch if queued.attempt_id == attempt_id]
+            self._writer.write_alone(attempt_id, spans[attempt_id], then=partial(self._finish, own))
+
+    async def _finish(self, batch: Sequence[_Queued]) -> None:
+        """Make room for further exchanges, and wake the callers that wait for these."""
+        self._bytes -= sum(queued.recorded.size for queued in batch)
+        self._unwritten.difference_update(queued.number for queued in batch)
+        if len(self._unwritten) < _MAX_QUEUED and self._bytes < _MAX_BYTES:
             self._room.set()
         async with self._changed:
-            self._done += len(batch)
-            for recorded in batch:
-                self._count_down(recorded.context.attempt_id)
+            for queued in batch:
+                self._count_down(queued.attempt_id)
             self._changed.notify_all()
 
     def _count_down(self, attempt_id: str) -> None:
@@ -209,33 +234,3 @@ class Recorder:
         if len(self._failures) > _MAX_FAILURES:
             del self._failures[next(iter(self._failures))]
         self.lost += count
-
-    async def _append(self, spans: list[Span]) -> None:
-        """Write all spans at once; on failure attempt by attempt, so that one cannot harm another."""
-        if not spans:
-            return
-        try:
-            await self._store.append_spans(spans)
-            self._rate.add(len(spans))
-        except Exception:  # noqa: BLE001  # isolation: reported below, attempt by attempt
-            by_attempt: dict[str, list[Span]] = {}
-            for span in spans:
-                by_attempt.setdefault(span.attempt_id, []).append(span)
-            for attempt_id, own in by_attempt.items():
-                await self._append_of(attempt_id, own)
-
-    async def _append_of(self, attempt_id: str, spans: list[Span]) -> None:
-        message = ""
-        for delay_s in (0.0, *_RETRY_DELAYS_S):
-            await asyncio.sleep(delay_s)
-            try:
-                await self._store.append_spans(spans)
-                self._rate.add(len(spans))
-                return
-            except NotFoundError as error:
-                message = str(error)
-                break
-            except Exception as error:  # noqa: BLE001  # isolation: one attempt's trouble must not end the recording
-                message = str(error) if isinstance(error, StoreError) else repr(error)
-        _log.error("the store refused %d spans of attempt %s: %s", len(spans), attempt_id, message)
-        self._fail(attempt_id, message, len(spans))
