@@ -453,3 +453,21 @@ def test_pages_follow_each_other(opener: Opener) -> None:
 )
 def test_url_is_shown_without_secrets(url: str, shown: str) -> None:
     assert shown == shown_url(url)
+
+
+@pytest.mark.parametrize("limit", [-1, 2**63])
+def test_pages_that_no_store_can_count_to_are_refused(opener: Opener, limit: int) -> None:
+    async def body(store: Store) -> None:
+        for asked in (
+            store.rollouts(RolloutQuery(limit=limit)),
+            store.recordings(RolloutQuery(limit=limit)),
+            store.spans("r", limit=limit),
+            store.claim(worker="w", limit=limit),
+            store.changes(limit=limit),
+        ):
+            with pytest.raises(StoreError, match=f"limit = {limit}; choose between 0 and"):
+                await asked
+        with pytest.raises(StoreError, match=f"after = {limit}; choose between 0 and"):
+            await store.changes(after=limit)
+
+    run(opener, body)

@@ -13,8 +13,22 @@ async def read_body(request: web.BaseRequest, *, limit: int) -> bytes:
     """Return the decompressed body of ``request``.
 
     Raises:
-        Problem: 413 when the decompressed body exceeds ``limit`` bytes; the rest is not read.
+        Problem: 413 when the decompressed body exceeds ``limit`` bytes, the rest of which is not read; 400 when it
+            cannot be decompressed.
     """
+    try:
+        return await _read(request, limit)
+    except web.RequestPayloadError as error:
+        encoding = request.headers.get("content-encoding", "")
+        raise Problem(
+            400,
+            f"the request's body cannot be read as content-encoding {encoding!r}; send what the header says, or no "
+            "content-encoding",
+            code="invalid_encoding",
+        ) from error
+
+
+async def _read(request: web.BaseRequest, limit: int) -> bytes:
     content = request.content
     first = await content.readany()
     if content.at_eof() and len(first) <= limit:

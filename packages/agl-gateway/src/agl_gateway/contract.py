@@ -43,7 +43,7 @@ class Method:
 
 def _method(name: str) -> Method:
     function = getattr(Store, name)
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)
     parameters = [item for item in inspect.signature(function).parameters.values() if item.name != "self"]
     fields = [
         (item.name, hints[item.name])

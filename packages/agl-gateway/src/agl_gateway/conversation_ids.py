@@ -46,12 +46,16 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
     """Return the id that the client sent in a header or in the body's ``metadata``; ``""`` if it sent none.
 
     Raises:
-        Problem: 400 if it is too long.
+        Problem: 400 if it is too long, or no text in UTF-8.
     """
     found = _object(metadata).get(_FIELD)
     given = headers.get(HEADER, "") or (found if isinstance(found, str) else "")
     if len(given) > _MAX_ID:
         raise Problem(400, f"the conversation's id has {len(given)} characters; {_MAX_ID} are allowed")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise Problem(400, f"the conversation's id {given!a} is no UTF-8 text; send letters and digits") from error
     return given
 
 

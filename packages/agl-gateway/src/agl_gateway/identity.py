@@ -53,7 +53,7 @@ class Identities:
                 code="invalid_api_key",
             )
         for claim, known in self._keys.items():
-            if known and hmac.compare_digest(key.encode(), known):
+            if known and hmac.compare_digest(key.encode("utf-8", "replace"), known):
                 return claim
         try:
             claim = self._tokens.verify(key, now=now)

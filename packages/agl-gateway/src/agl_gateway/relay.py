@@ -129,7 +129,11 @@ class Relay:
     async def _route(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
         asked = call.asked
         if not asked.is_object:
-            raise Problem(400, "the request's body is not a JSON object; send the API's JSON", code="invalid_json")
+            raise Problem(
+                400,
+                "the request's body is not a JSON object, or is nested too deep; send the API's JSON",
+                code="invalid_json",
+            )
         chosen = self.router.choose(asked.model, dialect=asked.dialect, names=call.context.names)
         target = call.target = await self._target(call, chosen)
         gate = self.gates[target.upstream.name]

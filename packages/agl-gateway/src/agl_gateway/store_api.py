@@ -102,7 +102,7 @@ class StoreApi:
     def _params(self, method: Method, codec: _Codec, body: bytes) -> dict[str, Any]:
         try:
             params = msgspec.structs.asdict(codec.decoders[method.name].decode(body))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Problem(
                 400, f"the body does not fit the parameters of {method.name!r} ({error}); /openapi.json has the schema"
             ) from error

@@ -45,7 +45,7 @@ class WorkersApi:
         claim = self._identities.verify(key_of(request.headers))
         try:
             asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=SettleRequest)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:
             raise Problem(403, f"the token is not that of attempt {asked.attempt_id!r}; use its own, or an admin token")

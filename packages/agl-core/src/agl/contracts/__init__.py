@@ -19,6 +19,7 @@ from agl.contracts._serving import Gateway, Policy, ServedModel
 from agl.contracts._store import (
     PAGE_BYTES,
     Change,
+    Count,
     ExperimentRecord,
     LabelMove,
     Metric,
@@ -58,6 +59,7 @@ __all__ = [
     "CollectFn",
     "Collected",
     "CommandEntry",
+    "Count",
     "Credit",
     "CreditEntry",
     "Entry",

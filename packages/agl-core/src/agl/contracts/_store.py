@@ -15,12 +15,17 @@ Invariants, each a test of ``agl_testing.StoreConformance``:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol, TypeAlias
+
+import msgspec
 
 from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
 
 PAGE_BYTES = 32 << 20
 """Bytes of spans after which a page of recordings ends."""
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number that every store can count to; stores refuse others with a :class:`~agl.errors.StoreError`."""
 
 SpanChoice = Literal["none", "deciding", "all"]
 """The spans that come with a recording: none, those of the deciding or running attempt, or all."""
@@ -53,7 +58,7 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
     group_id: str | None = None
     ids: tuple[str, ...] = ()
     after: str = ""
-    limit: int = 1000
+    limit: Count = 1000
     is_newest_first: bool = False
 
 
@@ -178,7 +183,7 @@ class Store(Protocol):
         self,
         *,
         worker: str,
-        limit: int = 1,
+        limit: Count = 1,
         lease_s: float = 60.0,
         wait_s: float = 0.0,
         experiment: str | None = None,
@@ -237,7 +242,7 @@ class Store(Protocol):
         ...
 
     async def spans(
-        self, rollout_id: str, *, attempt_id: str | None = None, after: int = 0, limit: int = 10_000
+        self, rollout_id: str, *, attempt_id: str | None = None, after: Count = 0, limit: Count = 10_000
     ) -> list[Span]:
         """Spans of one attempt by ``sequence`` above ``after``; the deciding or running attempt by default.
 
@@ -246,7 +251,7 @@ class Store(Protocol):
         """
         ...
 
-    async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
+    async def changes(self, *, after: Count = 0, limit: Count = 1000, wait_s: float = 0.0) -> list[Change]:
         """Changes with a cursor above ``after``, in order; waits up to ``wait_s`` seconds for the first."""
         ...
 

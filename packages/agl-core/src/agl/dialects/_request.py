@@ -48,7 +48,7 @@ class Request:
         if key not in self._values and (raw := self._fields().get(key)) is not None:
             try:
                 self._values[key] = _decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None
         return self._values.get(key)
 
@@ -75,7 +75,7 @@ class Request:
         if self._raw is None:
             try:
                 self._raw = _FIELDS.decode(self.body)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 self._raw = _NO_OBJECT
         return self._raw
 

@@ -4,7 +4,7 @@ All stores use these rules. ``now`` is Unix seconds throughout.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
@@ -32,6 +32,8 @@ _R = TypeVar("_R", bound=Struct)
 
 MAX_SEQUENCE = (1 << 24) - 1
 """The highest sequence of a span of an attempt."""
+
+_MAX_COUNT = (1 << 63) - 1
 
 MAX_ATTEMPTS = 255
 """The most attempts of one rollout, for which a store has room in its keys."""
@@ -85,6 +87,17 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
     wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
     wanted.sort(key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
     return wanted[: query.limit]
+
+
+def check_page(given: Mapping[str, object], *queries: object) -> None:
+    """Raise :class:`StoreError` for a ``limit`` or ``after``, given or in a query, that no store can count to."""
+    found = {name: given[name] for name in ("limit", "after") if name in given}
+    for query in queries:
+        if isinstance(query, RolloutQuery):
+            check_page({"limit": query.limit})
+    for name, value in found.items():
+        if isinstance(value, int) and not 0 <= value <= _MAX_COUNT:
+            raise StoreError(f"{name} = {value}; choose between 0 and {_MAX_COUNT}")
 
 
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:

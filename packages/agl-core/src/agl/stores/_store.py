@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from agl.contracts import Change
 from agl.schemas import Claim
 from agl.stores import _operations as operations
+from agl.stores._rules import check_page
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._wake_up import WakeUp
 
@@ -37,6 +38,7 @@ def _reads(
 
     @wraps(look)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
+        check_page(kwargs, *args)
         name = look.__name__
         return await self.backend.read(lambda reads: getattr(reads, name, partial(look, reads))(*args, **kwargs))
 
@@ -96,12 +98,14 @@ class TableStore:
         claim_id: str = "",
     ) -> list[Claim]:
         """See :meth:`agl.contracts.Store.claim`."""
+        check_page({"limit": limit})
         how = {"worker": worker, "limit": limit, "lease_s": lease_s, "experiment": experiment, "claim_id": claim_id}
         work = Work(act=operations.claim, kwargs=how, undo=None if claim_id else _unclaim)
         return await _until_found(lambda: self.backend.write(work), self.backend.queued, wait_s)
 
     async def changes(self, *, after: int = 0, limit: int = 1000, wait_s: float = 0.0) -> list[Change]:
         """See :meth:`agl.contracts.Store.changes`."""
+        check_page({"limit": limit, "after": after})
         look = partial(self.backend.read, lambda reads: reads.changes(after, limit))
         return await _until_found(look, self.backend.changed, wait_s)
 

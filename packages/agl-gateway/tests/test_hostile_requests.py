@@ -1,0 +1,92 @@
+"""Requests that nobody sends by intent get an answer of 4xx that says what is wrong, and the gateway goes on."""
+
+import asyncio
+import gzip
+import http.client
+import json
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from agl.tracing import AttemptTokens
+from agl_gateway.conversation_ids import conversation_id
+from agl_gateway.identity import Identities
+from agl_gateway.problems import Problem
+
+CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()
+MODEL = "/v1/chat/completions"
+DEEP = b"[" * 1500 + b"]" * 1500
+
+
+def post(url: str, path: str, body: bytes, headers: dict[str, bytes]) -> tuple[int, str]:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+    try:
+        connection.putrequest("POST", path, skip_accept_encoding=True)
+        for name, value in {"Content-Length": str(len(body)).encode(), **headers}.items():
+            connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "expected"),
+    [
+        (MODEL, b'{"model":"main_llm","messages":' + DEEP + b"}", {}, "nested too deep"),
+        (MODEL, b"\xff\xfe{", {}, "not a JSON object"),
+        (MODEL, b"[1]", {}, "not a JSON object"),
+        (MODEL, b"no gzip at all", {"Content-Encoding": b"gzip"}, "content-encoding 'gzip'"),
+        (MODEL, b"no deflate at all", {"Content-Encoding": b"deflate"}, "content-encoding 'deflate'"),
+        (MODEL, CALL, {"Authorization": b"Bearer \xff\xfe"}, "not an agl token"),
+        ("/settle", b'{"attempt_id":"\xff"}', {}, "attempt_id"),
+        ("/settle", b'{"attempt_id":' + DEEP + b"}", {}, "attempt_id"),
+    ],
+)
+async def test_unreadable_request_is_refused(stage, path: str, body: bytes, headers: dict[str, bytes], expected: str):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        sent = {"Authorization": f"Bearer {token}".encode(), "Content-Type": b"application/json", **headers}
+        status, text = await asyncio.to_thread(post, it.url, path, body, sent)
+        assert 400 <= status < 500
+        assert expected in text
+        sent = {"Authorization": f"Bearer {token}".encode(), "Content-Encoding": b"gzip"}
+        assert 200 == (await asyncio.to_thread(post, it.url, MODEL, gzip.compress(CALL), sent))[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [
+        ("rollouts", {"query": {"limit": -1}}),
+        ("rollouts", {"query": {"limit": 2**63}}),
+        ("recordings", {"query": {"limit": -1}}),
+        ("changes", {"limit": -1}),
+        ("changes", {"after": -1}),
+        ("claim", {"worker": "w", "limit": -1}),
+        ("spans", {"rollout_id": "r", "limit": -1}),
+        ("spans", {"rollout_id": "r", "after": 2**64}),
+    ],
+)
+async def test_page_that_no_store_can_count_to_is_refused(stage, method: str, params: dict[str, Any]):
+    async with stage() as it:
+        admin = it.tokens.issue("", "", expires_at=time.time() + 60, scope="admin")
+        headers = {"Authorization": f"Bearer {admin}".encode(), "Content-Type": b"application/json"}
+        status, text = await asyncio.to_thread(post, it.url, f"/store/{method}", json.dumps(params).encode(), headers)
+        assert 400 == status
+        assert "limit" in text or "after" in text
+
+
+def test_key_of_any_bytes_is_compared_with_the_configured_ones():
+    identities = Identities(AttemptTokens(b"x" * 40), admin_key="secret")
+    with pytest.raises(Problem, match="not an agl token"):
+        identities.verify("\udcff\udcfe")
+    assert "admin" == identities.verify("secret").scope
+
+
+def test_conversation_must_be_text():
+    with pytest.raises(Problem, match="no UTF-8 text"):
+        conversation_id({"x-agl-conversation-id": "c\udcff"})
