@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -13,6 +14,7 @@ from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome, pack_floats, pack_ids
 from agl.schemas import _codec as codec
+from agl.tracing import chat_spans
 from agl_run.cli.dialogues import chat_tools
 from agl_run.cli.main import cli
 from agl_run.cli.opening import resolve_url
@@ -70,6 +72,14 @@ async def fill(store: Store, count: int, *, experiment: str = "calc") -> list[st
     )
     await store.enqueue([Rollout(rollout_id=f"ro-{experiment}-waits", task={}, experiment=experiment)])
     return names
+
+
+async def finish_with(store: Store, *make) -> None:
+    """One finished rollout with the spans that ``make`` returns for its claim."""
+    await store.enqueue([Rollout(rollout_id="ro-one", task={"q": "2+3"}, experiment="one")])
+    (claim,) = await store.claim(worker="w", experiment="one")
+    spans = tuple(span(claim) for span in make)
+    await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
 
 
 @pytest.fixture
@@ -197,9 +207,35 @@ def test_show_prints_the_tree(store_of):
     assert lines[2].startswith("attempt 1: succeeded, by w")
     start = next(index for index, line in enumerate(lines) if line.startswith("- "))
     assert lines[start].startswith("- invoke_agent solver, agent solver")
-    assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3+2 tokens, stop")
+    assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3 + 2 tokens, stop")
     assert "ERROR 500 overloaded" in lines[start + 3]
     assert "- reward, reward 0.75 by evaluator" == lines[start + 4]
+
+
+def counted_call(claim: Claim) -> Span:
+    """A call whose answer carried its usage and no token ids, as a recorder makes it."""
+    made = call("r9", QUESTION, ANSWER, [], [], ids_missing="the backend returned none")
+    answer = {**made.response, "usage": {"prompt_tokens": 17, "completion_tokens": 4}}
+    made = msgspec.structs.replace(made, response=answer)
+    (span,) = chat_spans(
+        [made],
+        rollout_id=claim.rollout.rollout_id,
+        attempt_id=claim.attempt.attempt_id,
+        trace_id="f" * 32,
+        parent_id=None,
+        framework_span_id="",
+        start_ns=1,
+        end_ns=2,
+    )
+    return span
+
+
+@pytest.mark.parametrize("command", ["show", "why"])
+def test_usage_is_shown_where_the_answer_had_no_token_ids(store_of, command):
+    store_of(finish_with, counted_call)
+    output = invoke(command, "latest").output
+    assert "17 + 4 tokens" in output
+    assert "0 + 0" not in output
 
 
 def test_show_as_json_round_trips(store_of):

@@ -61,6 +61,12 @@ def double(task: Any) -> str:
 TASKS = [{"number": 1, "answer": "2"}, {"number": 2, "answer": "5"}]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each test in a folder of its own, where trainers keep their files."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A module of rewards beside the experiment; returns its name."""

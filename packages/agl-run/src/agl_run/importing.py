@@ -1,4 +1,4 @@
-"""Imports what an experiment names as ``module:attribute``: its agent, and rewards of its own.
+"""Imports what an experiment names: agents and rewards as ``module:attribute``, and the frameworks of its tracers.
 
 A failure is an error for the author of the module: it names the part that is missing, the file that needs it, and
 the next step.
@@ -7,10 +7,12 @@ the next step.
 import importlib
 import sys
 import traceback
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from agl.contracts import Tracer
 from agl.errors import ConfigError
 
 
@@ -44,10 +46,7 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and not (name + ".").startswith(error.name + "."):
-            raise ConfigError(
-                f"the {kind}'s module {name!r} needs the missing module {error.name!r}, which {_importer(error)} "
-                "imports; install it into this environment"
-            ) from error
+            raise ConfigError(f"the {kind}'s module {name!r} {_needs(error)}") from error
         where = folder or str(Path.cwd())
         raise ConfigError(f"no module {name!r} for the {kind}; looked in {where} and sys.path") from error
     except Exception as error:  # any error of the module is reported as its own
@@ -57,8 +56,20 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         ) from error
 
 
-def _importer(error: ModuleNotFoundError) -> str:
-    """Name the file and the line of the import that failed."""
+def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:
+    """Install tracers, given with their names; raises :class:`ConfigError` where a framework is missing."""
+    for name, tracer in tracers:
+        try:
+            tracer.install()
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"the tracer {name!r} {_needs(error)}, or remove {name!r} from tracers") from error
+
+
+def _needs(error: ModuleNotFoundError) -> str:
+    """Name the missing module, the file and the line that import it, and the next step."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen importlib"))
-    return f"{frame.filename}:{frame.lineno}"
+    return (
+        f"needs the missing module {error.name!r}, which {frame.filename}:{frame.lineno} imports; install it into "
+        "this environment"
+    )

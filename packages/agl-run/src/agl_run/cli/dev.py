@@ -36,7 +36,8 @@ def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
         lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
     for call in episode.transitions:
         who = call.agent or "agent"
-        tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
+        prompt, response = len(call.prompt_ids) // 4, len(call.response_ids) // 4
+        tokens = f"{prompt} + {response} tokens" if prompt or response else "no token ids"
         fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"
         if call.reject == "missing_token_ids" and not is_trained:
             fate = "recorded"

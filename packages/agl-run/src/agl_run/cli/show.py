@@ -14,6 +14,7 @@ from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, short, when
 from agl_run.cli.query import find
+from agl_run.explain import token_counts
 
 
 class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -115,7 +116,7 @@ def line_of(span: Span) -> str:
     if span.reward is not None:
         parts.append(_reward(span.reward))
     if span.call is not None:
-        parts.append(_call(span.call))
+        parts.append(_call(span.call, token_counts(span)))
     parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
     if span.end_ns > span.start_ns:
         parts.append(f"{(span.end_ns - span.start_ns) / 1e9:.3f} s")
@@ -136,9 +137,8 @@ _SHOWN = {
 }
 
 
-def _call(call: ModelCall) -> str:
-    tokens = f"{call.prompt_len}+{call.response_len} tokens" if not call.ids_missing else "no token ids"
-    parts = [call.policy or call.model, tokens, call.finish_reason]
+def _call(call: ModelCall, counts: str) -> str:
+    parts = [call.policy or call.model, counts, "no token ids" if call.ids_missing else "", call.finish_reason]
     parts.append(f"version {call.model_version}" if call.model_version else "")
     parts.append("" if call.is_complete else "cut")
     parts.append(f"ERROR {call.status_code or ''} {call.error}" if call.error else "")
