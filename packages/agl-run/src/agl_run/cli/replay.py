@@ -85,9 +85,10 @@ class _ReplayedRollout:
 def replay(
     manager: PluginManager, rollout_id: str, file: Path | None, live: bool, store_url: str | None, as_json: bool
 ) -> None:
-    """Run ROLLOUT_ID ("latest" for the newest) again with the agent of the experiment FILE.
+    """Run ROLLOUT_ID again with the agent of the experiment FILE.
 
-    A rollout that agl exec recorded needs no FILE: its command runs again. The exit status is 1 when something changed.
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout. A rollout that agl exec recorded
+    needs no FILE: its command runs again. The exit status is 1 when something changed.
     """
     url = _store_of(file) if file is not None and not store_url else resolve_url(store_url)
     past = with_store(manager, url, lambda store: _load(store, rollout_id))

@@ -13,7 +13,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, short, when
-from agl_run.cli.query import find
+from agl_run.cli.query import LATEST, find, find_exact
 from agl_run.explain import token_counts
 
 
@@ -32,9 +32,9 @@ class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 @json_option
 @pass_manager
 def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
-    """Show ROLLOUT_ID ("latest" for the newest) as a tree of its spans.
+    """Show ROLLOUT_ID as a tree of its spans.
 
-    The name of a resource in place of the id shows its versions, their scores and the changes since the first one.
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place of the id shows its versions, their scores and the changes since the first one.
     """
     found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
     if as_json:
@@ -46,12 +46,9 @@ def show(manager: PluginManager, rollout_id: str, number: int | None, store_url:
 
 
 async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | list[ListedVersion]":
-    try:
-        return await _load(store, name, number)
-    except NotFoundError as error:
-        if error.kind != "rollout" or not await store.resources(name):
-            raise
+    if name != LATEST and await find_exact(store, name) is None and await store.resources(name):
         return await listed(store, name, has_candidates=True)
+    return await _load(store, name, number)
 
 
 def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:

@@ -28,7 +28,10 @@ def why(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Explain the outcome of every model call of ROLLOUT_ID ("latest" for the newest)."""
+    """Explain the outcome of every model call of ROLLOUT_ID.
+
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout.
+    """
 
     async def load(store: Store) -> tuple[Episode, list[Span]]:
         rollout = await find(store, rollout_id)
