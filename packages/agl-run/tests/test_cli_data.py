@@ -211,7 +211,8 @@ def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
 
 def test_show_prints_the_tree(store_of):
     store_of(fill, 1)
-    lines = invoke("show", "ro-calc-000").output.splitlines()
+    printed = invoke("show", "ro-calc-000").output.splitlines()
+    lines = [line for line in printed if not line.startswith(" ") or line.lstrip().startswith("- ")]
     assert lines[0] == "ro-calc-000: succeeded, train, experiment calc"
     assert lines[2].startswith("attempt 1: succeeded, by w")
     start = next(index for index, line in enumerate(lines) if line.startswith("- "))

@@ -8,7 +8,7 @@ from agl import PluginManager
 from agl.schemas import Episode
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import json_option, print_json
+from agl_run.cli.output import json_option, print_json, visible
 
 
 @click.command()
@@ -42,4 +42,4 @@ def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
         if call.reject == "missing_token_ids" and not is_trained:
             fate = "recorded"
         lines.append(f"  {who} turn {call.turn}: {tokens}, {fate}")
-    return "\n".join(lines)
+    return visible("\n".join(lines))

@@ -27,7 +27,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
 from agl_run.cli.experiment import make_trainer
 from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
-from agl_run.cli.output import json_option, print_json
+from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
 from agl_run.cli.replay_report import ComparedRun, compare, side_of
 from agl_run.cli.replay_server import ReplayServer
@@ -114,18 +114,18 @@ def replay(
 
 
 def _print(result: ReplayComparison, *, served: int | None) -> None:
-    click.echo(f"recorded {describe_episode(result.recorded.episode)}")
-    click.echo(f"replayed {describe_episode(result.replayed.episode)}")
+    echo(f"recorded {describe_episode(result.recorded.episode)}")
+    echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
-        click.echo(f"diverged: the agent made a request that was not recorded: {line}")
+        echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
-        click.echo(f"diverged: {result.unused} recorded answers were not asked for")
+        echo(f"diverged: {result.unused} recorded answers were not asked for")
     if served is not None and not (result.diverged or result.unused):
-        click.echo(f"the agent made exactly the recorded requests ({served} calls)")
+        echo(f"the agent made exactly the recorded requests ({served} calls)")
     for line in result.changed:
-        click.echo(f"changed: {line}")
+        echo(f"changed: {line}")
     if result.equal:
-        click.echo(f"equal: {', '.join(result.equal)}")
+        echo(f"equal: {', '.join(result.equal)}")
 
 
 def _store_of(file: Path) -> str:

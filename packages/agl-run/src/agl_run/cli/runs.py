@@ -71,6 +71,7 @@ def runs(
     print_table(
         ("rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"),
         [_row(item) for item in found],
+        least=("task", "created", "experiment", "tries", "mode"),
     )
 
 

@@ -1,4 +1,4 @@
-"""``agl show``: one rollout as a tree of its spans, or one resource with its history."""
+"""``agl show``: one rollout as a tree of its spans with their contents, or one resource with its history."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,10 +9,11 @@ from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
 from agl.stores import all_spans
+from agl_run.cli.contents import Contents
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import json_option, print_json, short, when
+from agl_run.cli.output import echo, json_option, print_json, short, when
 from agl_run.cli.query import LATEST, find, find_exact
 from agl_run.explain import token_counts
 
@@ -28,21 +29,28 @@ class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command()
 @click.argument("rollout_id")
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
+@click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
 @store_option
 @json_option
 @pass_manager
-def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
-    """Show ROLLOUT_ID as a tree of its spans.
+def show(
+    manager: PluginManager, rollout_id: str, number: int | None, is_full: bool, store_url: str | None, as_json: bool
+) -> None:
+    """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
-    The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place of the id shows its versions, their scores and the changes since the first one.
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
+    of the id shows its versions, their scores and the changes since the first one.
     """
     found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
     if as_json:
         print_json(found)
         return
-    lines = (*_header(found), *tree(found.spans)) if isinstance(found, ShownRollout) else _story(found)
+    contents = Contents(is_full=is_full)
+    lines = _rollout(found, contents) if isinstance(found, ShownRollout) else _story(found)
     for line in lines:
-        click.echo(line)
+        echo(line)
+    if contents.is_cut:
+        echo("… texts are cut; --full shows them whole")
 
 
 async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | list[ListedVersion]":
@@ -78,20 +86,25 @@ async def _load(store: Store, rollout_id: str, number: int | None) -> ShownRollo
     )
 
 
-def _header(found: ShownRollout) -> Iterator[str]:
+def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
+    """Describe the rollout and its attempts, then the spans."""
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
+    if contents.is_full:
+        yield from contents.text("task", rollout.task)
     for attempt in found.attempts:
         seconds = max(0.0, attempt.finished_at - attempt.started_at)
         took = f", {seconds:.2f} s" if attempt.finished_at else ""
         yield f"attempt {attempt.number}: {attempt.status}, by {attempt.worker}{took}{_error(attempt.error)}"
+        yield from (f"    {line}" for line in (contents.of_error(attempt.error) if attempt.error else ()))
     if not found.spans:
         yield "no spans were recorded"
+    yield from tree(found.spans, contents)
 
 
-def tree(spans: Sequence[Span]) -> list[str]:
-    """Format the spans as indented lines: children below their parent, in order of start."""
+def tree(spans: Sequence[Span], contents: Contents | None = None) -> list[str]:
+    """Format the spans as indented lines, with their contents: children below their parent, in order of start."""
     known = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
@@ -102,6 +115,7 @@ def tree(spans: Sequence[Span]) -> list[str]:
     while waiting:
         span, depth = waiting.pop()
         lines.append(f"{'  ' * depth}- {line_of(span)}")
+        lines.extend(f"{'  ' * depth}    {line}" for line in (contents.of(span) if contents else ()))
         waiting.extend((child, depth + 1) for child in reversed(children.pop(span.span_id, [])))
     cyclic = [span for left in children.values() for span in left]
     return [*lines, *(f"- {line_of(span)} (its parents form a circle)" for span in cyclic)]
