@@ -172,6 +172,18 @@ def test_unusable_reward_is_refused_before_a_rollout(
     assert "\n" not in str(raised.value)
 
 
+def test_agent_and_reward_may_share_a_module_that_needs_a_key_to_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    text = f"import os\nKEY = os.environ['OPENAI_API_KEY']\n{JUDGE}\ndef solve(task): return str(2 * task['number'])\n"
+    (tmp_path / "keyed_pair.py").write_text(text)
+    data = {"experiment": {"agent": "keyed_pair:solve", "store": "memory://"}, "reward": [{"use": "keyed_pair:score"}]}
+    trainer = Trainer.from_config(parse_config(data), folder=tmp_path, progress=Quiet())
+
+    assert [1.0, 0.0] == rewards_of(trainer.dev(train_dataset=TASKS))
+
+
 def test_missing_module_of_a_reward_names_the_folder_that_was_searched(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"no module 'absent' for the reward; looked in {tmp_path}"):
         in_file(tmp_path, "absent:score")

@@ -59,6 +59,7 @@ def make_plan(
     _check_roles(plan)
     _check_algorithms(plan)
     _check_agent(plan)
+    check_known(plan)  # behind the agent, whose module may hold rewards and is imported with placeholders for keys
     return plan
 
 
@@ -143,7 +144,6 @@ def _check_components(plan: Plan) -> None:
     manager.runner(config.runner.use)
     for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
         manager.credit(credit.use)
-    check_known(plan)
     for name in config.tracers:
         manager.tracer(name)
     for policy in config.policy.values():

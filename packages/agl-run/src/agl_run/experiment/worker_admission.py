@@ -53,11 +53,11 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
     manager.runner(config.runner.use)
     for name in config.tracers:
         manager.tracer(name)
-    check_known(plan)
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
     if not plan.agent.command:
         load_agent(plan.agent)
+    check_known(plan)
     return plan
 
 
