@@ -8,7 +8,7 @@ import msgspec
 from agl.contracts import ExperimentRecord
 from agl.schemas import Episode, Record
 from agl_run.experiment import state as saved
-from agl_run.experiment.build import check_components
+from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
@@ -55,7 +55,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     started = time.monotonic()
     session = Session(plan)
     try:
-        await check_components(plan)  # reports wrong parameters before a policy loads its model
+        build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
+        await check_algorithms(plan)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
