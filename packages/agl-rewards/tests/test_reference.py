@@ -17,7 +17,7 @@ from agl_rewards import plugin
 from agl_rewards.judge import SCORE, TEMPLATE
 from agl_rewards.spans import EVENTS, WEIGHTS
 
-TEXT = (Path(__file__).parents[3] / "docs" / "reference" / "rewards.md").read_text(encoding="utf-8")
+TEXT = (Path(__file__).parents[3] / "docs/reference/rewards.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## `([\w-]+)`\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 ENTRIES = {entry.name: entry for entry in (*builtin.agl_rewards(), *plugin.agl_rewards())}
 STANDS_FOR = {"template": TEMPLATE, "score": SCORE}

@@ -5,14 +5,25 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from agl import PluginManager, Reward, Rollout, Span, semconv
 from agl.contracts import ExperimentRecord, RolloutQuery, Store
 from agl.errors import ConfigError
-from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome, pack_floats, pack_ids
+from agl.schemas import (
+    Claim,
+    ErrorInfo,
+    ModelCall,
+    Outcome,
+    PromptTemplate,
+    ResourceVersion,
+    pack_floats,
+    pack_ids,
+)
 from agl.schemas import _codec as codec
+from agl.tracing import chat_spans
 from agl_run.cli.dialogues import chat_tools
 from agl_run.cli.main import cli
 from agl_run.cli.opening import resolve_url
@@ -70,6 +81,14 @@ async def fill(store: Store, count: int, *, experiment: str = "calc") -> list[st
     )
     await store.enqueue([Rollout(rollout_id=f"ro-{experiment}-waits", task={}, experiment=experiment)])
     return names
+
+
+async def finish_with(store: Store, *make) -> None:
+    """One finished rollout with the spans that ``make`` returns for its claim."""
+    await store.enqueue([Rollout(rollout_id="ro-one", task={"q": "2+3"}, experiment="one")])
+    (claim,) = await store.claim(worker="w", experiment="one")
+    spans = tuple(span(claim) for span in make)
+    await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
 
 
 @pytest.fixture
@@ -192,14 +211,41 @@ def test_group_store_wins_over_the_environment(store_of, monkeypatch, tmp_path):
 
 def test_show_prints_the_tree(store_of):
     store_of(fill, 1)
-    lines = invoke("show", "ro-calc-000").output.splitlines()
+    printed = invoke("show", "ro-calc-000").output.splitlines()
+    lines = [line for line in printed if not line.startswith(" ") or line.lstrip().startswith("- ")]
     assert lines[0] == "ro-calc-000: succeeded, train, experiment calc"
     assert lines[2].startswith("attempt 1: succeeded, by w")
     start = next(index for index, line in enumerate(lines) if line.startswith("- "))
     assert lines[start].startswith("- invoke_agent solver, agent solver")
-    assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3+2 tokens, stop")
+    assert lines[start + 1].startswith("  - chat main_llm, main_llm, 3 + 2 tokens, stop")
     assert "ERROR 500 overloaded" in lines[start + 3]
     assert "- reward, reward 0.75 by evaluator" == lines[start + 4]
+
+
+def counted_call(claim: Claim) -> Span:
+    """A call whose answer carried its usage and no token ids, as a recorder makes it."""
+    made = call("r9", QUESTION, ANSWER, [], [], ids_missing="the backend returned none")
+    answer = {**made.response, "usage": {"prompt_tokens": 17, "completion_tokens": 4}}
+    made = msgspec.structs.replace(made, response=answer)
+    (span,) = chat_spans(
+        [made],
+        rollout_id=claim.rollout.rollout_id,
+        attempt_id=claim.attempt.attempt_id,
+        trace_id="f" * 32,
+        parent_id=None,
+        framework_span_id="",
+        start_ns=1,
+        end_ns=2,
+    )
+    return span
+
+
+@pytest.mark.parametrize("command", ["show", "why"])
+def test_usage_is_shown_where_the_answer_had_no_token_ids(store_of, command):
+    store_of(finish_with, counted_call)
+    output = invoke(command, "latest").output
+    assert "17 + 4 tokens" in output
+    assert "0 + 0" not in output
 
 
 def test_show_as_json_round_trips(store_of):
@@ -221,6 +267,60 @@ def test_show_of_a_failed_attempt_names_its_error(store_of):
     output = invoke("show", "latest").output
     assert ": ValueError: no such tool" in output
     assert "no spans were recorded" in output
+
+
+NAMED = {
+    "show": ("show", "{}"),
+    "why": ("why", "{}"),
+    "export": ("export", "{}", "--format", "spans"),
+    "replay": ("replay", "{}"),
+    "rm": ("runs", "rm", "{}"),
+}
+
+
+def named(command: str, rollout_id: str):
+    return invoke(*(part.format(rollout_id) for part in NAMED[command]))
+
+
+@pytest.mark.parametrize("command", NAMED)
+def test_every_command_takes_latest_and_a_unique_beginning_of_an_id(store_of, command):
+    store_of(finish_with, counted_call)
+    store_of(fill, 2)
+    alone = {"replay": "the rollout ro-one belongs", "rm": "removed 1 rollouts"}
+    assert alone.get(command, "ro-one") in named(command, "ro-o").output
+    newest = {"replay": "ro-calc-waits", "rm": "ro-calc-waits", "export": "0 lines"}
+    assert newest.get(command, "ro-calc-waits") in named(command, "latest").output
+
+
+@pytest.mark.parametrize("command", NAMED)
+def test_ambiguous_beginning_lists_the_candidates_and_an_unknown_one_says_so(store_of, command):
+    store_of(fill, 2)
+    result = named(command, "ro-calc-0")
+    assert 1 == result.exit_code
+    assert "several rollouts begin with 'ro-calc-0': ro-calc-000, ro-calc-001; write more of the id" in result.stderr
+    unknown = named(command, "ro-calc-1")
+    assert (1, True) == (unknown.exit_code, "unknown rollout 'ro-calc-1'; no id begins so" in unknown.stderr)
+
+
+def test_long_list_of_candidates_is_cut(store_of):
+    store_of(fill, 12)
+    assert "ro-calc-007 and more; write more of the id" in invoke("why", "ro").stderr
+
+
+def test_whole_id_and_name_of_a_resource_win_over_the_beginning_of_an_id(store_of):
+    store_of(fill, 1)
+    store_of(finish_with, counted_call)
+
+    async def publish(store: Store):
+        await store.enqueue([Rollout(rollout_id="ro-calc-000-more", task={})])
+        resource = PromptTemplate(template="Hello")
+        await store.publish([ResourceVersion(name="ro-one-prompt", version="1", resource=resource)])
+        await store.enqueue([Rollout(rollout_id="ro-one-prompt-1", task={})])
+
+    store_of(publish)
+    assert "ro-calc-000: succeeded" in invoke("show", "ro-calc-000").output
+    assert "ro-one-prompt: 1 published versions" in invoke("show", "ro-one-prompt").output
+    assert "ro-one-prompt-1: queued" in invoke("show", "ro-one-prompt-1").output
 
 
 def test_show_of_an_unknown_attempt_says_how_many_there_are(store_of):

@@ -2,15 +2,17 @@
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agl import AlgorithmEntry, PluginManager, PolicyEntry, hookimpl
+from agl import AlgorithmEntry, PluginManager, PolicyEntry, TracerEntry, hookimpl
 from agl.errors import AglError, ConfigError, DatasetError, UnknownComponentError
-from agl_run import load_config, parse_config
-from agl_run.cli.experiment import make_trainer
+from agl.tracing import WireTracer
+from agl_run import ExperimentConfig, Quiet, Trainer, load_config, parse_config
+from agl_run.cli.experiment import make_trainer, read_experiment
 from agl_run.experiment.checks import make_plan
 from agl_run.experiment.plan import Plan
 
@@ -209,6 +211,93 @@ def test_agent_module_that_raises_is_a_readable_error(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ConfigError, match="'raising_agent' raised ValueError when it was imported: no database"):
         plan(who="raising_agent:solve", folder=tmp_path)
+
+
+def test_missing_module_is_named_with_the_file_that_imports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacking_agent.py").write_text("import lacking_helper\ndef solve(task): ...\n")
+    (tmp_path / "lacking_helper.py").write_text("import os\nimport langgraph_of_tomorrow.graph\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "lacking_helper.py"
+    message = (
+        f"the agent's module 'lacking_agent' needs the missing module 'langgraph_of_tomorrow', which {file}:2 imports; "
+        "install it into this environment"
+    )
+    with pytest.raises(ConfigError) as raised:
+        plan(who="lacking_agent:solve", folder=tmp_path)
+    assert message == str(raised.value)
+
+
+class LackingTracer(WireTracer):
+    """A tracer whose framework is not installed."""
+
+    def install(self) -> None:
+        import_module("framework_of_tomorrow")
+
+
+class LackingPlugin:
+    @hookimpl
+    def agl_tracers(self) -> list[TracerEntry]:
+        return [TracerEntry(name="lacking", factory=LackingTracer)]
+
+
+def test_tracer_without_its_framework_is_named_with_the_missing_module(tmp_path: Path) -> None:
+    manager = PluginManager()
+    manager.register(LackingPlugin(), name="lacking")
+    trainer = Trainer(tracers="lacking", store="memory://", folder=tmp_path, plugins=manager, progress=Quiet())
+    with pytest.raises(ConfigError, match="the tracer 'lacking' needs the missing module 'framework_of_tomorrow', wh"):
+        trainer.dev(agent, [{"q": 1}])
+
+
+LISTS = """
+[experiment]
+agent = "agent:solve"
+name = "lists"
+hidden = ["answer"]
+[[algorithm]]
+use = "apo"
+[[algorithm]]
+use = "grpo"
+"""
+REWARD = '[[reward]]\nuse = "exact-match"\n'
+
+
+def set_in(folder: Path, text: str, *settings: str) -> ExperimentConfig:
+    """The configuration of a file with ``--set``."""
+    (folder / "lists.toml").write_text(text)
+    return read_experiment(folder / "lists.toml", settings, manager=PluginManager())[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "expected"),
+    [
+        (LISTS, "reward.use=numeric", [("numeric", {})]),
+        (LISTS + REWARD, "reward.use=numeric", [("numeric", {})]),
+        (LISTS + REWARD, "reward.params.a=1", [("exact-match", {"a": 1})]),
+        (LISTS + REWARD + REWARD, "reward.1.use=numeric", [("exact-match", {}), ("numeric", {})]),
+    ],
+)
+def test_setting_a_key_of_the_only_table_of_a_list_needs_no_position(
+    tmp_path: Path, text: str, setting: str, expected: list[Any]
+) -> None:
+    assert expected == [(item.use, item.params) for item in set_in(tmp_path, text, setting).reward]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm.use=sft", "there are 2 entries in 'algorithm'; say which: algorithm.0.use or algorithm.1.use"),
+        ("algorithm.params.lr=1", "say which: algorithm.0.params or algorithm.1.params"),
+        ("algorithm.1=sft", "'algorithm' is a list of tables; name a key of one, as in algorithm.0.use=NAME"),
+        ("algorithm.sft.use=dpo", "there is no 'sft' in that list"),
+        ("experiment.name.first=a", "'experiment.name' is 'lists', which has no keys; write --set experiment.name=VAL"),
+        ("experiment.hidden.0=a", r"'experiment.hidden' is a list of values; set it as a whole: --set 'experiment.hid"),
+        ("experiment.hidden.0.a=a", r"'experiment.hidden' is a list of values; set it as a whole"),
+        ("experiment.name", "is not of the form KEY=VALUE"),
+    ],
+)
+def test_setting_that_leads_nowhere_says_what_to_write(tmp_path: Path, setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        set_in(tmp_path, LISTS, setting)
 
 
 def test_agent_that_makes_its_client_at_import_needs_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

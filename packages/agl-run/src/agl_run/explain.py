@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from agl import semconv
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Span, Transition
 
@@ -48,9 +49,9 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions()), *_agreement(episode)]
     if not episode.transitions:
         return [*lines, _NO_CALLS]
-    names = {span.span_id: span.call.model for span in spans if span.call is not None}
+    recorded = {span.span_id: span for span in spans if span.call is not None}
     lines.append(_summary(episode))
-    lines.extend(_call(call, names.get(call.span_id, "")) for call in episode.transitions)
+    lines.extend(_call(call, recorded.get(call.span_id)) for call in episode.transitions)
     reasons = {call.reject for call in episode.transitions}
     lines.extend(f"{reason}: {step}" for reason, step in _NEXT_STEP.items() if reason in reasons)
     if any(call.detail and not call.reject for call in episode.transitions):
@@ -112,10 +113,19 @@ def _summary(episode: Episode) -> str:
     return f"{line}; {drifted} prompts drifted from what was sampled" if drifted else line
 
 
-def _call(call: Transition, model: str) -> str:
+def token_counts(span: Span) -> str:
+    """Return the tokens of a recorded call: those of its ids, or else those that the backend counted; "" for none."""
+    if span.call is None:
+        return ""
+    prompt = span.call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS)
+    response = span.call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS)
+    return f"{prompt or 0} + {response or 0} tokens" if prompt or response else ""
+
+
+def _call(call: Transition, span: Span | None) -> str:
     who = f"agent {call.agent!r}" if call.agent else "no agent"
-    tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
-    served = call.policy or model
+    tokens = (token_counts(span) if span else "") or "no token counts"
+    served = call.policy or (span.call.model if span and span.call else "")
     head = f"call {call.span_id} ({who}, turn {call.turn}, {served}, {tokens})"
     if call.reject:
         return f"{head}: rejected, {call.reject}: {call.detail}"

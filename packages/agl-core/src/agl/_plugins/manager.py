@@ -132,9 +132,7 @@ class PluginManager:
         return self._get(TracerEntry, name)
 
     def reward(self, name: str) -> RewardEntry:
-        """The reward emitter of that name; ``module:attribute`` is one that the experiment brings itself."""
-        if ":" in name:
-            return RewardEntry(name=name, factory=name)
+        """The reward emitter of that name."""
         return self._get(RewardEntry, name)
 
     def store_entry(self, scheme: str) -> StoreEntry:

@@ -8,7 +8,7 @@ from agl import PluginManager
 from agl.schemas import Episode
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
-from agl_run.cli.output import json_option, print_json
+from agl_run.cli.output import json_option, print_json, visible
 
 
 @click.command()
@@ -36,9 +36,10 @@ def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:
         lines.append(f"  {episode.attempt.error.type}: {episode.attempt.error.message}")
     for call in episode.transitions:
         who = call.agent or "agent"
-        tokens = f"{len(call.prompt_ids) // 4} + {len(call.response_ids) // 4} tokens"
+        prompt, response = len(call.prompt_ids) // 4, len(call.response_ids) // 4
+        tokens = f"{prompt} + {response} tokens" if prompt or response else "no token ids"
         fate = f"rejected: {call.reject} {call.detail}".rstrip() if call.reject else f"row {call.branch}"
         if call.reject == "missing_token_ids" and not is_trained:
             fate = "recorded"
         lines.append(f"  {who} turn {call.turn}: {tokens}, {fate}")
-    return "\n".join(lines)
+    return visible("\n".join(lines))

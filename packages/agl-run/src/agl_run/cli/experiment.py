@@ -2,12 +2,14 @@
 
 import tomllib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
 from agl import PluginManager
+from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.file import load_config, load_data, parse_config
@@ -15,6 +17,9 @@ from agl_run.experiment.progress import Progress
 from agl_run.experiment.trainer import Trainer
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_KEYS = {"algorithm": AlgorithmConfig.__struct_fields__, "reward": ComponentConfig.__struct_fields__}
+"""The sections that are lists of tables, with the keys of each table."""
 
 
 def experiment_argument(function: F) -> F:
@@ -54,23 +59,64 @@ def _override(data: dict[str, Any], setting: str) -> None:
         raise ConfigError(f"--set {setting!r} is not of the form KEY=VALUE, such as experiment.seed=3")
     *tables, last = key.strip().split(".")
     table: Any = data
-    for name in tables:
-        table = _enter(table, name, setting)
-    cast("dict[str, Any]", table)[last] = _value(text)
+    for position, name in enumerate(tables):
+        table = _enter(table, name, _Place(setting=setting, path=".".join(tables[:position])))
+    _table_with(table, last, _Place(setting=setting, path=".".join(tables)))[last] = _value(text)
 
 
-def _enter(table: Any, name: str, setting: str) -> Any:
-    if isinstance(table, list):
-        items = cast("list[dict[str, Any]]", table)
-        named = [item for item in items if (item.get("name") or item.get("use")) == name]
-        found = named or [item for item in items if item.get("use") == name]
-        if name.isdecimal() and int(name) < len(items):
-            found = [items[int(name)]]
-        if len(found) == 1:
-            return found[0]
-        what = "there is no" if not found else f"there are {len(found)} entries called"
-        raise ConfigError(f"--set {setting!r}: {what} {name!r} in that list; use a name, or the position from 0")
-    return cast("dict[str, Any]", table).setdefault(name, {})
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """The part of an experiment that a setting has reached, for messages."""
+
+    setting: str
+    path: str
+
+    def error(self, problem: str) -> ConfigError:
+        return ConfigError(f"--set {self.setting!r}: {problem}")
+
+
+def _enter(table: Any, name: str, place: _Place) -> Any:
+    """Return what ``name`` is called in a table, or in a list of tables; makes an absent table."""
+    if isinstance(table, list) and name not in _KEYS.get(place.path, ()):
+        return _entry(_tables(cast("list[Any]", table), place), name, place)
+    return _table_with(table, name, place).setdefault(name, [] if not place.path and name in _KEYS else {})
+
+
+def _table_with(table: Any, key: str, place: _Place) -> dict[str, Any]:
+    """Return the table that ``key`` is set in: the given one, or the only one of a list."""
+    if isinstance(table, dict):
+        return cast("dict[str, Any]", table)
+    if not isinstance(table, list):
+        raise place.error(f"{place.path!r} is {table!r}, which has no keys; write --set {place.path}=VALUE")
+    items = _tables(cast("list[Any]", table), place)
+    if key not in _KEYS.get(place.path, ()):
+        raise place.error(f"{place.path!r} is a list of tables; name a key of one, as in {place.path}.0.use=NAME")
+    if not items:
+        items.append({})
+    if len(items) > 1:
+        raise place.error(
+            f"there are {len(items)} entries in {place.path!r}; say which: "
+            + " or ".join(f"{place.path}.{position}.{key}" for position in range(len(items)))
+        )
+    return items[0]
+
+
+def _tables(items: list[Any], place: _Place) -> list[dict[str, Any]]:
+    if not all(isinstance(item, dict) for item in items):
+        raise place.error(f"{place.path!r} is a list of values; set it as a whole: --set '{place.path}=[...]'")
+    return items
+
+
+def _entry(items: list[dict[str, Any]], name: str, place: _Place) -> dict[str, Any]:
+    """Return the entry of a list by its name, by its ``use``, or by its position from 0."""
+    named = [item for item in items if (item.get("name") or item.get("use")) == name]
+    found = named or [item for item in items if item.get("use") == name]
+    if name.isdecimal() and int(name) < len(items):
+        found = [items[int(name)]]
+    if len(found) == 1:
+        return found[0]
+    what = "there is no" if not found else f"there are {len(found)} entries called"
+    raise place.error(f"{what} {name!r} in that list; use a name, or the position from 0")
 
 
 def _value(text: str) -> Any:

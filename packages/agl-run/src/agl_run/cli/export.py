@@ -33,7 +33,7 @@ from agl_run.cli.dialogues import dialogues
 from agl_run.cli.lineage import shown, text_of
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.query import deciding, filter_options, make_query
+from agl_run.cli.query import deciding, filter_options, find_ids, make_query
 
 
 class ExportedRollout(Record, frozen=True, kw_only=True):
@@ -77,7 +77,7 @@ def export(
     status: tuple[str, ...],
     mode: str | None,
 ) -> None:
-    """Write rollouts as JSON lines: those named, or all that match the filters.
+    """Write rollouts as JSON lines: those named (whole ids, unique beginnings, latest), or all that match the filters.
 
     With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
     the newest version counts by default.
@@ -85,12 +85,13 @@ def export(
     if form in (*_OF_RESOURCES, "model"):
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
-    query = msgspec.structs.replace(make_query(experiment, status, mode, limit=100), ids=rollout_ids)
+    query = make_query(experiment, status, mode, limit=100)
 
     async def work(store: Store) -> int:
         count = 0
         with _target(output) as target:
-            async for item in _recorded(store, query, agents):
+            chosen = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
+            async for item in _recorded(store, chosen, agents):
                 if min_reward is not None and (item.episode.reward is None or item.episode.reward < min_reward):
                     continue
                 for line in _LINES[form](item):

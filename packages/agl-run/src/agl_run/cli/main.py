@@ -10,6 +10,7 @@ import agl
 from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
 from agl_run.cli.context import manager_of
+from agl_run.cli.output import visible
 
 
 class OpenGroup(click.Group):
@@ -47,7 +48,7 @@ class PluginGroup(click.Group):
         except AglError as error:
             if ctx.params.get("debug"):
                 click.echo(traceback.format_exc(), err=True)
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(visible(str(error))) from error
 
 
 def _entries_below(ctx: click.Context, parent: str) -> list[CommandEntry]:

@@ -1,7 +1,8 @@
-"""Prints the output of commands: tables on a terminal, plain aligned lines elsewhere, JSON for programs."""
+"""Prints the output of commands: tables that fit a terminal, whole lines elsewhere, JSON for programs."""
 
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,19 +14,52 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 """Adds the option ``--json`` to a command, as its argument ``as_json``."""
 
 
+_CONTROLS = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Characters that a terminal obeys: control characters but tab and line feed, and those that turn text around."""
+
+_VISIBLE = {code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" for code in _CONTROLS}
+_IN_JSON = {code: f"\\u{code:04x}" for code in _CONTROLS}
+
+_LEAST = 6
+"""Characters at least of a column that is shortened."""
+
+
+def visible(text: str) -> str:
+    """Escape the control characters in text of agents and models, so that a terminal shows and never obeys them."""
+    return text.translate(_VISIBLE)
+
+
+def echo(text: str) -> None:
+    """Print text with its control characters escaped."""
+    click.echo(visible(text))
+
+
 def print_json(value: Any) -> None:
     """Print ``value`` as one line of JSON."""
-    click.echo(to_json(value).decode())
+    click.echo(to_json(value).decode().translate(_IN_JSON))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows under column names."""
-    if sys.stdout.isatty():
-        _print_rich(columns, rows)
-    else:
-        widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
-        for row in (columns, *rows):
-            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, whole: Sequence[str] = (), least: Sequence[str] = ()
+) -> None:
+    """Print rows under column names, each row on one line.
+
+    Where a terminal is too narrow, columns are shortened, and those that have no room then are left out.
+
+    Args:
+        columns: The names.
+        rows: The cells.
+        whole: Columns that are never shortened, such as ids; the first one is always among them.
+        least: Columns to leave out first, in this order; then the last ones.
+    """
+    cells = [[visible(cell) for cell in row] for row in (columns, *rows)]
+    if not sys.stdout.isatty():
+        _print_aligned(cells, [max(map(len, column)) for column in zip(*cells, strict=True)])
+        return
+    fixed = {0, *(columns.index(name) for name in whole)}
+    order = [columns.index(name) for name in least]
+    order += [index for index in reversed(range(len(columns))) if index not in order]
+    _print_fitted(cells, fixed, [index for index in order if index not in fixed])
 
 
 def when(unix_s: float) -> str:
@@ -40,14 +74,42 @@ def short(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def _print_aligned(cells: Sequence[Sequence[str]], widths: Sequence[int]) -> None:
+    for row in cells:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    Console().print(table)
+
+def _print_fitted(cells: Sequence[Sequence[str]], fixed: Collection[int], order: Sequence[int]) -> None:
+    """Print the columns that a terminal has room for, and name the others."""
+    from rich.cells import cell_len
+
+    natural = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    room = shutil.get_terminal_size().columns
+    left_out = 0
+    while (widths := _widths(natural, fixed, order[left_out:], room)) is None and left_out < len(order):
+        left_out += 1
+    shown = widths or {index: natural[index] for index in sorted(fixed)}
+    for number, row in enumerate(cells):
+        line = "  ".join(_fitted(row[index], width) for index, width in shown.items()).rstrip()
+        click.echo(click.style(line, bold=True) if number == 0 else line)
+    if left_out:
+        names = ", ".join(cells[0][index] for index in sorted(order[:left_out]))
+        click.echo(f"(no room for {names}: widen the terminal, or use --json)", err=True)
+
+
+def _widths(natural: Sequence[int], fixed: Collection[int], others: Sequence[int], room: int) -> dict[int, int] | None:
+    """Return the width of each column, the longest shortened first; ``None`` if there is not room for all of them."""
+    widths = {index: natural[index] for index in sorted({*fixed, *others})}
+    excess = sum(widths.values()) + 2 * (len(widths) - 1) - room
+    for _ in range(excess):
+        longest = max(others, key=lambda index: widths[index], default=-1)
+        if longest < 0 or widths[longest] <= _LEAST:
+            return None
+        widths[longest] -= 1
+    return widths
+
+
+def _fitted(cell: str, width: int) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    return set_cell_size(cell, width) if cell_len(cell) <= width else f"{set_cell_size(cell, width - 1)}…"

@@ -10,7 +10,7 @@ import msgspec
 
 from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
 from agl.episodes import episode_reward
-from agl.errors import NotFoundError
+from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
 
@@ -21,6 +21,9 @@ LATEST = "latest"
 
 STATUSES = ("queued", "running", "succeeded", "failed", "cancelled")
 PAGE = 500
+
+_LISTED = 8
+"""Candidates at most that an ambiguous beginning of an id is answered with."""
 
 CONVERSATIONS = "served-conversations"
 """The experiment of conversations that a gateway serves; their rollouts run until the conversation ends."""
@@ -77,10 +80,39 @@ async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[
 
 
 async def find(store: Store, rollout_id: str) -> Rollout:
-    """Find a rollout by id, or the newest for ``latest``."""
+    """Find a rollout by its id, by the beginning of its id if only one has it, or the newest for ``latest``.
+
+    Raises:
+        NotFoundError: No rollout has such an id.
+        ConfigError: Several ids begin so; lists the first of them.
+    """
     if rollout_id == LATEST:
         return await _latest(store)
-    return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+    found = await find_exact(store, rollout_id)
+    if found is not None:
+        return found
+    behind = await store.rollouts(RolloutQuery(after=rollout_id, limit=_LISTED + 1)) if rollout_id else []
+    begun = [rollout for rollout in behind if rollout.rollout_id.startswith(rollout_id)]
+    if not begun:
+        raise NotFoundError("rollout", rollout_id, "no id begins so; agl runs lists them, and latest is the newest")
+    if len(begun) > 1:
+        listed = ", ".join(rollout.rollout_id for rollout in begun[:_LISTED])
+        more = " and more" if len(begun) > _LISTED else ""
+        raise ConfigError(f"several rollouts begin with {rollout_id!r}: {listed}{more}; write more of the id")
+    return begun[0]
+
+
+async def find_exact(store: Store, rollout_id: str) -> Rollout | None:
+    """Find a rollout by its whole id; ``None`` if there is none."""
+    try:
+        return (await store.rollouts(RolloutQuery(ids=(rollout_id,))))[0]
+    except NotFoundError:
+        return None
+
+
+async def find_ids(store: Store, names: Sequence[str]) -> tuple[str, ...]:
+    """Find the whole ids of rollouts that are named as for :func:`find`."""
+    return tuple([(await find(store, name)).rollout_id for name in names])
 
 
 async def _latest(store: Store) -> Rollout:

@@ -27,7 +27,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
 from agl_run.cli.experiment import make_trainer
 from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
-from agl_run.cli.output import json_option, print_json
+from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
 from agl_run.cli.replay_report import ComparedRun, compare, side_of
 from agl_run.cli.replay_server import ReplayServer
@@ -85,9 +85,10 @@ class _ReplayedRollout:
 def replay(
     manager: PluginManager, rollout_id: str, file: Path | None, live: bool, store_url: str | None, as_json: bool
 ) -> None:
-    """Run ROLLOUT_ID ("latest" for the newest) again with the agent of the experiment FILE.
+    """Run ROLLOUT_ID again with the agent of the experiment FILE.
 
-    A rollout that agl exec recorded needs no FILE: its command runs again. The exit status is 1 when something changed.
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout. A rollout that agl exec recorded
+    needs no FILE: its command runs again. The exit status is 1 when something changed.
     """
     url = _store_of(file) if file is not None and not store_url else resolve_url(store_url)
     past = with_store(manager, url, lambda store: _load(store, rollout_id))
@@ -113,18 +114,18 @@ def replay(
 
 
 def _print(result: ReplayComparison, *, served: int | None) -> None:
-    click.echo(f"recorded {describe_episode(result.recorded.episode)}")
-    click.echo(f"replayed {describe_episode(result.replayed.episode)}")
+    echo(f"recorded {describe_episode(result.recorded.episode)}")
+    echo(f"replayed {describe_episode(result.replayed.episode)}")
     for line in result.diverged:
-        click.echo(f"diverged: the agent made a request that was not recorded: {line}")
+        echo(f"diverged: the agent made a request that was not recorded: {line}")
     if result.unused:
-        click.echo(f"diverged: {result.unused} recorded answers were not asked for")
+        echo(f"diverged: {result.unused} recorded answers were not asked for")
     if served is not None and not (result.diverged or result.unused):
-        click.echo(f"the agent made exactly the recorded requests ({served} calls)")
+        echo(f"the agent made exactly the recorded requests ({served} calls)")
     for line in result.changed:
-        click.echo(f"changed: {line}")
+        echo(f"changed: {line}")
     if result.equal:
-        click.echo(f"equal: {', '.join(result.equal)}")
+        echo(f"equal: {', '.join(result.equal)}")
 
 
 def _store_of(file: Path) -> str:

@@ -13,7 +13,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import json_option, print_json, print_table, short, when
+from agl_run.cli.output import echo, json_option, print_json, print_table, short, when
 from agl_run.comparison import Criterion, check_better, compare
 from agl_run.experiment import labels
 
@@ -38,7 +38,7 @@ def list_(manager: PluginManager, name: str | None, candidates: bool, store_url:
         print_json(found)
         return
     columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "what")
-    print_table(columns, [_row(item) for item in found])
+    print_table(columns, [_row(item) for item in found], whole=("version",))
 
 
 @resources.command("show")
@@ -54,7 +54,7 @@ def show_(manager: PluginManager, name: str, version: str | None, store_url: str
         print_json(found)
         return
     for line in _lines(found):
-        click.echo(line)
+        echo(line)
 
 
 @resources.command("diff")
@@ -72,7 +72,7 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 
     lines = with_store(manager, store_url, work)
     for line in lines or ["no difference"]:
-        click.echo(line)
+        echo(line)
     sys.exit(1 if lines else 0)
 
 

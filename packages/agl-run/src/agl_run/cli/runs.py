@@ -19,7 +19,7 @@ from agl.stores import read_recordings
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
-from agl_run.cli.query import filter_options, make_query, pages, seconds_of
+from agl_run.cli.query import filter_options, find_ids, make_query, pages, seconds_of
 from agl_run.experiment.state import unfinished_experiments
 
 _BATCH = 500
@@ -71,6 +71,7 @@ def runs(
     print_table(
         ("rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"),
         [_row(item) for item in found],
+        least=("task", "created", "experiment", "tries", "mode"),
     )
 
 
@@ -83,7 +84,7 @@ def runs(
 def remove(
     ctx: click.Context, manager: PluginManager, rollout_ids: tuple[str, ...], store_url: str | None, force: bool
 ) -> None:
-    """Remove finished rollouts with their attempts and spans."""
+    """Remove finished rollouts with their attempts and spans; the beginning of an id suffices where it is unique."""
     url = store_url or ctx.meta["store_url"]
     count = with_store(manager, url, lambda store: _remove(store, rollout_ids, force=force))
     click.echo(f"removed {count} rollouts")
@@ -143,9 +144,10 @@ def _row(item: ListedRollout) -> tuple[str, ...]:
     return rollout.rollout_id, rollout.experiment, rollout.mode, rollout.status, tries, reward, created, task
 
 
-async def _remove(store: Store, rollout_ids: Sequence[str], *, force: bool) -> int:
+async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
+    rollout_ids = tuple(dict.fromkeys(await find_ids(store, names)))
     running = set[str]() if force else await unfinished_experiments(store)
-    for rollout in await store.rollouts(RolloutQuery(ids=tuple(rollout_ids), limit=len(rollout_ids))):
+    for rollout in await store.rollouts(RolloutQuery(ids=rollout_ids, limit=len(rollout_ids))):
         if rollout.experiment in running:
             raise ConflictError(
                 f"the rollout {rollout.rollout_id} belongs to the experiment {rollout.experiment!r}, which is not "

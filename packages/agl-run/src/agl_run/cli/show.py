@@ -1,4 +1,4 @@
-"""``agl show``: one rollout as a tree of its spans, or one resource with its history."""
+"""``agl show``: one rollout as a tree of its spans with their contents, or one resource with its history."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,13 @@ from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
 from agl.stores import all_spans
+from agl_run.cli.contents import Contents
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import json_option, print_json, short, when
-from agl_run.cli.query import find
+from agl_run.cli.output import echo, json_option, print_json, short, when
+from agl_run.cli.query import LATEST, find, find_exact
+from agl_run.explain import token_counts
 
 
 class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -27,30 +29,34 @@ class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command()
 @click.argument("rollout_id")
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
+@click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
 @store_option
 @json_option
 @pass_manager
-def show(manager: PluginManager, rollout_id: str, number: int | None, store_url: str | None, as_json: bool) -> None:
-    """Show ROLLOUT_ID ("latest" for the newest) as a tree of its spans.
+def show(
+    manager: PluginManager, rollout_id: str, number: int | None, is_full: bool, store_url: str | None, as_json: bool
+) -> None:
+    """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
-    The name of a resource in place of the id shows its versions, their scores and the changes since the first one.
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
+    of the id shows its versions, their scores and the changes since the first one.
     """
     found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
     if as_json:
         print_json(found)
         return
-    lines = (*_header(found), *tree(found.spans)) if isinstance(found, ShownRollout) else _story(found)
+    contents = Contents(is_full=is_full)
+    lines = _rollout(found, contents) if isinstance(found, ShownRollout) else _story(found)
     for line in lines:
-        click.echo(line)
+        echo(line)
+    if contents.is_cut:
+        echo("… texts are cut; --full shows them whole")
 
 
 async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | list[ListedVersion]":
-    try:
-        return await _load(store, name, number)
-    except NotFoundError as error:
-        if error.kind != "rollout" or not await store.resources(name):
-            raise
+    if name != LATEST and await find_exact(store, name) is None and await store.resources(name):
         return await listed(store, name, has_candidates=True)
+    return await _load(store, name, number)
 
 
 def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
@@ -80,20 +86,25 @@ async def _load(store: Store, rollout_id: str, number: int | None) -> ShownRollo
     )
 
 
-def _header(found: ShownRollout) -> Iterator[str]:
+def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
+    """Describe the rollout and its attempts, then the spans."""
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
+    if contents.is_full:
+        yield from contents.text("task", rollout.task)
     for attempt in found.attempts:
         seconds = max(0.0, attempt.finished_at - attempt.started_at)
         took = f", {seconds:.2f} s" if attempt.finished_at else ""
         yield f"attempt {attempt.number}: {attempt.status}, by {attempt.worker}{took}{_error(attempt.error)}"
+        yield from (f"    {line}" for line in (contents.of_error(attempt.error) if attempt.error else ()))
     if not found.spans:
         yield "no spans were recorded"
+    yield from tree(found.spans, contents)
 
 
-def tree(spans: Sequence[Span]) -> list[str]:
-    """Format the spans as indented lines: children below their parent, in order of start."""
+def tree(spans: Sequence[Span], contents: Contents | None = None) -> list[str]:
+    """Format the spans as indented lines, with their contents: children below their parent, in order of start."""
     known = {span.span_id for span in spans}
     children: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
@@ -104,6 +115,7 @@ def tree(spans: Sequence[Span]) -> list[str]:
     while waiting:
         span, depth = waiting.pop()
         lines.append(f"{'  ' * depth}- {line_of(span)}")
+        lines.extend(f"{'  ' * depth}    {line}" for line in (contents.of(span) if contents else ()))
         waiting.extend((child, depth + 1) for child in reversed(children.pop(span.span_id, [])))
     cyclic = [span for left in children.values() for span in left]
     return [*lines, *(f"- {line_of(span)} (its parents form a circle)" for span in cyclic)]
@@ -115,7 +127,7 @@ def line_of(span: Span) -> str:
     if span.reward is not None:
         parts.append(_reward(span.reward))
     if span.call is not None:
-        parts.append(_call(span.call))
+        parts.append(_call(span.call, token_counts(span)))
     parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
     if span.end_ns > span.start_ns:
         parts.append(f"{(span.end_ns - span.start_ns) / 1e9:.3f} s")
@@ -136,9 +148,8 @@ _SHOWN = {
 }
 
 
-def _call(call: ModelCall) -> str:
-    tokens = f"{call.prompt_len}+{call.response_len} tokens" if not call.ids_missing else "no token ids"
-    parts = [call.policy or call.model, tokens, call.finish_reason]
+def _call(call: ModelCall, counts: str) -> str:
+    parts = [call.policy or call.model, counts, "no token ids" if call.ids_missing else "", call.finish_reason]
     parts.append(f"version {call.model_version}" if call.model_version else "")
     parts.append("" if call.is_complete else "cut")
     parts.append(f"ERROR {call.status_code or ''} {call.error}" if call.error else "")

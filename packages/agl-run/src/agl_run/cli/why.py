@@ -8,7 +8,7 @@ from agl.episodes import build_episode
 from agl.schemas import Episode, Span
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import json_option, print_json
+from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
 from agl_run.explain import explain
 
@@ -28,7 +28,10 @@ def why(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Explain the outcome of every model call of ROLLOUT_ID ("latest" for the newest)."""
+    """Explain the outcome of every model call of ROLLOUT_ID.
+
+    The beginning of an id suffices where it is unique; "latest" is the newest rollout.
+    """
 
     async def load(store: Store) -> tuple[Episode, list[Span]]:
         rollout = await find(store, rollout_id)
@@ -47,4 +50,4 @@ def why(
         print_json({"rollout_id": episode.rollout.rollout_id, "reward": episode.reward, "calls": calls, "text": lines})
         return
     for line in lines:
-        click.echo(line)
+        echo(line)

@@ -7,6 +7,7 @@ from agl.contracts import RewardEmitter, RewardSetup, Upstream
 from agl.errors import ConfigError
 from agl.schemas import LLM
 from agl_run.experiment.counterfactual import check_replays
+from agl_run.experiment.own_rewards import build_own, is_own
 from agl_run.experiment.plan import Plan
 
 
@@ -60,6 +61,8 @@ def build_rewards(
     policies = _Policies({name: LLM() for name in plan.config.policy} | running, unreachable or {})
 
     def build(use: str, params: Mapping[str, Any]) -> RewardEmitter:
+        if is_own(plan, use):
+            return build_own(plan, use, params)
         entry = manager.reward(use)
         return manager.build(entry, **({**params, "setup": setup} if entry.takes_setup else params))
 

@@ -1,9 +1,10 @@
 """Makes a plan from a configuration, with every check that needs no rollout."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl_run.experiment.config import ExperimentConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
+from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
@@ -29,6 +31,7 @@ def make_plan(
     train: Iterable[Json] | str | Path | None = None,
     val: Iterable[Json] | str | Path | None = None,
     store: Store | None = None,
+    rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Plan:
     """Check a configuration and make its plan; the other arguments replace settings of the configuration.
 
@@ -47,6 +50,7 @@ def make_plan(
         val=as_tasks(section.val if val is None else val, folder=folder, name="val"),
         resources={name: _resource(name, given) for name, given in config.resource.items()},
         store=store,
+        rewards=rewards or {},
         workdir=folder / (section.workdir or f"runs/{section.name}"),
     )
     _check_section(plan)
@@ -55,6 +59,7 @@ def make_plan(
     _check_roles(plan)
     _check_algorithms(plan)
     _check_agent(plan)
+    check_known(plan)  # behind the agent, whose module may hold rewards and is imported with placeholders for keys
     return plan
 
 
@@ -139,8 +144,6 @@ def _check_components(plan: Plan) -> None:
     manager.runner(config.runner.use)
     for credit in (config.credit, *(algorithm.credit for algorithm in config.algorithm if algorithm.credit)):
         manager.credit(credit.use)
-    for item in config.reward:
-        manager.reward(item.use)
     for name in config.tracers:
         manager.tracer(name)
     for policy in config.policy.values():

@@ -5,6 +5,7 @@ Each algorithm decides if further steps are left, see :class:`~agl.contracts.Ext
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,8 +20,32 @@ from agl_run.experiment.state import AlgorithmState
 from agl_run.runners.liveness import worker_name
 
 
-async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> ExperimentRecord:
-    """Return the state from which a run begins, after saving it.
+@dataclass(frozen=True, kw_only=True)
+class Beginning:
+    """The start of a run, which counts as started once every part is built and checked.
+
+    Attributes:
+        state: The state from which the run begins.
+        previous: The experiment's record before, ``None`` if it never ran.
+        reopened: States of the finished algorithms that continue.
+    """
+
+    state: ExperimentRecord
+    previous: ExperimentRecord | None = None
+    reopened: Mapping[str, AlgorithmState] = field(default_factory=dict[str, AlgorithmState])
+
+    async def mark_started(self, store: Store) -> None:
+        """Save the state: from now on the experiment is one that ran before."""
+        await saved.save(store, self.state, algorithms=self.reopened)
+
+    async def take_back(self, store: Store) -> None:
+        """Restore the record of an experiment whose run was refused; a new one has none yet."""
+        if self.previous is not None:
+            await saved.save(store, self.previous)
+
+
+async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Beginning:
+    """Find the state from which a run begins; an experiment that ran before is running again from now on.
 
     Raises:
         ConfigError: The experiment ran before, and neither ``resume`` nor ``fresh`` is set or it cannot be continued.
@@ -44,8 +69,9 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Exper
             f"experiment {name!r} was started before and is not finished; pass --resume (resume=True) to continue it, "
             "or --fresh (fresh=True) to start again"
         )
-    await saved.save(store, state, algorithms=reopened)
-    return state
+    if previous is not None:
+        await saved.save(store, state)  # a worker of this experiment must not take it for finished meanwhile
+    return Beginning(state=state, previous=previous, reopened=reopened)
 
 
 async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:

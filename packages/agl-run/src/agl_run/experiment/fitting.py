@@ -8,9 +8,9 @@ import msgspec
 from agl.contracts import ExperimentRecord
 from agl.schemas import Episode, Record
 from agl_run.experiment import state as saved
-from agl_run.experiment.build import check_algorithms
+from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
-from agl_run.experiment.continuation import begin
+from agl_run.experiment.continuation import Beginning, begin
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.progress import Progress
@@ -55,12 +55,12 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     started = time.monotonic()
     session = Session(plan)
     try:
-        await check_algorithms(plan)  # reports wrong parameters before the experiment counts as started
+        build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
+        await check_algorithms(plan)
         store = await session.open_store()
-        state = await begin(store, plan, resume=resume, fresh=fresh)
-        await session.start(state, say=progress.say)
-        driver = Driver(session, state, progress=progress)
-        before, after = await _run(driver)
+        beginning = await begin(store, plan, resume=resume, fresh=fresh)
+        driver, turns = await _start(session, beginning, progress)
+        before, after = await _run(driver, turns)
         return FitResult(
             experiment=plan.name,
             before=before,
@@ -98,13 +98,28 @@ async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str
         await session.close()
 
 
-async def _run(driver: Driver) -> tuple[float | None, float | None]:
+async def _start(session: Session, beginning: Beginning, progress: Progress) -> tuple[Driver, list[DrivenAlgorithm]]:
+    """Start every part and let the algorithms check their needs; only then the experiment counts as started."""
+    try:
+        await session.start(beginning.state, say=progress.say)
+        driver = Driver(session, beginning.state, progress=progress)
+        turns = [
+            DrivenAlgorithm(driver, config, beginning.reopened.get(config.name) or await driver.load(config))
+            for config in session.plan.config.algorithm
+        ]
+        await _begin(turns, session.plan.config.schedule)
+    except BaseException:
+        await beginning.take_back(session.store)
+        raise
+    await beginning.mark_started(session.store)
+    return driver, turns
+
+
+async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float | None, float | None]:
     """Validate, run the schedule, validate again, and mark the experiment as finished."""
     plan = driver.session.plan
     configs = plan.config.algorithm
-    states = [await driver.load(config) for config in configs]
-    turns = [DrivenAlgorithm(driver, config, state) for config, state in zip(configs, states, strict=True)]
-    before = await _check_and_validate(driver, turns)
+    before = await _validate_first(driver, turns)
     every = plan.config.experiment.validate_every
     validated, newest = 0, before
 
@@ -122,20 +137,31 @@ async def _run(driver: Driver) -> tuple[float | None, float | None]:
     return before, after
 
 
-async def _check_and_validate(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
-    """Let the algorithms check their needs before the first rollout costs anything, then validate."""
-    able = _able_to_begin(turns, driver.session.plan.config.schedule)
+async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:
+    """Let the algorithms check their needs before the first rollout costs anything."""
+    able = _able_to_begin(turns, schedule)
     try:
         for turn in turns:
             if turn not in able and not turn.is_finished:
                 await turn.check()
         for turn in able:
             await turn.begin()
+    except BaseException:
+        await _end(turns)
+        raise
+
+
+async def _validate_first(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> float | None:
+    try:
         return await driver.validate(0)
     except BaseException:
-        for turn in turns:
-            await turn.end()
+        await _end(turns)
         raise
+
+
+async def _end(turns: Sequence[DrivenAlgorithm]) -> None:
+    for turn in turns:
+        await turn.end()
 
 
 def _able_to_begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> list[DrivenAlgorithm]:

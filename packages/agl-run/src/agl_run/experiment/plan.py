@@ -2,9 +2,10 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -37,6 +38,7 @@ class Plan:
         resources: Initial resources that are not policies.
         store: The store object that was passed, ``None`` to open the URL in the configuration.
         workdir: Where checkpoints and metrics go.
+        rewards: Functions, instances and classes that were passed as rewards, by name.
     """
 
     config: ExperimentConfig
@@ -48,6 +50,7 @@ class Plan:
     resources: Mapping[str, Resource]
     store: Store | None
     workdir: Path
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])
 
     @property
     def name(self) -> str:

@@ -1,6 +1,6 @@
 """The trainer behind ``agl run`` and ``agl.Trainer(...).fit(...)``, for scripts, notebooks and async programs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,16 @@ from agl_run.experiment.config import (
     policy,
 )
 from agl_run.experiment.fitting import DevResult, FitResult, dev_plan, fit_plan
+from agl_run.experiment.own_rewards import given_rewards, name_of
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.progress import Progress, default_progress
 from agl_run.runners.agent import Agent
 
 Tasks = Iterable[Json] | str | Path
 """Tasks, or the path of a JSON-lines file of them."""
+
+GivenReward = str | ComponentConfig | Callable[..., Any]
+"""A reward by name, as a component, or the function, instance or class itself."""
 
 
 class Trainer:
@@ -52,7 +56,8 @@ class Trainer:
         name: The experiment's name.
         runner: ``async``, ``process``, or with its settings ``agl_run.runner("process", timeout_s=60)``.
         credit: ``episode``, or with its parameters ``agl.algorithms.component("turn", gamma=0.9)``.
-        rewards: Reward emitters, by name or as components.
+        rewards: Reward emitters: functions of the rollout and its spans, classes whose instances are such functions,
+            names, or components.
         tracers: Names of tracers, such as ``("langchain",)``, which record the agent or node behind each call.
         schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every``
             sets the steps in a turn, and ``first`` the algorithms that run to their end before the others.
@@ -80,7 +85,7 @@ class Trainer:
         name: str = "experiment",
         runner: str | RunnerConfig = ASYNC,
         credit: str | ComponentConfig = "episode",
-        rewards: str | ComponentConfig | Sequence[str | ComponentConfig] = (),
+        rewards: GivenReward | Sequence[GivenReward] = (),
         tracers: str | Sequence[str] = (),
         schedule: str | ScheduleConfig = "sequential",
         gateway: str | GatewayConfig = "auto",
@@ -101,13 +106,14 @@ class Trainer:
                 algorithm=tuple(_algorithm(item, adapter or {}) for item in _several(algorithm)),
                 schedule=ScheduleConfig(mode=schedule) if isinstance(schedule, str) else schedule,  # pyright: ignore[reportArgumentType]  # checked() says which modes there are
                 credit=_component(credit),
-                reward=tuple(_component(item) for item in _several(rewards)),
+                reward=tuple(_reward(item) for item in _several(rewards)),
                 gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,
                 tracers=listed(tracers),
                 plugins={"disabled": listed(disabled_plugins)} if disabled_plugins else {},
             )
         )
         self._store = None if isinstance(store, str) else store
+        self._rewards = given_rewards(_several(rewards))
         self._manager = plugins
         self._progress = progress
         self._folder = Path(folder)
@@ -164,6 +170,7 @@ class Trainer:
             train=train_dataset,
             val=val_dataset,
             store=self._store,
+            rewards=self._rewards,
         )
 
     def fit(
@@ -307,6 +314,17 @@ def _algorithm(given: str | AlgorithmConfig, adapter: Mapping[str, str]) -> Algo
 
 def _component(given: str | ComponentConfig) -> ComponentConfig:
     return component(given) if isinstance(given, str) else given
+
+
+def _reward(given: GivenReward) -> ComponentConfig:
+    if callable(given):
+        return component(name_of(given))
+    if isinstance(given, str | ComponentConfig):  # pyright: ignore[reportUnnecessaryIsInstance]  # a number is a common slip
+        return _component(given)
+    raise ConfigError(
+        f"rewards has {given!r}; give a function of the rollout and its spans, a class whose instances are such "
+        "functions, a registered name, or agl.algorithms.component(...)"
+    )
 
 
 def _several(given: Any) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from agl.errors import ConfigError, GatewayLostError
 from agl.schemas import to_json
 from agl_run.experiment.address import is_loopback
 from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import Plan, load_agent
 from agl_run.experiment.serving import Serving, settings_of
 from agl_run.runners.agent import AgentSpec
@@ -52,12 +53,11 @@ def make_worker_plan(config: ExperimentConfig, *, folder: Path, manager: PluginM
     manager.runner(config.runner.use)
     for name in config.tracers:
         manager.tracer(name)
-    for item in config.reward:
-        manager.reward(item.use)
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
     if not plan.agent.command:
         load_agent(plan.agent)
+    check_known(plan)
     return plan
 
 

@@ -1,17 +1,14 @@
 """Agents and their calls: functions, classes with a ``rollout`` method, and command lines."""
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from agl import LitAgent
 from agl.errors import ConfigError
 from agl.schemas import LLM, NamedResources, PromptTemplate, Rollout
+from agl_run.importing import import_attribute
 
 BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
 """Parameter names of an agent function that need no resource of that name."""
@@ -80,37 +77,6 @@ class LoadedAgent:
     call: Callable[[Rollout, NamedResources], Any]
     is_async: bool
     parameters: tuple[str, ...] = ()
-
-
-def import_attribute(path: str, folder: str = "") -> Any:
-    """Import ``module:attribute``; raises :class:`ConfigError` that names a missing part and a close match."""
-    module_name, _, attribute = path.partition(":")
-    if not attribute:
-        raise ConfigError(f"the agent {path!r} is not of the form 'module:attribute', such as 'agent:solve'")
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not (module_name + ".").startswith(error.name + "."):
-            raise ConfigError(
-                f"the agent's module {module_name!r} needs the missing module {error.name!r}; install it"
-            ) from error
-        where = folder or str(Path.cwd())
-        raise ConfigError(
-            f"no module {module_name!r} for the agent {path!r}; looked in {where} and sys.path"
-        ) from error
-    except Exception as error:  # any error of the agent's module is reported as its own
-        raise ConfigError(
-            f"the agent's module {module_name!r} raised {type(error).__name__} when it was imported: {error}; "
-            "make it importable first, or use --debug to see where it happened"
-        ) from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        near = get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"module {module_name!r} has no {attribute!r}{hint}") from None
 
 
 def _import_path(target: Any) -> str:

@@ -14,6 +14,7 @@ from agl import PluginManager
 from agl.contracts import Tracer
 from agl.errors import AglError
 from agl.tracing import SpanRecorder
+from agl_run.importing import install_tracers
 from agl_run.runners.agent import AgentSpec, LoadedAgent
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
@@ -70,7 +71,7 @@ def _prepare(start: ChildStart) -> tuple[LoadedAgent, list[Tracer]]:
     tracers: list[Tracer] = [manager.build(manager.tracer(name)) for name in start.tracers]
     for tracer in tracers:
         os.environ.update(tracer.worker_env())
-        tracer.install()
+    install_tracers(zip(start.tracers, tracers, strict=True))
     return AgentSpec(path=start.agent_path, folder=start.folder).load(), tracers
 
 

@@ -15,6 +15,7 @@ import msgspec
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Claim, Outcome
 from agl.tracing import AttemptTokens, SpanRecorder
+from agl_run.importing import install_tracers
 from agl_run.replay.script import load_script
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.setup import RunSetup
@@ -48,8 +49,7 @@ class AsyncRunner:
     async def start(self) -> None:
         """Install the tracers and make the thread pool."""
         self._set_environment()
-        for _, tracer in self._setup.tracers:
-            tracer.install()
+        install_tracers(self._setup.tracers)
         self._executor = ThreadPoolExecutor(self._setup.concurrency, thread_name_prefix="agl-agent")
         self._flusher = asyncio.create_task(self._flush_loop())
 

@@ -1,0 +1,141 @@
+"""Formats the contents of spans for people: messages, tool calls with their arguments, results and tracebacks.
+
+Everything here was written by agents, models and tools, and may have any shape.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from agl import semconv
+from agl.dialects import call_messages, comparable
+from agl.schemas import ErrorInfo, ModelCall, Span, to_json
+
+CUT = 200
+"""Characters of a text that are shown unless all of it is asked for."""
+
+TRACEBACK_LINES = 8
+"""Lines of a traceback that are shown unless all of it is asked for: its end, where the error is."""
+
+_LABELS = {
+    semconv.TOOL_ARGUMENTS: "arguments",
+    semconv.TOOL_RESULT: "result",
+    semconv.MESSAGE: "message",
+    semconv.OBJECT: "object",
+    semconv.OBSERVATION_CONTENT: "says",
+    semconv.OUTPUT: "returned",
+}
+_ON_THE_LINE = (semconv.OBSERVATION_CONTENT, semconv.OUTPUT)
+"""Attributes that a span's own line begins to show."""
+
+_STACKTRACE = "exception.stacktrace"
+
+
+class Contents:
+    """Formats spans one after the other; messages that an earlier call has shown are not repeated.
+
+    Args:
+        is_full: Show every text whole.
+
+    Attributes:
+        is_full: Whether every text is shown whole.
+        is_cut: Whether anything was shortened so far.
+    """
+
+    def __init__(self, *, is_full: bool) -> None:
+        self.is_full = is_full
+        self._shown: list[Sequence[Any]] = []
+        self.is_cut = False
+
+    def of(self, span: Span) -> list[str]:
+        """Return the lines below the span's own."""
+        lines: list[str] = []
+        for name, label in _LABELS.items():
+            if name in span.attributes and (self.is_full or name not in _ON_THE_LINE):
+                lines += self.text(label, span.attributes[name])
+        lines += self._messages(span) if span.call is None else self._conversation(span.call)
+        if span.reward is not None and span.reward.feedback:
+            lines += self.text("feedback", span.reward.feedback)
+        for event in span.events:
+            if self.is_full and _STACKTRACE in event.attributes:
+                lines += self.traceback(str(event.attributes[_STACKTRACE]))
+        return lines
+
+    def of_error(self, error: ErrorInfo) -> list[str]:
+        """Return the lines below a failed attempt's own: the traceback, and a long message whole."""
+        message = self.text("message", error.message) if self.is_full and len(error.message) > CUT else []
+        return [*self.traceback(error.traceback), *message]
+
+    def text(self, label: str, value: Any) -> list[str]:
+        """Return a labelled text: whole, with its lines below each other, or the beginning on one line."""
+        text = value if isinstance(value, str) else to_json(value).decode()
+        if self.is_full:
+            first, *rest = text.splitlines() or [""]
+            return [f"{label}: {first}", *(f"  {line}" for line in rest)]
+        text = " ".join(text.split())
+        if len(text) <= CUT:
+            return [f"{label}: {text}"]
+        self.is_cut = True
+        return [f"{label}: {text[:CUT]}… ({len(text)} characters)"]
+
+    def traceback(self, text: str) -> list[str]:
+        """Return the lines of a traceback, or the last of them."""
+        lines = text.rstrip().splitlines()
+        if self.is_full:
+            return lines
+        left_out = max(0, len(lines) - TRACEBACK_LINES)
+        kept = [line if len(line) <= CUT else f"{line[:CUT]}…" for line in lines[left_out:]]
+        self.is_cut = self.is_cut or kept != lines
+        return [f"… ({left_out} lines before)", *kept] if left_out else kept
+
+    def _conversation(self, call: ModelCall) -> list[str]:
+        """Return a call's messages behind those that it has in common with an earlier call."""
+        messages = call_messages(call)
+        known = comparable(messages)
+        common = max((_common(known, earlier) for earlier in self._shown), default=0)
+        self._shown.append(known)
+        above = [f"({common} messages as above)"] if common else []
+        return above + [line for message in messages[common:] for line in self._message(message)]
+
+    def _message(self, message: dict[str, Any]) -> list[str]:
+        role = str(message.get("role", "message"))
+        lines: list[str] = []
+        for key in ("reasoning_content", "reasoning"):
+            if message.get(key):
+                lines += self.text(f"{role} thinks", _plain(message[key]))
+        if message.get("content"):
+            lines += self.text(role, _plain(message["content"]))
+        for call in _objects(message.get("tool_calls")):
+            called = _object(call.get("function")) or _object(call.get("custom"))
+            arguments = called.get("arguments", called.get("input", ""))
+            lines += self.text(f"{role} calls {called.get('name', '')}", arguments)
+        return lines or [f"{role}: (empty)"]
+
+    def _messages(self, span: Span) -> list[str]:
+        """Return the messages that a framework reported with a call that was not recorded."""
+        named = ((semconv.INPUT_MESSAGES, "input"), (semconv.OUTPUT_MESSAGES, "output"))
+        given = [(label, span.attributes[name]) for name, label in named if name in span.attributes]
+        return [line for label, value in given for line in self.text(label, value)]
+
+
+def _common(messages: Sequence[Any], earlier: Sequence[Any]) -> int:
+    """Return the number of messages at the beginning that two conversations share."""
+    pairs = zip(messages, earlier, strict=False)
+    return next((count for count, (one, other) in enumerate(pairs) if one != other), min(len(messages), len(earlier)))
+
+
+def _plain(content: Any) -> str:
+    """Return a content's text; parts that are no text are written as JSON."""
+    if isinstance(content, str):
+        return content
+    parts = _objects(content)
+    if not parts:
+        return to_json(content).decode()
+    return "\n".join(str(part["text"]) if "text" in part else to_json(part).decode() for part in parts)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [_object(item) for item in cast("list[Any]", value)] if isinstance(value, list) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}

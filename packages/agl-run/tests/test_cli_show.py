@@ -1,0 +1,212 @@
+"""``agl show`` and tables: the contents of a rollout, cut or whole, harmless for a terminal, on lines that fit it."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from agl import Reward, Rollout, Span, semconv
+from agl.contracts import Store
+from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
+from agl_run.cli.output import print_table
+
+ASKED = {"role": "user", "content": "What is 2+3? Use the tool."}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}],
+}
+SAID = {"role": "tool", "tool_call_id": "c1", "content": "5"}
+LONG = ("a long answer " * 100).strip()
+TRACEBACK = "\n".join(f'  File "agent.py", line {number}, in step{number}' for number in range(40)) + "\nValueError: no"
+
+
+def chat(number: int, messages: list[Any], answer: Any, **fields: Any) -> dict[str, Any]:
+    """The fields of a recorded call's span."""
+    call = ModelCall(
+        request_id=f"r{number}",
+        dialect=fields.pop("dialect", "chat"),
+        model="small",
+        request={"messages": messages},
+        response={"choices": [{"message": answer}]},
+    )
+    return {"name": "chat small", "call": call, **fields}
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Records a rollout of the given spans in ``runs/agl.db`` of an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("AGL_STORE", raising=False)
+    (tmp_path / "runs").mkdir()
+
+    async def write(store: Store, spans: tuple[dict[str, Any], ...], task: Any, error: ErrorInfo | None) -> None:
+        await store.enqueue([Rollout(rollout_id="ro-shown", task=task)])
+        (claim,) = await store.claim(worker="w")
+        made = tuple(span(claim, number, **fields) for number, fields in enumerate(spans, 1))
+        status = "failed" if error else "succeeded"
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status=status, spans=made, error=error)])
+
+    def use(*spans: dict[str, Any], task: Any = "sum", error: ErrorInfo | None = None) -> None:
+        async def main() -> None:
+            store = SQLiteStore("sqlite:///runs/agl.db")
+            try:
+                await write(store, spans, task, error)
+            finally:
+                await store.close()
+
+        asyncio.run(main())
+
+    return use
+
+
+def span(claim: Claim, number: int, **fields: Any) -> Span:
+    ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+    return Span(**ids, **{"span_id": f"{number:016d}", "start_ns": number, "end_ns": number, **fields})
+
+
+def shown(*options: str) -> list[str]:
+    return [line.strip() for line in run("show", "latest", *options).output.splitlines()]
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(cli, args, catch_exceptions=False)
+
+
+def test_show_prints_messages_and_tool_calls_with_their_arguments(record: Callable[..., None]) -> None:
+    record(chat(1, [ASKED], CALLED))
+    lines = shown()
+    start = lines.index("user: What is 2+3? Use the tool.")
+    assert 'assistant calls add: {"a": 2, "b": 3}' == lines[start + 1]
+
+
+def test_show_prints_each_message_of_a_conversation_once(record: Callable[..., None]) -> None:
+    record(chat(1, [ASKED], CALLED), chat(2, [ASKED, {**CALLED, "content": ""}, SAID], {"content": "It is 5."}))
+    lines = shown()
+    assert 1 == lines.count("user: What is 2+3? Use the tool.")
+    start = lines.index("(2 messages as above)")
+    assert ["tool: 5", "message: It is 5."] == lines[start + 1 : start + 3]
+
+
+def test_show_prints_what_tools_got_and_gave_and_why_a_reward_was_given(record: Callable[..., None]) -> None:
+    attributes = {semconv.TOOL_NAME: "add", semconv.TOOL_ARGUMENTS: {"a": 2}, semconv.TOOL_RESULT: "5"}
+    reward = Reward(value=0.0, feedback="the unit is missing")
+    record({"name": "execute_tool add", "attributes": attributes}, {"name": "evaluate", "reward": reward})
+    lines = shown()
+    assert ['arguments: {"a":2}', "result: 5", "feedback: the unit is missing"] == [
+        line for line in lines if line.startswith(("arguments", "result", "feedback"))
+    ]
+
+
+def test_show_cuts_long_texts_unless_all_is_asked_for(record: Callable[..., None]) -> None:
+    text = f"{LONG}\nlast line"
+    record(chat(1, [ASKED], {"role": "assistant", "content": text}), task={"q": LONG})
+    cut = shown()
+    assert f"assistant: {text[:200]}… ({len(text)} characters)" in cut
+    assert "… texts are cut; --full shows them whole" == cut[-1]
+    full = shown("--full")
+    assert f"assistant: {LONG}" in full
+    assert "last line" in full
+    assert f"task: {json.dumps({'q': LONG}, separators=(',', ':'))}" in full
+    assert not any("…" in line for line in full[2:])
+
+
+def test_show_prints_the_stored_traceback_of_a_failed_attempt(record: Callable[..., None]) -> None:
+    record(error=ErrorInfo(type="ValueError", message="no", traceback=TRACEBACK))
+    cut = shown()
+    assert ["ValueError: no", 'File "agent.py", line 39, in step39'] == [cut[-3], cut[-4]]
+    assert "… (33 lines before)" in cut
+    assert 'File "agent.py", line 0, in step0' not in cut
+    assert 'File "agent.py", line 0, in step0' in shown("--full")
+
+
+def test_show_cuts_long_lines_of_a_traceback(record: Callable[..., None]) -> None:
+    record(error=ErrorInfo(type="ValueError", message="no", traceback=f"ValueError: {LONG}"))
+    assert f"ValueError: {LONG}"[:200] + "…" in shown()
+    assert f"ValueError: {LONG}" in shown("--full")
+
+
+@pytest.mark.parametrize(
+    ("messages", "answer", "expected"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "x"}]}], {}, 'user: one {"type":"x"}'),
+        ([{"role": "user", "content": {"odd": 1}}], {}, 'user: {"odd":1}'),
+        ([{"content": 3}], {}, "message: 3"),
+        (["no message"], {"role": "assistant", "content": "fine"}, "assistant: fine"),
+        ([ASKED], {"role": "assistant", "tool_calls": ["none", {"function": 3}]}, "assistant calls :"),
+        ([ASKED], {"role": "assistant", "content": ""}, "assistant: (empty)"),
+        ([ASKED], {"role": "assistant", "reasoning": "hm", "content": "5"}, "assistant thinks: hm"),
+    ],
+)
+def test_show_prints_messages_of_any_shape(
+    record: Callable[..., None], messages: list[Any], answer: Any, expected: str
+) -> None:
+    record(chat(1, messages, answer))
+    assert expected in shown()
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x7f\u202ekcab\r"
+
+
+@pytest.mark.parametrize("command", [("show", "latest"), ("show", "latest", "--full"), ("why", "latest"), ("runs",)])
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_terminal_sequences_in_texts_of_agents_are_shown_and_not_obeyed(
+    record: Callable[..., None], command: tuple[str, ...], form: tuple[str, ...]
+) -> None:
+    record(
+        chat(1, [{"role": f"user{EVIL}", "content": EVIL}], {"role": "assistant", "content": EVIL}),
+        {"name": f"tool {EVIL}", "attributes": {semconv.TOOL_RESULT: EVIL, semconv.OUTPUT: EVIL}},
+        task={"q": EVIL},
+        error=ErrorInfo(type=f"Error{EVIL}", message=EVIL, traceback=EVIL),
+    )
+    output = run(*command, *form).output
+    assert set() == {character for character in output if character in EVIL and not character.isprintable()}
+    assert "owned" in output
+    if not form and command[0] != "runs":
+        assert "\\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\x7f\\u202ekcab" in output
+
+
+ID = "arithmetic-12-grpo-train-00017-00003-002"
+
+
+def table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int) -> list[str]:
+    """The lines of a table on a terminal of that width."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    columns = ("rollout", "experiment", "status", "reward", "task")
+    row = (ID, "arithmetic-of-large-numbers", "succeeded", "0.75", "q" * 60)
+    print_table(columns, [row, row], least=("task", "experiment"))
+    return click.unstyle(capsys.readouterr().out).splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 60, 50, 40, 20])
+def test_table_keeps_ids_whole_and_each_row_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    lines = table(capsys, monkeypatch, width)
+    assert [True, True] == [line.split()[0].endswith(ID) for line in lines[1:]]
+    assert max(map(len, lines)) <= max(width, len(ID))
+
+
+def test_table_shortens_other_columns_and_then_leaves_them_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [ID, "arithmet…", "succeeded", "0.75", "qqqqqqq…"] == table(capsys, monkeypatch, 80)[1].split()
+    assert [ID, "succeeded", "0.75"] == table(capsys, monkeypatch, 60)[1].split()
+    assert 5 == len(table(capsys, monkeypatch, 300)[1].split())
+
+
+def test_table_names_the_columns_that_it_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "20")
+    print_table(("rollout", "status", "task"), [(ID, "failed", "q")])
+    assert "(no room for status, task: widen the terminal, or use --json)\n" == capsys.readouterr().err

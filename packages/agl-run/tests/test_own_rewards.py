@@ -1,0 +1,208 @@
+"""Rewards that an experiment brings itself: functions, instances and classes, from a file and from Python."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl import Reward, Rollout, Span, semconv
+from agl.algorithms import component
+from agl.errors import ConfigError
+from agl_run import DevResult, Quiet, Trainer, parse_config
+
+JUDGE = """
+from agl import Reward, semconv
+
+THRESHOLD = 3
+
+def said(spans):
+    return next(span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes)
+
+def score(rollout, spans):
+    return float(said(spans) == rollout.task["answer"])
+
+async def later(rollout, spans):
+    return Reward(value=score(rollout, spans), name="later")
+
+def near(rollout, spans, *, tolerance: float = 0.0):
+    return float(abs(float(said(spans)) - float(rollout.task["answer"])) <= tolerance)
+
+def silent(rollout, spans):
+    return None
+
+class Near:
+    def __init__(self, *, tolerance: float = 0.0):
+        self.tolerance = tolerance
+
+    def __call__(self, rollout, spans):
+        return near(rollout, spans, tolerance=self.tolerance)
+
+class Mute:
+    pass
+
+exactly = Near()
+
+def by_task(task, answer):
+    return 1.0
+
+def alone(rollout):
+    return 1.0
+
+def third(rollout, spans, truth):
+    return 1.0
+"""
+
+
+def double(task: Any) -> str:
+    return str(2 * task["number"])
+
+
+TASKS = [{"number": 1, "answer": "2"}, {"number": 2, "answer": "5"}]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each test in a folder of its own, where trainers keep their files."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of rewards beside the experiment; returns its name."""
+    name = f"judge_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(JUDGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def in_file(folder: Path, use: str, **params: Any) -> DevResult:
+    """The rollouts of an experiment whose file names the reward."""
+    data = {"experiment": {"agent": "", "store": "memory://"}, "reward": [{"use": use, "params": params}]}
+    trainer = Trainer.from_config(parse_config(data), folder=folder, progress=Quiet())
+    return trainer.dev(double, TASKS)
+
+
+def in_python(*rewards: Any, **settings: Any) -> DevResult:
+    """The rollouts of a trainer that got the rewards as objects."""
+    return Trainer(rewards=rewards, store="memory://", progress=Quiet(), **settings).dev(double, TASKS)
+
+
+def rewards_of(result: DevResult) -> list[float | None]:
+    return [episode.reward for episode in result.episodes]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "params", "expected"),
+    [
+        ("score", {}, [1.0, 0.0]),
+        ("later", {}, [1.0, 0.0]),
+        ("near", {"tolerance": 1.0}, [1.0, 1.0]),
+        ("near", {}, [1.0, 0.0]),
+        ("silent", {}, [None, None]),
+        ("Near", {"tolerance": 1.0}, [1.0, 1.0]),
+        ("exactly", {}, [1.0, 0.0]),
+    ],
+)
+def test_file_names_a_function_an_instance_or_a_class(
+    tmp_path: Path, judge: str, attribute: str, params: dict[str, Any], expected: list[float | None]
+) -> None:
+    assert expected == rewards_of(in_file(tmp_path, f"{judge}:{attribute}", **params))
+
+
+def score(rollout: Rollout, spans: Sequence[Span]) -> float:
+    said = next(span.attributes[semconv.OUTPUT] for span in spans if semconv.OUTPUT in span.attributes)
+    return float(said == rollout.task["answer"])
+
+
+async def later(rollout: Rollout, spans: Sequence[Span]) -> Reward:
+    return Reward(value=score(rollout, spans), feedback="seen later")
+
+
+class Scaled:
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = factor
+
+    async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> float:
+        return self.factor * score(rollout, spans)
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (score, [1.0, 0.0]),
+        (later, [1.0, 0.0]),
+        (lambda rollout, spans: 0.25, [0.25, 0.25]),
+        (Scaled, [1.0, 0.0]),
+        (Scaled(3.0), [3.0, 0.0]),
+        (Scaled(3.0).__call__, [3.0, 0.0]),
+    ],
+    ids=["function", "async function", "lambda", "class", "instance", "method"],
+)
+def test_trainer_takes_a_function_an_instance_or_a_class(reward: Any, expected: list[float]) -> None:
+    assert expected == rewards_of(in_python(reward))
+    assert expected == rewards_of(Trainer(rewards=reward, store="memory://", progress=Quiet()).dev(double, TASKS))
+
+
+def test_given_rewards_are_recorded_and_weighed_by_their_names() -> None:
+    result = in_python(score, Scaled(3.0), component("exact-match"), reward_weights={"score": 1.0, "Scaled": 2.0})
+
+    assert [7.0, 0.0] == rewards_of(result)
+    assert {"score", "Scaled"} <= {reward.name for reward in result.episodes[0].rewards}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "params", "message"),
+    [
+        ("by_task", {}, r"takes \(task, answer\) and cannot .* its first arguments are the rollout and its spans"),
+        ("alone", {}, r"takes \(rollout\) and cannot .*: too many positional arguments. Write def alone\(rollout, sp"),
+        ("third", {}, r"takes \(rollout, spans, truth\) and cannot .*: missing a required argument: 'truth'"),
+        ("score", {"tolerance": 1}, "and the params tolerance: got an unexpected keyword argument 'tolerance'"),
+        ("Near", {"tolerence": 1}, "takes no parameter 'tolerence'; did you mean 'tolerance'"),
+        ("Mute", {}, "is of the type Mute, which cannot be called; name a function, def score"),
+        ("THRESHOLD", {}, "is of the type int, which cannot be called; name a function, def score"),
+        ("scor", {}, "has no 'scor'; did you mean 'score'"),
+    ],
+)
+def test_unusable_reward_is_refused_before_a_rollout(
+    tmp_path: Path, judge: str, attribute: str, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        in_file(tmp_path, f"{judge}:{attribute}", **params)
+    assert "\n" not in str(raised.value)
+
+
+def test_agent_and_reward_may_share_a_module_that_needs_a_key_to_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    text = f"import os\nKEY = os.environ['OPENAI_API_KEY']\n{JUDGE}\ndef solve(task): return str(2 * task['number'])\n"
+    (tmp_path / "keyed_pair.py").write_text(text)
+    data = {"experiment": {"agent": "keyed_pair:solve", "store": "memory://"}, "reward": [{"use": "keyed_pair:score"}]}
+    trainer = Trainer.from_config(parse_config(data), folder=tmp_path, progress=Quiet())
+
+    assert [1.0, 0.0] == rewards_of(trainer.dev(train_dataset=TASKS))
+
+
+def test_missing_module_of_a_reward_names_the_folder_that_was_searched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no module 'absent' for the reward; looked in {tmp_path}"):
+        in_file(tmp_path, "absent:score")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([score, score], "two rewards are called 'score'"),
+        ([3], "rewards has 3; give a function of the rollout and its spans"),
+        ([lambda answer: 1.0], r"the reward '<lambda>' takes \(answer\)"),
+    ],
+)
+def test_trainer_refuses_rewards_that_cannot_be_used(rewards: list[Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        in_python(*rewards)
+
+
+def test_reward_is_found_beside_an_experiment_whose_agent_comes_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "beside_the_experiment.py").write_text(JUDGE)
+
+    assert [None, None] == rewards_of(in_file(tmp_path, "beside_the_experiment:silent"))
