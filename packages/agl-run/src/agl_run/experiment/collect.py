@@ -17,6 +17,7 @@ from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_js
 from agl.stores import read_recordings
 from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
+from agl_run.experiment.failures import FailureReport, RolloutCounts
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
@@ -139,6 +140,7 @@ class Collector:
         progress: Called with (done, total, text).
         algorithm: Selects the agents and the policy whose calls train; ``None`` selects all.
         failure: Completes with the worker's error when the worker fails.
+        failures: Counts the rollouts of the run that failed.
         credit: Prepares training episodes if it is a counterfactual one.
         log: Called with (step, metrics) of the replays.
     """
@@ -155,6 +157,7 @@ class Collector:
         progress: Callable[[int, int, str], None],
         algorithm: AlgorithmConfig | None,
         failure: "asyncio.Future[None]",
+        failures: FailureReport,
         credit: Credit | None = None,
         log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
     ) -> None:
@@ -166,6 +169,7 @@ class Collector:
         self._live = live
         self._progress = progress
         self._failure = failure
+        self._failures = failures
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
         self._asked: int = 0
@@ -197,6 +201,7 @@ class Collector:
             for sample in range(n)
         ]
         episodes = await self._run_all(rollouts)
+        self._failures.add(episodes, is_validation=mode == "val")
         if mode != "train" or keeps_all:
             return Collected(episodes=tuple(episodes))
         self._names.check(episodes)
@@ -423,14 +428,14 @@ def _with_reward(episode: Episode, reward: float) -> Episode:
 def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> str:
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
-    error = first.attempt.error if first.attempt else None
-    why = f"The first one: {error.type}: {error.message}" if error else "No reward was returned, emitted or computed"
+    errors = RolloutCounts(episodes)
+    why = f"The errors: {errors.errors}" if errors.failed else "No reward was returned, emitted or computed"
     disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
     if disagreed:
         why = f"There are {describe(episodes, disagreed)}"
     return (
         f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
-        f"Look at one with: agl show {first.rollout.rollout_id}"
+        f"Look at one with: agl show {errors.example or first.rollout.rollout_id}"
     )
 
 

@@ -25,6 +25,7 @@ from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import Collector
 from agl_run.experiment.counterfactual import check_replays
+from agl_run.experiment.failures import FailureReport
 from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
@@ -40,12 +41,16 @@ class Driver:
         session: The running experiment.
         state: The experiment's state at the start.
         progress: Shows the progress.
+
+    Attributes:
+        failures: Counts the rollouts that failed.
     """
 
     def __init__(self, session: Session, state: ExperimentRecord, *, progress: Progress) -> None:
         self.session = session
         self.state = state
         self.progress = progress
+        self.failures = FailureReport()
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -82,6 +87,7 @@ class Driver:
             progress=lambda done, total, text: self.progress.update(f"{name} rollouts", done, total, text),
             algorithm=algorithm,
             failure=session.worker.failure,
+            failures=self.failures,
             credit=credit,
             log=lambda step, values: self._note_replays(name, step, values),
         )

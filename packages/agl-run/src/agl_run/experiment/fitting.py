@@ -51,7 +51,11 @@ class DevResult(Record, frozen=True, kw_only=True):
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
-    """Run the experiment to its end."""
+    """Run the experiment to its end.
+
+    Raises:
+        RunError: Every rollout failed, or every one on training tasks.
+    """
     started = time.monotonic()
     session = Session(plan)
     try:
@@ -61,6 +65,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         await session.start(state, say=progress.say)
         driver = Driver(session, state, progress=progress)
         before, after = await _run(driver)
+        driver.failures.conclude()
         return FitResult(
             experiment=plan.name,
             before=before,
