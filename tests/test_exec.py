@@ -57,3 +57,23 @@ def test_program_without_a_call_is_recorded_and_says_what_to_check(agl: StartAgl
 
     assert 0 == code
     assert "no model call was seen" in err
+
+
+PAST_THE_RECORD = """
+import agl
+with agl.operation("chat", **{"gen_ai.operation.name": "chat", "agl.client": "pigeon.ChatPigeon"}):
+    pass
+"""
+
+
+def test_calls_that_the_programs_framework_saw_and_that_were_not_recorded_are_reported(
+    agl: StartAgl, tmp_path: Path
+) -> None:
+    code, _, err = record(agl, tmp_path, "--", sys.executable, "-c", PAST_THE_RECORD)
+
+    assert 0 == code
+    assert (
+        "agl: there are 1 model calls that the framework's tracer saw and that were not recorded, made by "
+        "pigeon.ChatPigeon (1). A Python program is recorded where its clients use httpx"
+    ) in err
+    assert "no model call was seen" not in err

@@ -5,6 +5,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
@@ -15,9 +16,10 @@ from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
+from agl_run.experiment.agent_patterns import AgentPatternCheck
 from agl_run.experiment.counterfactual import Replays
-from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
 from agl_run.experiment.failures import FailureReport, RolloutCounts
+from agl_run.experiment.missed_calls import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
@@ -127,6 +129,19 @@ class FinishFeed:
                 request.fail(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunReports:
+    """The reports on a run's rollouts, shared by all its collectors.
+
+    Attributes:
+        failures: Counts the rollouts that failed.
+        agreement: Reports the model calls that are missing from the records.
+    """
+
+    failures: FailureReport
+    agreement: AgreementPolicy
+
+
 class Collector:
     """Runs the agent on tasks for one algorithm, or for validation.
 
@@ -140,7 +155,7 @@ class Collector:
         progress: Called with (done, total, text).
         algorithm: Selects the agents and the policy whose calls train; ``None`` selects all.
         failure: Completes with the worker's error when the worker fails.
-        failures: Counts the rollouts of the run that failed.
+        reports: The reports on the run's rollouts.
         credit: Prepares training episodes if it is a counterfactual one.
         log: Called with (step, metrics) of the replays.
     """
@@ -157,7 +172,7 @@ class Collector:
         progress: Callable[[int, int, str], None],
         algorithm: AlgorithmConfig | None,
         failure: "asyncio.Future[None]",
-        failures: FailureReport,
+        reports: RunReports,
         credit: Credit | None = None,
         log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
     ) -> None:
@@ -169,14 +184,14 @@ class Collector:
         self._live = live
         self._progress = progress
         self._failure = failure
-        self._failures = failures
+        self._failures = reports.failures
+        self._agreement = reports.agreement
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
         self._asked: int = 0
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
         self._names = AgentPatternCheck(plan, algorithm)
-        self._agreement = AgreementPolicy(plan.config.experiment)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
@@ -202,10 +217,12 @@ class Collector:
         ]
         episodes = await self._run_all(rollouts)
         self._failures.add(episodes, is_validation=mode == "val")
-        if mode != "train" or keeps_all:
+        trains = mode == "train" and not keeps_all
+        if trains:
+            self._names.check(episodes)
+        self._agreement.report(episodes, trains=trains)
+        if not trains:
             return Collected(episodes=tuple(episodes))
-        self._names.check(episodes)
-        self._agreement.report(episodes)
         kept, dropped = self._apply_policies(episodes)
         if episodes and not kept:
             raise RunError(_nothing_left(episodes, dropped))
@@ -230,7 +247,7 @@ class Collector:
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Read the episodes of finished rollouts that other algorithms collected; counts the dropped ones by reason."""
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
-        self._agreement.report(episodes)
+        self._agreement.report(episodes, trains=True)
         return self._apply_policies(episodes)
 
     async def pinned_before(

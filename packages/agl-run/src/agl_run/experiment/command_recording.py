@@ -14,6 +14,7 @@ import msgspec
 
 from agl import PluginManager, semconv
 from agl.contracts import Gateway, Store, Upstream
+from agl.episodes import Agreement, find_disagreement
 from agl.errors import RunError, UnknownComponentError
 from agl.schemas import (
     AttemptStatus,
@@ -39,10 +40,18 @@ LEASE_S = 60.0
 
 
 class RecordedRun(Record, frozen=True, kw_only=True):
-    """The recording of a program: the rollout's id, the number of model calls, and the exit status."""
+    """The recording of a program.
+
+    Attributes:
+        rollout_id: The rollout's id.
+        calls: Number of recorded model calls.
+        agreement: The model calls that only the program's framework, or only the recording, saw.
+        exit_code: The program's exit status.
+    """
 
     rollout_id: str
     calls: int
+    agreement: Agreement
     exit_code: int
 
 
@@ -79,8 +88,12 @@ async def record_command(
         )
         await store.finish([outcome])
         spans = await all_spans(store, claim.rollout.rollout_id)
-        calls = sum(span.call is not None for span in spans)
-        return RecordedRun(rollout_id=claim.rollout.rollout_id, calls=calls, exit_code=code)
+        return RecordedRun(
+            rollout_id=claim.rollout.rollout_id,
+            calls=sum(span.call is not None for span in spans),
+            agreement=find_disagreement(spans, attempt_id=claim.attempt.attempt_id),
+            exit_code=code,
+        )
 
 
 async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) -> Claim:

@@ -65,7 +65,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         await session.start(state, say=progress.say)
         driver = Driver(session, state, progress=progress)
         before, after = await _run(driver)
-        driver.failures.conclude()
+        driver.reports.failures.conclude()
         return FitResult(
             experiment=plan.name,
             before=before,
@@ -92,7 +92,7 @@ async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str
             name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
         )
         await session.start(state)
-        driver = Driver(session, state, progress=progress)
+        driver = Driver(session, state, progress=progress, is_trial=True)
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
