@@ -89,3 +89,14 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
     for key in hidden:
         if tasks and not any(isinstance(task, dict) and key in task for task in tasks):
             raise DatasetError(f"hidden key {key!r} is in no task of {name}; check [experiment] hidden")
+
+
+def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:
+    """Describe tasks that are no objects; they have no keys that could be hidden, compared or put into a prompt."""
+    first = next((task for tasks in datasets for task in tasks if not isinstance(task, dict)), None)
+    if first is None:
+        return []
+    return [
+        f"the task {str(first)[:60]!r} is no object; rewards and prompts that read a key of the task, such as answer, "
+        'need objects: {"question": "...", "answer": "..."}'
+    ]
