@@ -19,7 +19,10 @@ from agl_run.experiment.plan import Plan
 @experiment_argument
 @pass_manager
 def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
-    """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks. Starts nothing."""
+    """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks.
+
+    Starts nothing.
+    """
     plan = make_trainer(file, settings, manager=manager).plan()
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val)]  # before components import frameworks
     asyncio.run(check_components(plan))

@@ -14,7 +14,7 @@ import click
 from agl import PluginManager
 from agl_run.cli.context import pass_manager
 from agl_run.experiment.command_recording import RecordedRun, record_command
-from agl_run.experiment.missed_calls import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
+from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 

@@ -16,10 +16,9 @@ from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
-from agl_run.experiment.agent_patterns import AgentPatternCheck
 from agl_run.experiment.counterfactual import Replays
+from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
 from agl_run.experiment.failures import FailureReport, RolloutCounts
-from agl_run.experiment.missed_calls import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 

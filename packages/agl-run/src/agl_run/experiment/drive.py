@@ -25,9 +25,9 @@ from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.collect import Collector, RunReports
 from agl_run.experiment.counterfactual import check_replays
+from agl_run.experiment.episode_checks import AgreementPolicy
 from agl_run.experiment.failures import FailureReport
 from agl_run.experiment.finished import experiment_of
-from agl_run.experiment.missed_calls import AgreementPolicy
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import SourceReader, Sources
