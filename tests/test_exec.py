@@ -44,12 +44,42 @@ def test_program_is_recorded_whichever_way_it_finds_its_model(
     assert ["m"] == [span["call"]["model"] for span in spans if span.get("call")]
 
 
-def test_command_that_does_not_exist_is_a_readable_error(agl: StartAgl, tmp_path: Path) -> None:
-    code, _, err = record(agl, tmp_path, "--", "no-such-program-at-all")
+def latest(agl: StartAgl, folder: Path) -> Any:
+    text, _ = agl("show", "latest", "--json", "--store", "sqlite:///runs/agl.db", cwd=folder).communicate(timeout=60)
+    return json.loads(text)["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("no-such-program-at-all", "cannot start 'no-such-program-at-all': no such program was found; the command"),
+        ("./notes.txt", r"cannot start './notes.txt': it may not be executed (chmod +x); the command goes after --"),
+        ("./broken", "cannot start './broken': [Errno 8] Exec format error"),
+    ],
+)
+def test_program_that_cannot_start_is_a_readable_error_and_leaves_no_rollout(
+    agl: StartAgl, tmp_path: Path, program: str, message: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("no program")
+    (tmp_path / "broken").write_bytes(b"\x7fELF and nothing more")
+    (tmp_path / "broken").chmod(0o755)
+    record(agl, tmp_path, "--", sys.executable, "-c", "pass")
+    before = latest(agl, tmp_path)
+
+    code, _, err = record(agl, tmp_path, "--", program)
 
     assert 1 == code
-    assert "cannot start 'no-such-program-at-all'" in err
+    assert message in err
     assert "Traceback" not in err
+    assert before == latest(agl, tmp_path)
+    listed, _ = agl("runs", "--json", "--store", "sqlite:///runs/agl.db", cwd=tmp_path).communicate(timeout=60)
+    assert [before] == [row["rollout"] for row in json.loads(listed)]
+
+
+def test_program_that_does_not_exist_makes_no_store(agl: StartAgl, tmp_path: Path) -> None:
+    record(agl, tmp_path, "--", "no-such-program-at-all")
+
+    assert not (tmp_path / "runs").exists()
 
 
 def test_program_without_a_call_is_recorded_and_says_what_to_check(agl: StartAgl, tmp_path: Path) -> None:
@@ -57,3 +87,23 @@ def test_program_without_a_call_is_recorded_and_says_what_to_check(agl: StartAgl
 
     assert 0 == code
     assert "no model call was seen" in err
+
+
+PAST_THE_RECORD = """
+import agl
+with agl.operation("chat", **{"gen_ai.operation.name": "chat", "agl.client": "pigeon.ChatPigeon"}):
+    pass
+"""
+
+
+def test_calls_that_the_programs_framework_saw_and_that_were_not_recorded_are_reported(
+    agl: StartAgl, tmp_path: Path
+) -> None:
+    code, _, err = record(agl, tmp_path, "--", sys.executable, "-c", PAST_THE_RECORD)
+
+    assert 0 == code
+    assert (
+        "agl: there are 1 model calls that the framework's tracer saw and that were not recorded, made by "
+        "pigeon.ChatPigeon (1). A Python program is recorded where its clients use httpx"
+    ) in err
+    assert "no model call was seen" not in err

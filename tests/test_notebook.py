@@ -58,7 +58,14 @@ def test_notebook_runs_fit_and_dev_within_its_running_loop(tmp_path: Path) -> No
     )
     done = client.execute()
 
-    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in done.cells]
+    printed, warned = (
+        [
+            "".join(output.get("text", "") for output in cell.outputs if output.get("name") == name)
+            for cell in done.cells
+        ]
+        for name in ("stdout", "stderr")
+    )
+    assert [False, True, True, True, False] == ["rollouts made no recorded model call" in text for text in warned]
     assert ["", "fit 0.5\n", "awaited 1.0\n", "dev [1.0, 0.0]\n"] == printed[:4]
     assert "refused Trainer got the unknown argument 'runnr'; did you mean 'runner'?\n" == printed[4]
     assert (tmp_path / "runs" / "notebook.db").exists()

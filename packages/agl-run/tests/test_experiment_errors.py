@@ -189,6 +189,32 @@ def test_missing_or_empty_dataset_is_named(tmp_path: Path, content: str | None, 
         plan(train="train.jsonl", folder=tmp_path)
 
 
+@pytest.mark.parametrize("content", ['[{"q": 1}, {"q": 2}]', '\n[\n  {"q": 1},\n  {"q": 2}\n]\n', '{"q": 1}\n{"q": 2}'])
+def test_dataset_is_json_lines_or_one_array_of_tasks(tmp_path: Path, content: str) -> None:
+    (tmp_path / "train.json").write_text(content)
+    assert [{"q": 1}, {"q": 2}] == list(plan(train="train.json", folder=tmp_path).train)
+
+
+def test_lines_that_are_arrays_are_tasks(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text("[1, 2]\n[3]\n")
+    assert [[1, 2], [3]] == list(plan(train="train.jsonl", folder=tmp_path).train)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"q": 1}\n\n"q"\n', r"train\.jsonl, line 3: 'q' is no object, and other tasks are; write every task as"),
+        ('[{"q": 1}, 7]', r"train\.jsonl, task 2: '7' is no object, and other tasks are"),
+        ('[\n{"q": 1},\n]', r"train\.jsonl:1: not JSON: .*; every line must be one JSON value, or the whole file one"),
+        ("[]", "is empty"),
+    ],
+)
+def test_dataset_with_a_slip_is_refused_with_its_place(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(DatasetError, match=message):
+        plan(train="train.jsonl", folder=tmp_path)
+
+
 def test_task_that_is_not_json_is_named() -> None:
     with pytest.raises(DatasetError, match=r"train\[1\] is not JSON"):
         plan(train=[{"q": 1}, {"q": object()}])

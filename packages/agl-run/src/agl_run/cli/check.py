@@ -1,6 +1,7 @@
 """``agl check``: check an experiment before it runs."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -9,6 +10,8 @@ from agl import PluginManager
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.experiment.build import check_components
+from agl_run.experiment.dataset import unkeyed_tasks
+from agl_run.experiment.frameworks import unlisted_tracers
 from agl_run.experiment.plan import Plan
 
 
@@ -16,18 +19,23 @@ from agl_run.experiment.plan import Plan
 @experiment_argument
 @pass_manager
 def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
-    """Check the experiment in FILE: keys, datasets, plugins, parameters, targets of algorithms. Starts nothing."""
+    """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks.
+
+    Starts nothing.
+    """
     plan = make_trainer(file, settings, manager=manager).plan()
+    warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val)]  # before components import frameworks
     asyncio.run(check_components(plan))
-    click.echo(_summary(plan, file))
+    click.echo(_summary(plan, file, warnings))
 
 
-def _summary(plan: Plan, file: Path) -> str:
+def _summary(plan: Plan, file: Path, warnings: Sequence[str]) -> str:
     config = plan.config
     lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
     lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
     for algorithm in config.algorithm:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
         lines.append(f"{algorithm.name}: {algorithm.use} tunes {', '.join(algorithm.tunes)}{agents}")
-    lines.append(f"no problem found; start with: agl run {file}")
+    lines += [f"warning: {text}" for text in warnings]
+    lines.append(f"no {'error' if warnings else 'problem'} found; start with: agl run {file}")
     return "\n".join(lines)

@@ -7,18 +7,20 @@ Python program is recorded from within.
 import asyncio
 import sys
 import time
+from collections.abc import Iterator
 
 import click
 
 from agl import PluginManager
 from agl_run.cli.context import pass_manager
 from agl_run.experiment.command_recording import RecordedRun, record_command
+from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
-_NO_CALLS = (
-    "agl: no model call was seen. A Python program is recorded where its clients use httpx, as the openai and "
-    "anthropic ones do; any other program where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
+_RECORDED = (
+    "A Python program is recorded where its clients use httpx, as the openai and anthropic ones do; any other program "
+    "where it reads OPENAI_BASE_URL: pass --upstream, the URL where its calls go."
 )
 
 
@@ -44,6 +46,17 @@ def exec_(
     click.echo(
         f"agl: recorded {run.calls} model calls in {seconds:.1f} s; look with: agl show {run.rollout_id}", err=True
     )
-    if not run.calls:
-        click.echo(_NO_CALLS, err=True)
+    for line in _missed(run):
+        click.echo(f"agl: {line}", err=True)
     sys.exit(run.exit_code)
+
+
+def _missed(run: RecordedRun) -> Iterator[str]:
+    """Describe the model calls that the record lacks, and those that it cannot attribute."""
+    unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
+    if unseen:
+        yield f"there are {describe_calls(unseen, UNSEEN)}. {_RECORDED} See: agl why {run.rollout_id}"
+    elif not run.calls:
+        yield f"no model call was seen. {_RECORDED}"
+    if unattributed:
+        yield f"there are {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}. See: agl why {run.rollout_id}"

@@ -5,8 +5,9 @@ from typing import Any
 
 from agl.contracts import RewardEmitter, RewardSetup, Upstream
 from agl.errors import ConfigError
-from agl.schemas import LLM
+from agl.schemas import LLM, PromptTemplate
 from agl_run.experiment.counterfactual import check_replays
+from agl_run.experiment.declared import check_keys, check_policy_key, check_template
 from agl_run.experiment.own_rewards import build_own, is_own
 from agl_run.experiment.plan import Plan
 
@@ -16,6 +17,10 @@ async def check_components(plan: Plan) -> None:
     config, manager = plan.config, plan.manager
     for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
         check_replays(plan, manager.build(manager.credit(credit.use), **credit.params))
+    for name, resource in plan.resources.items():
+        if isinstance(resource, PromptTemplate):
+            check_template(name, resource)
+    check_keys(plan)
     build_rewards(plan)
     for name in config.tracers:
         manager.build(manager.tracer(name))
@@ -24,6 +29,7 @@ async def check_components(plan: Plan) -> None:
         built = manager.build(manager.policy(policy.use), name=name, **policy.params)
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
+        check_policy_key(plan, name, built.resource())
     await check_algorithms(plan)
 
 

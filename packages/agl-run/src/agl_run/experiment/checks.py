@@ -16,6 +16,7 @@ from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl_run.experiment.config import ExperimentConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
+from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
@@ -146,6 +147,7 @@ def _check_components(plan: Plan) -> None:
         manager.credit(credit.use)
     for name in config.tracers:
         manager.tracer(name)
+    check_frameworks(plan)
     for policy in config.policy.values():
         manager.policy(policy.use)
     both = set(config.policy) & set(plan.resources)

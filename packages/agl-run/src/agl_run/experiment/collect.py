@@ -5,6 +5,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
@@ -17,6 +18,7 @@ from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_js
 from agl.stores import read_recordings
 from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
+from agl_run.experiment.failures import FailureReport, RolloutCounts
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
@@ -126,6 +128,19 @@ class FinishFeed:
                 request.fail(error)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunReports:
+    """The reports on a run's rollouts, shared by all its collectors.
+
+    Attributes:
+        failures: Counts the rollouts that failed.
+        agreement: Reports the model calls that are missing from the records.
+    """
+
+    failures: FailureReport
+    agreement: AgreementPolicy
+
+
 class Collector:
     """Runs the agent on tasks for one algorithm, or for validation.
 
@@ -139,6 +154,7 @@ class Collector:
         progress: Called with (done, total, text).
         algorithm: Selects the agents and the policy whose calls train; ``None`` selects all.
         failure: Completes with the worker's error when the worker fails.
+        reports: The reports on the run's rollouts.
         credit: Prepares training episodes if it is a counterfactual one.
         log: Called with (step, metrics) of the replays.
     """
@@ -155,6 +171,7 @@ class Collector:
         progress: Callable[[int, int, str], None],
         algorithm: AlgorithmConfig | None,
         failure: "asyncio.Future[None]",
+        reports: RunReports,
         credit: Credit | None = None,
         log: Callable[[int, Mapping[str, float]], Awaitable[None]] | None = None,
     ) -> None:
@@ -166,13 +183,14 @@ class Collector:
         self._live = live
         self._progress = progress
         self._failure = failure
+        self._failures = reports.failures
+        self._agreement = reports.agreement
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
         self._asked: int = 0
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
         self._names = AgentPatternCheck(plan, algorithm)
-        self._agreement = AgreementPolicy(plan.config.experiment)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
@@ -197,10 +215,13 @@ class Collector:
             for sample in range(n)
         ]
         episodes = await self._run_all(rollouts)
-        if mode != "train" or keeps_all:
+        self._failures.add(episodes, is_validation=mode == "val")
+        trains = mode == "train" and not keeps_all
+        if trains:
+            self._names.check(episodes)
+        self._agreement.report(episodes, trains=trains)
+        if not trains:
             return Collected(episodes=tuple(episodes))
-        self._names.check(episodes)
-        self._agreement.report(episodes)
         kept, dropped = self._apply_policies(episodes)
         if episodes and not kept:
             raise RunError(_nothing_left(episodes, dropped))
@@ -225,7 +246,7 @@ class Collector:
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Read the episodes of finished rollouts that other algorithms collected; counts the dropped ones by reason."""
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
-        self._agreement.report(episodes)
+        self._agreement.report(episodes, trains=True)
         return self._apply_policies(episodes)
 
     async def pinned_before(
@@ -423,14 +444,14 @@ def _with_reward(episode: Episode, reward: float) -> Episode:
 def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> str:
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
-    error = first.attempt.error if first.attempt else None
-    why = f"The first one: {error.type}: {error.message}" if error else "No reward was returned, emitted or computed"
+    errors = RolloutCounts(episodes)
+    why = f"The errors: {errors.errors}" if errors.failed else "No reward was returned, emitted or computed"
     disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
     if disagreed:
         why = f"There are {describe(episodes, disagreed)}"
     return (
         f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
-        f"Look at one with: agl show {first.rollout.rollout_id}"
+        f"Look at one with: agl show {errors.example or first.rollout.rollout_id}"
     )
 
 

@@ -2,18 +2,20 @@
 
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 import time
+from asyncio.subprocess import Process
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from agl import PluginManager, semconv
 from agl.contracts import Gateway, Store, Upstream
+from agl.episodes import Agreement, find_disagreement
 from agl.errors import RunError, UnknownComponentError
 from agl.schemas import (
     AttemptStatus,
@@ -39,10 +41,18 @@ LEASE_S = 60.0
 
 
 class RecordedRun(Record, frozen=True, kw_only=True):
-    """The recording of a program: the rollout's id, the number of model calls, and the exit status."""
+    """The recording of a program.
+
+    Attributes:
+        rollout_id: The rollout's id.
+        calls: Number of recorded model calls.
+        agreement: The model calls that only the program's framework, or only the recording, saw.
+        exit_code: The program's exit status.
+    """
 
     rollout_id: str
     calls: int
+    agreement: Agreement
     exit_code: int
 
 
@@ -57,8 +67,9 @@ async def record_command(
     """Run a program once, pass its output through, and record its model calls.
 
     Raises:
-        RunError: The program cannot be started.
+        RunError: The program cannot be started; no rollout is kept then.
     """
+    _require_program(command[0])
     async with AsyncExitStack() as stack:
         store: Store = manager.build(manager.store_entry(store_url.partition("://")[0]), url=store_url)
         stack.push_async_callback(store.close)
@@ -66,10 +77,15 @@ async def record_command(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-")))
         root = _root(claim)
         spool = Spool(folder / "spool", root)
-        gateway, environment = await _capture(stack, manager, store, claim, upstream, spool)
+        try:
+            gateway, environment = await _capture(stack, manager, store, claim, upstream, spool)
+            process = await _start(command, {**os.environ, **environment})
+        except BaseException:
+            await _discard(store, claim.rollout.rollout_id)
+            raise
         renewing = asyncio.create_task(_renew(store, claim.attempt.attempt_id))
         stack.callback(renewing.cancel)
-        status, code = await _run(command, {**os.environ, **environment}, timeout_s)
+        status, code = await _end_of(process, timeout_s)
         if gateway is not None:
             await gateway.settle(claim.attempt.attempt_id)
         error = None if status == "succeeded" else ErrorInfo(type="ProcessExit", message=f"exit status {code}")
@@ -79,8 +95,25 @@ async def record_command(
         )
         await store.finish([outcome])
         spans = await all_spans(store, claim.rollout.rollout_id)
-        calls = sum(span.call is not None for span in spans)
-        return RecordedRun(rollout_id=claim.rollout.rollout_id, calls=calls, exit_code=code)
+        return RecordedRun(
+            rollout_id=claim.rollout.rollout_id,
+            calls=sum(span.call is not None for span in spans),
+            agreement=find_disagreement(spans, attempt_id=claim.attempt.attempt_id),
+            exit_code=code,
+        )
+
+
+def _require_program(name: str) -> None:
+    """Refuse a program that cannot be found, before anything is recorded."""
+    if shutil.which(name) is None:
+        found = "it may not be executed (chmod +x)" if Path(name).is_file() else "no such program was found"
+        raise RunError(f"cannot start {name!r}: {found}; the command goes after --, as in a shell")
+
+
+async def _discard(store: Store, rollout_id: str) -> None:
+    """Remove a rollout whose program never ran."""
+    await store.cancel([rollout_id])
+    await store.delete([rollout_id])
 
 
 async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) -> Claim:
@@ -142,13 +175,14 @@ async def _capture(
     return gateway, {**spool.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
 
 
-async def _run(
-    command: Sequence[str], environment: dict[str, str], timeout_s: float | None
-) -> tuple[AttemptStatus, int]:
+async def _start(command: Sequence[str], environment: dict[str, str]) -> Process:
     try:
-        process = await asyncio.create_subprocess_exec(*command, env=environment)
+        return await asyncio.create_subprocess_exec(*command, env=environment)
     except OSError as error:
-        raise RunError(f"cannot start {command[0]!r}: {error}; the command goes after --, as in a shell") from error
+        raise RunError(f"cannot start {command[0]!r}: {error}") from error
+
+
+async def _end_of(process: Process, timeout_s: float | None) -> tuple[AttemptStatus, int]:
     try:
         code = await asyncio.wait_for(process.wait(), timeout_s)
     except TimeoutError:
@@ -161,7 +195,7 @@ async def _run(
     return ("succeeded" if code == 0 else "failed"), code
 
 
-async def _end(process: Any) -> None:
+async def _end(process: Process) -> None:
     process.terminate()
     try:
         await asyncio.wait_for(process.wait(), 2.0)

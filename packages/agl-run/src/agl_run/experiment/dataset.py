@@ -1,6 +1,6 @@
-"""Datasets: JSON-lines files or any sequence of tasks."""
+"""Datasets: JSON-lines files, JSON arrays, or any sequence of tasks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,59 @@ from agl.schemas import Json
 
 
 def load_dataset(path: Path) -> list[Json]:
-    """Read the tasks in a JSON-lines file, blank lines skipped; raises :class:`DatasetError` with file and line."""
+    """Read the tasks in a JSON-lines file, blank lines skipped, or in a file that is one JSON array of tasks.
+
+    Raises:
+        DatasetError: The file is missing or empty, or a line is wrong; names file and line.
+    """
     try:
-        lines = path.read_bytes().splitlines()
+        data = path.read_bytes()
     except FileNotFoundError:
         raise DatasetError(f"no dataset {str(path)!r}; paths in an experiment file are relative to it") from None
     except OSError as error:
         raise DatasetError(f"cannot read the dataset {str(path)!r}: {error}") from error
+    array = _array(data)
+    if array is not None:
+        tasks = {f"task {number}": task for number, task in enumerate(array, start=1)}
+    else:
+        tasks = {f"line {number}": task for number, task in _lines(data, path)}
+    if not tasks:
+        raise DatasetError(f"the dataset {str(path)!r} is empty; it needs one JSON value per line")
+    _refuse_a_mixture(tasks, path)
+    return list(tasks.values())
+
+
+def _array(data: bytes) -> list[Json] | None:
+    """Return the tasks if the whole file is one JSON array."""
+    if not data.lstrip().startswith(b"["):
+        return None
+    try:
+        return msgspec.json.decode(data, type=list[Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _lines(data: bytes, path: Path) -> Iterator[tuple[int, Json]]:
     decoder = msgspec.json.Decoder()
-    tasks: list[Json] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(data.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            tasks.append(decoder.decode(line))
+            yield number, decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise DatasetError(f"{path}:{number}: not JSON: {error}; every line must be one JSON value") from None
-    if not tasks:
-        raise DatasetError(f"the dataset {str(path)!r} is empty; it needs one JSON value per line")
-    return tasks
+            raise DatasetError(
+                f"{path}:{number}: not JSON: {error}; every line must be one JSON value, or the whole file one array"
+            ) from None
+
+
+def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
+    """Refuse the first task that is no object, where others are."""
+    others = [place for place, task in tasks.items() if not isinstance(task, dict)]
+    if others and len(others) < len(tasks):
+        raise DatasetError(
+            f"{path}, {others[0]}: {str(tasks[others[0]])[:60]!r} is no object, and other tasks are; "
+            "write every task as an object with the same keys"
+        )
 
 
 def as_tasks(data: Iterable[Any] | str | Path | None, *, folder: Path, name: str) -> list[Json]:
@@ -55,3 +89,14 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
     for key in hidden:
         if tasks and not any(isinstance(task, dict) and key in task for task in tasks):
             raise DatasetError(f"hidden key {key!r} is in no task of {name}; check [experiment] hidden")
+
+
+def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:
+    """Describe tasks that are no objects; they have no keys that could be hidden, compared or put into a prompt."""
+    first = next((task for tasks in datasets for task in tasks if not isinstance(task, dict)), None)
+    if first is None:
+        return []
+    return [
+        f"the task {str(first)[:60]!r} is no object; rewards and prompts that read a key of the task, such as answer, "
+        'need objects: {"question": "...", "answer": "..."}'
+    ]

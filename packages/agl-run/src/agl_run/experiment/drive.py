@@ -23,8 +23,10 @@ from agl.contracts import (
 from agl.errors import AglError, ConfigError
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
-from agl_run.experiment.collect import Collector
+from agl_run.experiment.collect import Collector, RunReports
 from agl_run.experiment.counterfactual import check_replays
+from agl_run.experiment.episode_checks import AgreementPolicy
+from agl_run.experiment.failures import FailureReport
 from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
@@ -40,12 +42,20 @@ class Driver:
         session: The running experiment.
         state: The experiment's state at the start.
         progress: Shows the progress.
+        is_trial: Missed model calls are reported only, even if the settings say that they end the run.
+
+    Attributes:
+        reports: The reports on the run's rollouts.
     """
 
-    def __init__(self, session: Session, state: ExperimentRecord, *, progress: Progress) -> None:
+    def __init__(
+        self, session: Session, state: ExperimentRecord, *, progress: Progress, is_trial: bool = False
+    ) -> None:
         self.session = session
         self.state = state
         self.progress = progress
+        agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial)
+        self.reports = RunReports(failures=FailureReport(), agreement=agreement)
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -82,6 +92,7 @@ class Driver:
             progress=lambda done, total, text: self.progress.update(f"{name} rollouts", done, total, text),
             algorithm=algorithm,
             failure=session.worker.failure,
+            reports=self.reports,
             credit=credit,
             log=lambda step, values: self._note_replays(name, step, values),
         )

@@ -1,4 +1,7 @@
-"""Checks collected episodes: calls that the tracer and the recording disagree on, patterns that match no agent."""
+"""Checks collected episodes: model calls that are missing from their records, patterns that match no agent.
+
+Every command that collects rollouts passes here, so that none of them is silent.
+"""
 
 import logging
 import re
@@ -18,13 +21,32 @@ UNSEEN = "unseen calls"
 UNATTRIBUTED = "unattributed calls"
 """The reasons for which rollouts are dropped."""
 
+_NO_CALLS = "no calls"
+
+ATTRIBUTE = "Install the tracer of the framework that makes them, or name them in the code: with agl.operation(...)"
+"""The next step after unattributed calls."""
+
+_REMEDIES = {
+    UNSEEN: "Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
+    'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
+    UNATTRIBUTED: ATTRIBUTE,
+}
+
+_FATE = {"drop": "training leaves such rollouts out", "error": "such a rollout ends a run", "accept": ""}
+
 
 class AgreementPolicy:
-    """Applies ``unseen_calls`` and ``unattributed_calls``; reports each kind once."""
+    """Applies ``unseen_calls`` and ``unattributed_calls``; reports missed calls, each kind once in a run.
 
-    def __init__(self, section: ExperimentSection) -> None:
+    Args:
+        section: Has the two settings.
+        is_trial: Report only, whatever the settings are.
+    """
+
+    def __init__(self, section: ExperimentSection, *, is_trial: bool = False) -> None:
         self._settings = {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
-        self._told: set[str] = set()
+        self._is_trial = is_trial
+        self._told: set[tuple[str, bool]] = set()
 
     def verdict(self, kind: str) -> Verdict:
         """Return the setting that decides if calls of such rollouts train."""
@@ -34,43 +56,81 @@ class AgreementPolicy:
         """Return the reason why the rollout is left out of training, ``""`` if there is none."""
         return next((kind for kind in self._settings if _found(episode, kind) and self.verdict(kind) == "drop"), "")
 
-    def report(self, episodes: Sequence[Episode]) -> None:
-        """Log a warning about the disagreements in a batch.
+    def report(self, episodes: Sequence[Episode], *, trains: bool) -> None:
+        """Log a warning about the calls that are missing from a batch.
+
+        Args:
+            episodes: The batch.
+            trains: True if an algorithm trains on them, false if they are only recorded or validated.
 
         Raises:
             RunError: The setting for a kind that was found is ``error``.
         """
-        for kind, setting in self._settings.items():
+        for kind in self._settings:
             concerned = [episode for episode in episodes if _found(episode, kind)]
-            if not concerned or (kind in self._told and setting != "error"):
-                continue
-            self._told.add(kind)
-            text = f"{len(concerned)} of {len(episodes)} rollouts have {describe(concerned, kind)}"
-            if setting == "error":
-                raise RunError(text)
-            done = "are left out of training" if setting == "drop" else "train with the calls that were recorded"
-            _LOG.warning("%s; they %s. See: agl why %s", text, done, concerned[0].rollout.rollout_id)
+            if concerned and not (kind == UNSEEN and self._settings[kind] == "accept"):
+                self._report(kind, concerned, of=len(episodes), trains=trains)
+        silent = [episode for episode in episodes if _has_no_call(episode)]
+        if silent and self._is_new(_NO_CALLS, trains=False):
+            _LOG.warning(
+                "%d of %d rollouts made no recorded model call. If their agent calls a model, let its client call over "
+                "HTTP with httpx, as the openai and anthropic clients do, or give it the base URL and key of the "
+                "resource. See: agl show %s",
+                len(silent),
+                len(episodes),
+                silent[0].rollout.rollout_id,
+            )
+
+    def _report(self, kind: str, concerned: Sequence[Episode], *, of: int, trains: bool) -> None:
+        setting = self._settings[kind]
+        text = f"{len(concerned)} of {of} rollouts have {describe(concerned, kind)}"
+        if setting == "error" and not self._is_trial:
+            raise RunError(text)
+        if self._is_new(kind, trains=trains):
+            fate = _fate_in_training(setting) if trains else _fate(kind, setting)
+            _LOG.warning("%s; %s. See: agl why %s", text, fate, concerned[0].rollout.rollout_id)
+
+    def _is_new(self, kind: str, *, trains: bool) -> bool:
+        """Return true the first time."""
+        is_new = (kind, trains) not in self._told
+        self._told.add((kind, trains))
+        return is_new
 
 
 def describe(episodes: Sequence[Episode], kind: str) -> str:
-    """Name the clients that made such calls, and the next step."""
-    calls = [call for episode in episodes for call in _found(episode, kind)]
+    """Name the clients that made such calls, and the next step within an experiment."""
+    text = describe_calls([call for episode in episodes for call in _found(episode, kind)], kind)
+    return f"{text}. {_REMEDIES[kind]}"
+
+
+def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
+    """Name the clients that made such calls."""
     clients = Counter(call.client for call in calls)
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
-    if kind == UNSEEN:
-        return (
-            f"{len(calls)} model calls that the framework's tracer saw and that were not recorded, made by {named}. "
-            "Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
-            'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"'
-        )
-    return (
-        f"{len(calls)} recorded model calls outside of the framework's spans, made by {named}. "
-        "Install the tracer of the framework that makes them, or name them in the code: with agl.operation(...)"
-    )
+    found = {
+        UNSEEN: "model calls that the framework's tracer saw and that were not recorded",
+        UNATTRIBUTED: "recorded model calls outside of the framework's spans",
+    }
+    return f"{len(calls)} {found[kind]}, made by {named}"
 
 
 def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:
     return episode.unseen if kind == UNSEEN else episode.unattributed
+
+
+def _has_no_call(episode: Episode) -> bool:
+    """Return true if a rollout succeeded with neither a recorded call nor one that a tracer saw."""
+    return episode.rollout.status == "succeeded" and not (episode.transitions or episode.unseen)
+
+
+def _fate_in_training(setting: str) -> str:
+    return "they are left out of training" if setting == "drop" else "they train with the calls that were recorded"
+
+
+def _fate(kind: str, setting: str) -> str:
+    """Return the meaning of such calls for rollouts that no algorithm trains on."""
+    lacks = "their records are incomplete" if kind == UNSEEN else "no agent is recorded for these calls"
+    return " and ".join(filter(None, (lacks, _FATE[setting])))
 
 
 class AgentPatternCheck:

@@ -51,7 +51,11 @@ class DevResult(Record, frozen=True, kw_only=True):
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:
-    """Run the experiment to its end."""
+    """Run the experiment to its end.
+
+    Raises:
+        RunError: Every rollout failed, or every one on training tasks.
+    """
     started = time.monotonic()
     session = Session(plan)
     try:
@@ -61,6 +65,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
         before, after = await _run(driver, turns)
+        driver.reports.failures.conclude()
         return FitResult(
             experiment=plan.name,
             before=before,
@@ -87,7 +92,7 @@ async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str
             name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
         )
         await session.start(state)
-        driver = Driver(session, state, progress=progress)
+        driver = Driver(session, state, progress=progress, is_trial=True)
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)

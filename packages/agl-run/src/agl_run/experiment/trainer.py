@@ -192,6 +192,7 @@ class Trainer:
             fresh: Start an experiment that ran before from its beginning.
 
         Raises:
+            RunError: Every rollout failed, or every one on training tasks; names the most frequent errors.
             ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
                 :meth:`fit_async` there.
         """

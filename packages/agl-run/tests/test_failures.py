@@ -1,0 +1,140 @@
+"""A run whose rollouts fail: it ends with the most frequent errors, an example and the next step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agl import AlgorithmEntry, PluginManager, PromptTemplate, Trainer, hookimpl
+from agl.contracts import AlgorithmContext, StepReport
+from agl.errors import RunError
+from agl_run import Quiet
+from agl_run.cli.main import cli
+
+AGENT = """
+import builtins
+
+def solve(task):
+    if task["do"].endswith("Error"):
+        raise getattr(builtins, task["do"])("of its kind")
+    if task["do"] == "raise":
+        raise ValueError(f"no answer to question {task['n']}\\nfor a long reason")
+    if task["do"] == "miss":
+        raise KeyError("question")
+    return 1.0
+"""
+
+
+def tasks(*kinds: str) -> list[dict[str, Any]]:
+    return [{"do": kind, "n": n} for n, kind in enumerate(kinds)]
+
+
+def run(folder: Path, *, train: list[dict[str, Any]], val: list[dict[str, Any]], words: tuple[str, ...] = ()) -> Any:
+    (folder / "failing_agent.py").write_text(AGENT)
+    for name, data in (("train", train), ("val", val)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in data))
+    (folder / "e.toml").write_text(
+        '[experiment]\nname = "e"\nagent = "failing_agent:solve"\ntrain = "train.jsonl"\n'
+        'store = "sqlite:///runs/e.db"\n' + ('val = "val.jsonl"\n' if val else "")
+    )
+    return CliRunner().invoke(cli, ["run", str(folder / "e.toml"), *words])
+
+
+def test_run_in_which_every_rollout_failed_ends_with_the_errors_and_the_next_step(tmp_path: Path) -> None:
+    result = run(tmp_path, train=tasks("miss", "raise", "raise"), val=tasks("raise"))
+
+    assert 1 == result.exit_code
+    assert (
+        "Error: none of 4 rollouts succeeded: ValueError: no answer to question 0 (3), KeyError: 'question' (1). "
+        "Correct the agent, then run it again with --fresh (fresh=True). "
+        "Look at one with: agl show e-1-validate-val-00000-00000-000\n"
+    ) in result.output
+    assert "for a long reason" not in result.output
+
+
+def test_run_whose_training_rollouts_all_failed_counts_as_failed(tmp_path: Path) -> None:
+    result = run(tmp_path, train=tasks("raise", "raise"), val=tasks("work"))
+
+    assert 1 == result.exit_code
+    assert "none of 2 rollouts on training tasks succeeded: ValueError: no answer to question 0 (2)" in result.output
+
+
+@pytest.mark.parametrize("word", ["--quiet", "--json"])
+def test_run_with_some_failures_names_the_most_frequent_error(
+    tmp_path: Path, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = run(tmp_path, train=tasks("miss", "raise", "work", "raise"), val=tasks("work"), words=(word,))
+
+    assert 0 == result.exit_code, result.output
+    assert [
+        "3 of 5 rollouts failed, most often with ValueError: no answer to question 1 (2). "
+        "Look at one with: agl show e-1-record-test-00001-00001-000"
+    ] == [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+
+
+def test_run_without_failures_says_nothing_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    result = run(tmp_path, train=tasks("work"), val=tasks("work"))
+
+    assert 0 == result.exit_code, result.output
+    assert "failed" not in caplog.text
+
+
+def test_three_most_frequent_errors_are_named_and_the_others_counted(tmp_path: Path) -> None:
+    kinds = ("OSError", "ValueError", "ValueError", "TypeError", "TypeError", "KeyError", "KeyError", "NameError")
+    result = run(tmp_path, train=tasks(*kinds), val=[])
+
+    named = "ValueError: of its kind (2), TypeError: of its kind (2), KeyError: 'of its kind' (2), other errors (2)."
+    assert f"none of 8 rollouts succeeded: {named}" in result.output
+
+
+def test_failed_run_can_be_started_again(tmp_path: Path) -> None:
+    run(tmp_path, train=tasks("raise"), val=tasks("raise"))
+
+    assert 0 == run(tmp_path, train=tasks("work"), val=tasks("work"), words=("--fresh",)).exit_code
+
+
+class Collecting:
+    """Collects the rollouts of one step, the failed ones too, and publishes nothing."""
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        self._context = context
+
+    async def step(self) -> StepReport:
+        await self._context.collect(self._context.train, step=1, keeps_all=True)
+        return StepReport(step=1, is_finished=True, metrics={}, trained=())
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: dict[str, Any]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class CollectingPlugin:
+    @hookimpl
+    def agl_algorithms(self) -> list[AlgorithmEntry]:
+        return [
+            AlgorithmEntry(name="collecting", factory=Collecting, tunes=("prompt_template",), needs_token_ids=False)
+        ]
+
+
+def test_algorithm_that_keeps_failed_rollouts_does_not_hide_them(tmp_path: Path) -> None:
+    manager = PluginManager.from_environment()
+    manager.register(CollectingPlugin(), name="collecting")
+    trainer = Trainer(
+        algorithm="collecting",
+        initial_resources={"prompt": PromptTemplate(template="Hello")},
+        store="memory://",
+        folder=tmp_path,
+        plugins=manager,
+        progress=Quiet(),
+    )
+
+    def fails(task: dict[str, Any], prompt: PromptTemplate) -> float:
+        raise ValueError("no answer")
+
+    with pytest.raises(RunError, match=r"none of 2 rollouts succeeded: ValueError: no answer \(2\)"):
+        trainer.fit(fails, train_dataset=tasks("raise", "raise"))
