@@ -43,9 +43,11 @@ def about_start(source: Any, event: Any) -> dict[str, Any]:
     """The subject of the scope that ``event`` begins; ``source`` emitted the event, a model call's is its client."""
     describe = _STARTS.get(event.type)
     found: dict[str, Any] = {"operation": event.type.removesuffix("_started"), **(describe(event) if describe else {})}
+    kind = cast("type[Any]", type(source))
+    if event.type == "flow_started" and kind.__module__.startswith("crewai."):
+        return {"operation": found["operation"], "name": f"{found['operation']} {event.flow_name}"}  # its own
     if event.type != "llm_call_started":
         return found
-    kind = cast("type[Any]", type(source))
     server = str(getattr(source, "base_url", None) or "")
     return {**found, "client": f"{kind.__module__}.{kind.__qualname__}", "server": server}
 

@@ -1,7 +1,7 @@
 """Converts LangChain's and LangGraph's objects to span attributes; no other module of this package reads them.
 
-Names that a person chose (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name`` and ``agl.node``.
-Names that the libraries made up do not, so that they select nothing by accident.
+Names that a person chose (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name``, ``agl.node``
+and ``gen_ai.workflow.name``. Names that the libraries made up do not, so that they select nothing by accident.
 """
 
 import sys
