@@ -64,6 +64,17 @@ def about(source: Any) -> dict[str, Any]:
             return {"operation": _OPERATIONS.get(other, other)}
 
 
+def class_name(model: Any) -> str:
+    """The class name of a model."""
+    kind = cast("type[Any]", type(model))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_model_call(source: Any) -> bool:
+    """True for a span of the SDK that reports a model call."""
+    return getattr(getattr(source, "span_data", None), "type", "") in ("generation", "response")
+
+
 def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:
     """A span's error as arguments of ``close``; a hand-off is not an error."""
     if raised is not None:
