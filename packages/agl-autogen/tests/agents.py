@@ -10,7 +10,7 @@ import openai
 from autogen_agentchat.agents import AssistantAgent
 from autogen_agentchat.base import Handoff, TaskResult
 from autogen_agentchat.conditions import TextMentionTermination
-from autogen_agentchat.teams import SelectorGroupChat, Swarm
+from autogen_agentchat.teams import RoundRobinGroupChat, SelectorGroupChat, Swarm
 from autogen_agentchat.tools import AgentTool
 from autogen_core import AgentId, MessageContext, RoutedAgent, SingleThreadedAgentRuntime, message_handler
 from autogen_core.models import ModelInfo, UserMessage
@@ -109,6 +109,15 @@ async def model_call_in_a_tool(task: Any, llm: LLM) -> str:
         return answer.choices[0].message.content or ""
 
     return await run_one(task, llm, tools=[ask], reflect_on_tool_use=True)
+
+
+async def team_in_a_team(task: Any, llm: LLM) -> str:
+    """Teams with names of their own, one a member of the other."""
+    async with model_of(llm) as model:
+        red, green = (AssistantAgent(name, model_client=model, description=name) for name in ("red", "green"))
+        desk = RoundRobinGroupChat([red], name="desk", max_turns=1)
+        office = RoundRobinGroupChat([desk, green], name="office", max_turns=2)
+        return text_of(await office.run(task=task["marker"]))
 
 
 @dataclass

@@ -12,6 +12,7 @@ hand-off             ``test_handoff_in_a_swarm``
 sub-agent            ``test_agent_as_a_tool``
 retry 429 and 500    ``test_retries_are_one_call``
 exception            ``test_exceptions_arrive_unchanged``, ``test_the_agents_own_exception_arrives_unchanged``
+names in the path    ``test_path_names_the_team``
 thread               ``test_model_call_in_a_threads_tool``
 8 rollouts at once   ``test_rollouts_at_once_keep_apart``, for every agent above
 ===================  =====================================================================================
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[Any, Callable[[ModelRequest], Step], list[str]]] = {
     ),
     "thread": (agents.model_call_in_a_tool, tools_then("ok", ToolCall("ask", {"question": "why"})), ["calc"] * 3),
     "selector": (agents.selecting, select, ["SelectorGroupChatManager", "red", "green"]),
+    "teams": (agents.team_in_a_team, tools_then("hello"), ["red", "green"]),
     "core": (agents.on_the_core_alone, tools_then("ok"), ["thinker"]),
 }
 
@@ -131,6 +133,25 @@ def test_handoff_in_a_swarm(run: Play, model_server: ScriptedModelServer) -> Non
     assert ("triage", "writer") == (triage.attributes["agl.handoff.source"], triage.attributes["agl.handoff.target"])
     assert [] == [span.name for span in item.spans if span.status == "error"]
     assert ["invoke_workflow Swarm", "invoke_agent writer", "chat scripted"] == item.path_of(item.calls[-1])
+
+
+@pytest.mark.parametrize(
+    ("case", "paths"),
+    [
+        ("handoff", ["Swarm/triage", "Swarm/writer"]),
+        (
+            "selector",
+            ["SelectorGroupChat/SelectorGroupChatManager", "SelectorGroupChat/red", "SelectorGroupChat/green"],
+        ),
+        ("teams", ["office/desk/red", "office/green"]),
+    ],
+)
+def test_path_names_the_team(run: Play, model_server: ScriptedModelServer, case: str, paths: list[str]) -> None:
+    agent, respond, expected = CASES[case]
+    model_server.respond_with(respond)
+    (item,) = run(agent, ONE)
+    assert paths == ["/".join(call.path) for call in item.episode.transitions], item.outcome.error
+    assert expected == item.agents
 
 
 def test_agent_as_a_tool(run: Play, model_server: ScriptedModelServer) -> None:

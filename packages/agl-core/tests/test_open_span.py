@@ -4,7 +4,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,11 +14,15 @@ from agl import emit_message, operation, semconv
 from agl.schemas import Span
 from agl.tracing import (
     ActiveAttempt,
+    OpenSpan,
     SpanRecorder,
     activate,
     current_span,
     current_span_id,
+    note_model_call,
     open_span,
+    patch_subclasses,
+    stepped,
     who,
 )
 
@@ -447,6 +451,82 @@ def test_a_stand_in_is_recorded_only_where_no_model_call_left(recorder: SpanReco
     assert 1 == outer.model_calls
     span = only(recorder)
     assert ("chat", "pkg.Local") == (span.name, span.attributes[semconv.CLIENT])
+
+
+@pytest.mark.usefixtures("attempt")
+def test_a_stand_in_is_not_recorded_where_a_framework_reports_the_call(recorder: SpanRecorder):
+    with open_span(client="pkg.Client", unless_called=True):
+        note_model_call()
+        open_span(model="dove", is_current=False).close()
+    assert ["chat dove"] == [span.name for span in recorder.drain()]
+
+
+@pytest.mark.usefixtures("attempt")
+def test_items_are_made_within_a_span_that_their_reader_does_not_enter(recorder: SpanRecorder):
+    def read(items: Any) -> list[tuple[str, str]]:
+        async def each() -> list[tuple[str, str]]:
+            return [(item, current_span().name) async for item in stepped(opening, items)]
+
+        return asyncio.run(each())
+
+    def opening() -> OpenSpan:
+        return open_span("making", is_current=False)
+
+    async def generated() -> AsyncIterator[str]:
+        for _ in range(2):
+            yield current_span().name
+
+    class Iterated:
+        """An iterator that cannot be closed."""
+
+        def __aiter__(self) -> "Iterated":
+            return self
+
+        def __init__(self) -> None:
+            self._left = 2
+
+        async def __anext__(self) -> str:
+            self._left -= 1
+            if self._left < 0:
+                raise StopAsyncIteration
+            return current_span().name
+
+    assert [[("making", "")] * 2] * 2 == [read(generated()), read(Iterated())]
+    assert ["making"] * 2 == [span.name for span in recorder.drain()]
+
+
+@pytest.mark.parametrize("has_hook", [False, True])
+def test_subclasses_are_patched_when_they_are_defined_until_that_is_undone(has_hook: bool):
+    seen: list[str] = []
+
+    class Plain:
+        pass
+
+    class Hooked:
+        def __init_subclass__(cls) -> None:
+            seen.append(cls.__name__)
+
+    base: Any = Hooked if has_hook else Plain
+    hook = vars(base).get("__init_subclass__")
+
+    class Early(base):
+        def name(self) -> str:
+            return "early"
+
+    undo = patch_subclasses(base, {"name": lambda original: lambda self: original(self).upper()})
+
+    class Late(Early):
+        def name(self) -> str:
+            return "late"
+
+    class Inherits(Late):
+        pass
+
+    assert ["EARLY", "LATE", "LATE"] == [kind().name() for kind in (Early, Late, Inherits)]
+    undo()
+    assert ["early", "late", "late"] == [kind().name() for kind in (Early, Late, Inherits)]
+    assert hook is vars(base).get("__init_subclass__")
+    assert (["Early", "Late", "Inherits"] if has_hook else []) == seen
 
 
 def test_opening_outside_a_rollout_costs_little_more_than_a_call():

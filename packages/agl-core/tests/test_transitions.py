@@ -26,10 +26,21 @@ def test_agent_is_the_nearest_enclosing_one() -> None:
     assert ("inner", ("outer", "inner", "step")) == (transition.agent, transition.path)
 
 
+def test_workflow_is_in_the_path_of_its_agents_and_does_not_select_them() -> None:
+    team = plain_span("t", attributes={"gen_ai.workflow.name": "writers"})
+    named = {"gen_ai.agent.name": "calc", "gen_ai.workflow.name": "writers"}
+    calc = plain_span("calc", parent="t", attributes={"gen_ai.operation.name": "invoke_agent", **named})
+    spans = [team, calc, call_span(1, parent="calc"), call_span(2, parent="t")]
+    own, managed = build_episode(ROLLOUT, ATTEMPT, spans).transitions
+    assert [("calc", ("writers", "calc")), ("writers", ("writers",))] == [(t.agent, t.path) for t in (own, managed)]
+    assert ["not_selected", ""] == rejects(*spans, agent_match="writers")
+
+
 @pytest.mark.parametrize(
     ("attributes", "name", "agent"),
     [
         ({"agl.node": "write"}, "x", "write"),
+        ({"gen_ai.workflow.name": "team"}, "x", "team"),
         ({"agl.role": "critic"}, "x", "critic"),
         ({}, "plan", "plan"),
         ({}, "rollout", ""),

@@ -13,7 +13,7 @@ from agl.episodes import Enclosing
 from agl.tracing import ActiveAttempt, OtelTracer, SpanRecorder, Who, activate, open_span, who
 
 NAMES = st.sampled_from(["write", "check", "solver", "search"])
-KEYS = st.sampled_from([semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME])
+KEYS = st.sampled_from([semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME, semconv.WORKFLOW_NAME])
 
 
 def attempt_to(recorder: SpanRecorder, **fields: object) -> ActiveAttempt:

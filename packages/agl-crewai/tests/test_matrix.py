@@ -12,6 +12,7 @@ hand-off             ``test_delegation_is_a_handoff``
 sub-agent            the same: CrewAI's sub-agent is a coworker; also ``test_tasks_at_once``
 retry 429 and 500    ``test_retries_are_one_call``
 exception            ``test_exceptions_arrive_unchanged``, ``test_the_agents_own_exception_arrives_unchanged``
+names in the path    ``test_path_names_crews_flows_and_tasks``
 thread               ``test_model_call_in_a_tool``, ``test_tasks_at_once``, whose tasks are threads
 8 rollouts at once   ``test_rollouts_at_once_keep_apart``, for every agent above
 ===================  =====================================================================================
@@ -81,6 +82,24 @@ def test_one_crew(run: Play, model_server: ScriptedModelServer, case: str) -> No
     (call,) = item.calls
     assert [*CREW, "invoke_workflow AgentExecutor", "chat scripted", "chat scripted"] == item.path_of(call)
     assert {"ok"} == {span.status for span in item.spans}
+
+
+@pytest.mark.parametrize(
+    ("case", "paths"),
+    [
+        ("sequence", ["office/writer work/writer", "office/editor work/editor"]),
+        ("alone", ["writer"]),
+        ("flow", ["Letters/draft", "Letters/polish/office/letter/writer"]),
+    ],
+)
+def test_path_names_crews_flows_and_tasks(
+    run: Play, model_server: ScriptedModelServer, case: str, paths: list[str]
+) -> None:
+    agent, respond, expected = CASES[case]
+    model_server.respond_with(respond)
+    (item,) = run(agent, ONE)
+    assert paths == ["/".join(call.path) for call in item.episode.transitions]
+    assert expected == item.agents
 
 
 def test_tools_of_an_agent(run: Play, model_server: ScriptedModelServer) -> None:

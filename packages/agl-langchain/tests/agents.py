@@ -11,6 +11,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.tools import BaseTool, InjectedToolCallId, tool
 from langchain_openai import ChatOpenAI
+from langgraph.func import entrypoint, task
 from langgraph.graph import END, START, MessagesState, StateGraph
 from langgraph.types import Command
 
@@ -50,6 +51,45 @@ def graph(llm: Any) -> Any:
     builder.add_edge("plan", "write")
     builder.add_edge("write", END)
     return builder.compile(name="team")
+
+
+def flow(llm: Any) -> Any:
+    """LangGraph's functional API: an entry point with two tasks; the second calls the model in a chain."""
+    model = model_of(llm)
+
+    @task
+    def draft(messages: list[Any]) -> str:
+        return str(model.invoke(messages).content)
+
+    @task(name="check")
+    def judge(text: str) -> str:
+        return str((ChatPromptTemplate.from_template("{text}") | model).invoke({"text": text}).content)
+
+    @entrypoint()
+    def flow(messages: list[Any]) -> str:
+        return judge(draft(messages).result()).result()
+
+    return flow
+
+
+def flow_async(llm: Any) -> Any:
+    """The same with coroutines; a task calls another one, and both tasks' names are those of an agent's nodes."""
+    model = model_of(llm)
+
+    @task(name="model")
+    async def ask(messages: list[Any]) -> str:
+        return str((await model.ainvoke(messages)).content)
+
+    @task
+    async def agent(messages: list[Any]) -> str:
+        await model.ainvoke(messages)
+        return await ask(messages)
+
+    @entrypoint()
+    async def flow(messages: list[Any]) -> str:
+        return await agent(messages)
+
+    return flow
 
 
 def thinking_tools(llm: Any) -> list[BaseTool]:

@@ -4,6 +4,7 @@
 |---|---|---|
 | sync, async, stream, tool, parallel tools, thread | green | green |
 | sub-agent | an agent as another's tool | agents as nodes, hand-off by ``Command`` |
+| functional API | | entry point, tasks, tasks within tasks |
 | retry after 429 and 500 | green | green |
 | exception | of a tool | of a node |
 
@@ -103,8 +104,17 @@ def hand_off(task: Any, llm: Any) -> None:
     agents.swarm(llm).invoke(asked(task))
 
 
+def flow_sync(task: Any, llm: Any) -> None:
+    agents.flow(llm).invoke(asked(task)["messages"])
+
+
+async def flow_async(task: Any, llm: Any) -> None:
+    await agents.flow_async(llm).ainvoke(asked(task)["messages"])
+
+
 CHAIN = [("writer", "writer")]
 GRAPH = [("plan", "team/plan"), ("write", "team/write")]
+FLOW = [("draft", "flow/draft"), ("check", "flow/check")]
 TOOLS = [("helper", "helper/tools/lookup"), ("helper", "helper/tools/search")]
 MODEL = ("helper", "helper/model")
 FAILS = "fail twice"
@@ -136,6 +146,8 @@ CELLS = {
         agent=hand_off,
         who=[("triage", "swarm/triage/triage/model"), ("writer", "swarm/writer/writer/model")],
     ),
+    "langgraph functional": Cell(agent=flow_sync, who=FLOW),
+    "langgraph functional async": Cell(agent=flow_async, who=[("agent", "flow/agent"), ("model", "flow/agent/model")]),
     "langgraph retry": Cell(agent=graph_async, who=GRAPH, task=FAILS, errors=2),
     "langgraph thread": Cell(agent=graph_threads, who=GRAPH * 2),
 }

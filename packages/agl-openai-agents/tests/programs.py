@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, Tool, function_tool
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, Tool, function_tool, trace
 from openai import AsyncOpenAI
 
 
@@ -68,6 +68,12 @@ def boss(client: AsyncOpenAI) -> Agent[Any]:
     expert = Agent(name="expert", model=model_of(client))
     consult = expert.as_tool(tool_name="consult", tool_description="Ask the expert.")
     return Agent(name="boss", model=model_of(client), tools=[consult])
+
+
+async def traced(agent: Agent[Any], question: str) -> None:
+    """A run within a workflow that the program named."""
+    with trace("joke"):
+        await Runner.run(agent, question)
 
 
 async def stream(agent: Agent[Any], question: str) -> None:

@@ -67,6 +67,10 @@ def plain(client: AsyncOpenAI, question: str) -> Any:
     return Runner.run(programs.helper(client), question)
 
 
+def in_a_trace(client: AsyncOpenAI, question: str) -> Any:
+    return programs.traced(programs.helper(client), question)
+
+
 def stream(client: AsyncOpenAI, question: str) -> Any:
     return programs.stream(programs.helper(client, tools=[programs.weather]), question)
 
@@ -107,6 +111,7 @@ FAILS = "fail twice"
 CELLS = {
     "sync": Cell(agent=run_sync, who=[HELPER]),
     "async": Cell(agent=program(plain), who=[HELPER]),
+    "trace": Cell(agent=program(in_a_trace), who=[("helper", "joke/helper")]),
     "stream": Cell(agent=program(stream), who=[HELPER] * 2, is_streamed=True),
     "tool": Cell(agent=program(tool), who=[HELPER] * 2),
     "parallel tools": Cell(agent=program(parallel_tools), who=[HELPER, HELPER, *TOOLS]),

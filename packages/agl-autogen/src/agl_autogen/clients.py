@@ -4,44 +4,19 @@ Every class of model clients is watched, including those defined later. A call t
 here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 from autogen_core.models import ChatCompletionClient
 
-from agl.tracing import OpenSpan, Undo, current, open_span, patch
+from agl.tracing import OpenSpan, Undo, current, open_span, patch_subclasses, stepped
 from agl_autogen import _convert
-from agl_autogen.streams import stepped
 
 
 def install() -> list[Undo]:
-    """Watch the clients; the returned functions, called last to first, restore the originals."""
-    undo = [change for kind in _kinds(ChatCompletionClient) for change in _watch(kind)]
-
-    def watch_new(kind: type[ChatCompletionClient], **settings: Any) -> None:
-        super(ChatCompletionClient, kind).__init_subclass__(**settings)
-        undo.extend(_watch(kind))
-
-    ChatCompletionClient.__init_subclass__ = classmethod(watch_new)  # pyright: ignore[reportAttributeAccessIssue]  # set on the class
-
-    def forget() -> None:
-        del ChatCompletionClient.__init_subclass__
-        while undo:
-            undo.pop()()
-
-    return [forget]
-
-
-def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _kinds(each)
-
-
-def _watch(kind: type[Any]) -> list[Undo]:
-    wrappers = {"create": _watched, "create_stream": _watched_stream}
-    return [patch(kind, name, wrapper) for name, wrapper in wrappers.items() if name in vars(kind)]
+    """Watch the clients; the returned functions restore the originals."""
+    return [patch_subclasses(ChatCompletionClient, {"create": _watched, "create_stream": _watched_stream})]
 
 
 def _open(client: Any, *, is_current: bool) -> OpenSpan:

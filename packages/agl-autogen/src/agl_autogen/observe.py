@@ -16,9 +16,8 @@ from autogen_core._telemetry import TraceHelper
 from autogen_core.tools import BaseStreamTool, BaseTool
 from opentelemetry import trace
 
-from agl.tracing import Undo, current, current_span, open_span, patch, who
+from agl.tracing import Undo, current, current_span, open_span, patch, stepped, who
 from agl_autogen import _convert
-from agl_autogen.streams import stepped
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ class Who(NamedTuple):
 
     Attributes:
         agent: The nearest agent's name; without one the nearest node's, else role's, else operation's; or ``""``.
-        path: Names of agents, nodes, roles, tools and operations, outermost first.
+            A workflow (a graph, team or crew) counts as a node.
+        path: Names of workflows, agents, nodes, roles, tools and operations, outermost first.
         inside: The part of ``path`` from the nearest agent on; all of it without an agent.
         named: The nearest name of each kind: agent, node, role, operation.
     """
@@ -32,7 +33,7 @@ class Who(NamedTuple):
 
 
 _ROOT = Who()
-_NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME})
+_NAMES = frozenset({semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME, semconv.WORKFLOW_NAME})
 NAMING = _NAMES | {semconv.OPERATION}
 """The attributes of a span that name an actor."""
 
@@ -90,6 +91,8 @@ def step_into(around: Who, attributes: Mapping[str, object], operation: str) -> 
     agent, node, role, tool = (
         _name(attributes, key) for key in (semconv.AGENT_NAME, semconv.NODE, semconv.ROLE, semconv.TOOL_NAME)
     )
+    if not (agent or node or role or tool):  # else the name is that of the workflow around the span
+        node = _name(attributes, semconv.WORKFLOW_NAME)
     inner = node or role or tool or operation
     if not (agent or inner) or (agent == around.named[0] and not inner):
         return around

@@ -43,11 +43,22 @@ def about_start(source: Any, event: Any) -> dict[str, Any]:
     """The subject of the scope that ``event`` begins; ``source`` emitted the event, a model call's is its client."""
     describe = _STARTS.get(event.type)
     found: dict[str, Any] = {"operation": event.type.removesuffix("_started"), **(describe(event) if describe else {})}
-    if event.type != "llm_call_started":
+    if event.type == "flow_started" and type(source).__module__.startswith("crewai."):
+        return {"operation": found["operation"], "name": f"{found['operation']} {event.flow_name}"}  # its own
+    if not is_model_call(event):
         return found
-    kind = cast("type[Any]", type(source))
-    server = str(getattr(source, "base_url", None) or "")
-    return {**found, "client": f"{kind.__module__}.{kind.__qualname__}", "server": server}
+    return {**found, "client": class_name(source), "server": str(getattr(source, "base_url", None) or "")}
+
+
+def is_model_call(event: Any) -> bool:
+    """True for the event that reports the start of a model call."""
+    return event.type == "llm_call_started"
+
+
+def class_name(model: Any) -> str:
+    """The class name of a model's client."""
+    kind = cast("type[Any]", type(model))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def about_end(event: Any) -> dict[str, Any]:

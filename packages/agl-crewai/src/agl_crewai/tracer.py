@@ -2,7 +2,8 @@
 
 Every event that opens a scope becomes a span whose id is derived from the event's own id. So the id is known when
 a model call leaves, although CrewAI runs handlers later, on other threads and in any order. Model calls are recorded
-on the wire; the span of a call's event only gives the agent that made it.
+on the wire; the span of a call's event only gives the agent that made it. A model of the program's own that bypasses
+the wire, and that no event reports, gets a span here.
 
 CrewAI's telemetry, its trace uploads and its version check are off while a tracer is installed, through its own
 environment variables; ``OTEL_SDK_DISABLED`` is left alone, as it would silence all tracing of the process.
@@ -39,11 +40,12 @@ class CrewAITracer(Tracer):
         """Import CrewAI and observe it from now on; idempotent."""
         if not self._installed:
             self._undo.append(_set_environment())  # before the import, at which CrewAI reads some of it
+            from agl_crewai import models
             from agl_crewai.listener import Listener
 
             listener = CrewAITracer._listener = Listener()
             self._undo.append(listener.listen())
-            self._undo.append(around_attempts(_observe))
+            self._undo.extend([around_attempts(_observe), *models.install()])
         self._installed.add(self)
 
     def uninstall(self) -> None:

@@ -1,7 +1,7 @@
 """Converts LangChain's and LangGraph's objects to span attributes; no other module of this package reads them.
 
-Names that a person chose (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name`` and ``agl.node``.
-Names that the libraries made up do not, so that they select nothing by accident.
+Names that a person chose (of agents, graph nodes, graphs and chains) become ``gen_ai.agent.name``, ``agl.node``
+and ``gen_ai.workflow.name``. Names that the libraries made up do not, so that they select nothing by accident.
 """
 
 import sys
@@ -29,16 +29,25 @@ _END = "__end__"
 def classify(run: Run, *, metadata: Mapping[str, Any], tags: Sequence[str], run_type: str | None) -> None:
     """Set the kind of a chain's run, once its place in the tree is known."""
     run.is_named = run_type is None and not run.name.startswith(_MADE_UP)
-    run.is_graph_node = any(tag.startswith("graph:step:") for tag in tags)
+    is_task = _is_task(run, metadata)
+    run.is_graph_node = is_task or any(tag.startswith("graph:step:") for tag in tags)
     if metadata.get("lc_agent_name") == run.name and run.is_named:
         run.kind = "agent"
     elif run.is_graph_node:
         run.kind = "node"
-        _enter_graph(run)
+        if not is_task:
+            _enter_graph(run)
     elif run.parent is None:
         run.kind = "workflow"
     elif run.is_named and not run.is_within_node():
         run.kind = "node"
+
+
+def _is_task(run: Run, metadata: Mapping[str, Any]) -> bool:
+    """True for a ``@task`` of LangGraph's functional API; its path holds the path of the node that called it."""
+    path = metadata.get("langgraph_path")
+    is_called = isinstance(path, tuple) and any(isinstance(part, tuple) for part in cast("tuple[Any, ...]", path))
+    return is_called and run.is_named and metadata.get("langgraph_node") == run.name
 
 
 def _enter_graph(node: Run) -> None:

@@ -65,9 +65,9 @@ class Run:
         self.span.name = f"{operation} {about.get('model') or self.name}".rstrip()
         self.span.set(
             operation=operation,
-            workflow=self.name if self.kind == "workflow" else None,
+            workflow=named if self.kind == "workflow" else None,
             agent=self.name if self.kind == "agent" else None,
-            node=named if self.kind in ("workflow", "node") else None,
+            node=named if self.kind == "node" else None,
             tool=self.name if self.kind == "tool" else None,
             **about,
         )

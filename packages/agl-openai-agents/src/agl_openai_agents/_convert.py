@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any, cast
 
+from agents import RunConfig
+
 from agl import semconv
 from agl.tracing import ActiveAttempt, OpenSpan, open_span
 
@@ -10,6 +12,9 @@ if TYPE_CHECKING:
 
 _SPANLESS = frozenset({"task", "turn"})
 """Kinds that only divide an agent's work; their children belong to the enclosing span."""
+
+_UNNAMED = RunConfig().workflow_name
+"""The SDK's name for a workflow that the program did not name; it is no part of a call's path."""
 
 _OPERATIONS = {"mcp_tools": "list_tools"}
 """The conventions' names of operations that the SDK names differently."""
@@ -28,7 +33,7 @@ def open_from(source: Any, attempt: ActiveAttempt, parent: str | None) -> OpenSp
     data = getattr(source, "span_data", None)
     is_own = data is not None and data.type == "custom"
     return open_span(
-        _name(data) if data is not None else "",
+        f"{semconv.OP_INVOKE_WORKFLOW} {source.name}" if data is None else _name(data),
         attempt=attempt,
         parent=parent,
         attributes=(lambda: getattr(data, "data", None) or {}) if is_own else None,
@@ -42,7 +47,8 @@ def about(source: Any) -> dict[str, Any]:
     data = getattr(source, "span_data", None)
     if data is None:
         group = getattr(source, "group_id", None)
-        return {"operation": semconv.OP_INVOKE_WORKFLOW, "workflow": str(source.name), "conversation": group}
+        name = None if source.name == _UNNAMED else str(source.name)
+        return {"operation": semconv.OP_INVOKE_WORKFLOW, "workflow": name, "conversation": group}
     match data.type:
         case "agent":
             return {"agent": data.name}
@@ -56,6 +62,17 @@ def about(source: Any) -> dict[str, Any]:
             return {}
         case other:
             return {"operation": _OPERATIONS.get(other, other)}
+
+
+def class_name(model: Any) -> str:
+    """The class name of a model."""
+    kind = cast("type[Any]", type(model))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_model_call(source: Any) -> bool:
+    """True for a span of the SDK that reports a model call."""
+    return getattr(getattr(source, "span_data", None), "type", "") in ("generation", "response")
 
 
 def about_error(source: Any, raised: BaseException | None) -> dict[str, Any]:

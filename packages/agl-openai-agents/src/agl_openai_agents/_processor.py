@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from agents.tracing import Span, Trace, TracingProcessor, get_current_span, get_current_trace
 
-from agl.tracing import ActiveAttempt, OpenSpan, current, current_span_id
-from agl_openai_agents._convert import about, about_error, has_no_span, open_from
+from agl.tracing import ActiveAttempt, OpenSpan, current, current_span_id, note_model_call
+from agl_openai_agents._convert import about, about_error, has_no_span, is_model_call, open_from
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,6 +108,8 @@ class AgentsProcessor(TracingProcessor):
     def _start(self, key: str, source: Any, attempt: ActiveAttempt) -> None:
         try:
             parent = self._parent_of(source, attempt)
+            if is_model_call(source):
+                note_model_call()
             if has_no_span(source):
                 span, span_id = None, parent or current_span_id() or attempt.root_span_id
             else:

@@ -3,12 +3,13 @@
 The tracer's processor replaces the installed ones, among them the SDK's own exporter, which posts every prompt to its
 vendor. Outside rollouts it forwards everything to them, so that a program's own tracing goes on. The gateway or the
 wire hook records the model calls themselves; the ``chat`` spans made here give their place. Where a policy is in
-training, agents without an explicit API use chat completions instead of Responses.
+training, agents without an explicit API use chat completions instead of Responses. A model of the program's own that
+bypasses the wire, and that no span of the SDK reports, gets a span here.
 """
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from agl.contracts import Tracer
 from agl.tracing import ActiveAttempt, Undo, around_attempts
@@ -19,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class OpenAIAgentsTracer(Tracer):
-    """Observes the OpenAI Agents SDK; see the module."""
+    """Observes the OpenAI Agents SDK; see the module. Several may be installed at once; they watch models together."""
+
+    _watching: ClassVar[set["OpenAIAgentsTracer"]] = set()
+    _unwatch: ClassVar[list[Undo]] = []
 
     def __init__(self) -> None:
         self._processor: AgentsProcessor | None = None
@@ -28,6 +32,7 @@ class OpenAIAgentsTracer(Tracer):
 
     def install(self) -> None:
         """Replace the SDK's processors; idempotent."""
+        from agl_openai_agents._models import watch_models
         from agl_openai_agents._processor import AgentsProcessor
         from agl_openai_agents._sdk_settings import SdkSettings  # loads the SDK
 
@@ -36,6 +41,9 @@ class OpenAIAgentsTracer(Tracer):
             self._settings = SdkSettings(self._processor)
             self._settings.apply()
             self._undo = around_attempts(self._observe)
+            if not self._watching:
+                self._unwatch.append(watch_models())
+            self._watching.add(self)
 
     def uninstall(self) -> None:
         """Restore the earlier processors; those that the program added since stay."""
@@ -43,6 +51,9 @@ class OpenAIAgentsTracer(Tracer):
             self._undo()
             self._settings.restore()
             self._settings = self._undo = None
+        self._watching.discard(self)
+        while self._unwatch and not self._watching:
+            self._unwatch.pop()()
 
     def current_span_id(self) -> str | None:
         """Id of the span that a model call of this context belongs to."""

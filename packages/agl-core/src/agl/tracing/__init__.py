@@ -11,8 +11,8 @@ from agl._lazy import lazy_names
 from agl._redact import redact
 from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
-from agl.tracing._open_span import OpenSpan, current_span, open_span
-from agl.tracing._patches import Undo, around_attempts, patch
+from agl.tracing._open_span import OpenSpan, current_span, note_model_call, open_span, stepped
+from agl.tracing._patches import Undo, around_attempts, patch, patch_subclasses
 from agl.tracing._recorder import SpanRecorder
 from agl.tracing._routing import WHO_HEADER, decode_names, upstreams_for
 from agl.tracing._span_values import plain
@@ -46,11 +46,14 @@ __all__ = [
     "decode_names",
     "load_secret",
     "make_reward_span",
+    "note_model_call",
     "open_span",
     "patch",
+    "patch_subclasses",
     "plain",
     "redact",
     "state_dir",
+    "stepped",
     "upstreams_for",
     "who",
 ]

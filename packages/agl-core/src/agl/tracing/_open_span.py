@@ -7,8 +7,8 @@ the agent: failures are logged.
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypedDict, Unpack
@@ -329,8 +329,31 @@ def current_span() -> OpenSpan:
     return found if isinstance(found, OpenSpan) else _OUTSIDE
 
 
+async def stepped(open_: Callable[[], OpenSpan], items: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """Yield ``items``, each made within the span; it is left in between, as a generator shares its reader's context.
+
+    Args:
+        open_: Opens the span, with ``is_current=False``, when the first item is asked for.
+        items: Closed at the end, where it can be.
+    """
+    closed: Any = items
+    async with aclosing(closed) if hasattr(items, "aclose") else nullcontext():
+        with open_() as span:
+            while True:
+                with span.entered():
+                    try:
+                        item = await anext(items)
+                    except StopAsyncIteration:
+                        return
+                yield item
+
+
 def note_model_call() -> None:
-    """Count a model call for every span that this context has entered."""
+    """Count a model call for every span that this context has entered.
+
+    The wire hook does so when a call leaves. A tracer does so where its framework reports a call by a span of its own,
+    so that no span opened with ``unless_called`` reports it again.
+    """
     found = entered_spans()
     while found is not None:
         found[0].model_calls += 1

@@ -5,7 +5,7 @@ last one restores the originals. Only this module of the core holds process-wide
 patches are process-wide.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from threading import Lock
@@ -78,6 +78,48 @@ def patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
             setattr(owner, name, original)
 
     return undo
+
+
+def patch_subclasses(base: type[Any], wrappers: Mapping[str, Callable[[Any], Any]], *, besides: str = "") -> Undo:
+    """Patch methods of every subclass of ``base``, those that are defined later included.
+
+    Args:
+        base: The class; its own methods stay as they are.
+        wrappers: :func:`patch`'s ``make`` by the method's name; each class is patched where it defines the method.
+        besides: The top-level package whose classes are left alone, such as the framework's own.
+    """
+    undo: list[Undo] = []
+    former: Any = vars(base).get("__init_subclass__")
+    is_watching = True
+
+    def watch(kind: type[Any]) -> None:
+        if is_watching and kind.__module__.partition(".")[0] != besides:
+            undo.extend(patch(kind, name, make) for name, make in wrappers.items() if name in vars(kind))
+
+    def watch_new(kind: type[Any], **settings: Any) -> None:
+        (super(base, kind).__init_subclass__ if former is None else former.__get__(None, kind))(**settings)
+        watch(kind)
+
+    for kind in _subclasses(base):
+        watch(kind)
+    hook = classmethod(watch_new)
+    setattr(base, "__init_subclass__", hook)  # noqa: B010  # its type has no room for a class method
+
+    def forget() -> None:
+        nonlocal is_watching
+        is_watching = False
+        if vars(base)["__init_subclass__"] is hook:
+            delattr(base, "__init_subclass__") if former is None else setattr(base, "__init_subclass__", former)
+        while undo:
+            undo.pop()()
+
+    return forget
+
+
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)
 
 
 def _replacement(owner: Any, name: str, original: Any, make: Callable[[Any], Any]) -> Any:

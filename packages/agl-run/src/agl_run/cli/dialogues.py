@@ -1,5 +1,6 @@
 """Converts recorded calls to dialogues in OpenAI's chat format for fine-tuning, one line per conversation."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -39,7 +40,33 @@ def chat_tools(call: ModelCall) -> list[Any]:
 
 
 def _continues(messages: Sequence[Any], earlier: Sequence[Any]) -> bool:
-    return len(earlier) < len(messages) and comparable(earlier) == comparable(messages[: len(earlier)])
+    return len(earlier) < len(messages) and _as_made(earlier) == _as_made(messages[: len(earlier)])
+
+
+def _as_made(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages in a form that is equal for an answer and for what a client sends back of it.
+
+    LangChain adds the agent's ``name``, and writes the arguments of tool calls with other spaces.
+    """
+    return comparable([_answer(message) if message.get("role") == "assistant" else message for message in messages])
+
+
+def _answer(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls: Any = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return {**message, "name": None}
+    return {**message, "name": None, "tool_calls": [_parsed(call) for call in calls]}  # pyright: ignore[reportUnknownVariableType]  # any JSON
+
+
+def _parsed(call: Any) -> Any:
+    """The tool call with its arguments as JSON values, if they are JSON."""
+    if not _is_object(call) or not _is_object(function := call.get("function")):
+        return call
+    try:
+        arguments = json.loads(function.get("arguments") or "")
+    except (TypeError, ValueError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
