@@ -24,6 +24,12 @@ with warnings.catch_warnings():  # CrewAI, and the older OpenTelemetry that it m
     from agl.tracing import OtelTracer
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let a habit of CrewAI pass: it leaves its HTTP clients, unclosed, to the garbage collector."""
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
+
+
 def tracers() -> list[Any]:
     """As a session installs them."""
     return [CrewAITracer(), OtelTracer(), WireTracer()]
