@@ -16,9 +16,9 @@ from functools import partial
 from agl.contracts import Store
 from agl.errors import CaptureError
 from agl.schemas import Span
+from agl_gateway.attempt_writer import AttemptWriter
 from agl_gateway.exchanges import RecordedExchange, spans_of
 from agl_gateway.metrics import SpanRate
-from agl_gateway.span_writer import SpanWriter
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ class Recorder:
     """
 
     def __init__(self, store: Store, *, rate: SpanRate) -> None:
-        self._writer = SpanWriter(store, rate=rate, on_failure=self._fail)
+        self._store = store
+        self._rate = rate
+        self._writer = AttemptWriter(store, rate=rate, on_failure=self._fail)
         self._queue: deque[_Queued] = deque()
         self._bytes = 0
         self._pending: Counter[str] = Counter()
@@ -198,12 +200,22 @@ class Recorder:
             spans[queued.attempt_id] += self._parse(queued.recorded)
             await asyncio.sleep(0)
         at_once = [attempt_id for attempt_id in spans if not self._writer.is_behind(attempt_id)]
-        is_written = await self._writer.write([span for attempt_id in at_once for span in spans[attempt_id]])
+        is_written = await self._append([span for attempt_id in at_once for span in spans[attempt_id]])
         done = set(at_once) if is_written else set[str]()
         await self._finish([queued for queued in batch if queued.attempt_id in done])
         for attempt_id in spans.keys() - done:
             own = [queued for queued in batch if queued.attempt_id == attempt_id]
-            self._writer.write_alone(attempt_id, spans[attempt_id], then=partial(self._finish, own))
+            self._writer.write(attempt_id, spans[attempt_id], then=partial(self._finish, own))
+
+    async def _append(self, spans: list[Span]) -> bool:
+        """Write spans of several attempts at once; returns false if the store refuses."""
+        try:
+            if spans:
+                await self._store.append_spans(spans)
+                self._rate.add(len(spans))
+        except Exception:  # noqa: BLE001  # isolation: repeated and reported for each attempt
+            return False
+        return True
 
     async def _finish(self, batch: Sequence[_Queued]) -> None:
         """Make room for further exchanges, and wake the callers that wait for these."""

@@ -18,7 +18,7 @@ from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_js
 from agl.stores import read_recordings
 from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
-from agl_run.experiment.failures import FailureReport, RolloutCounts
+from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
@@ -215,7 +215,7 @@ class Collector:
             for sample in range(n)
         ]
         episodes = await self._run_all(rollouts)
-        self._failures.add(episodes, is_validation=mode == "val")
+        self._failures.add(_ended(episodes), is_validation=mode == "val")
         trains = mode == "train" and not keeps_all
         if trains:
             self._names.check(episodes)
@@ -444,7 +444,7 @@ def _with_reward(episode: Episode, reward: float) -> Episode:
 def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> str:
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
-    errors = RolloutCounts(episodes)
+    errors = RolloutCounts(_ended(episodes))
     why = f"The errors: {errors.errors}" if errors.failed else "No reward was returned, emitted or computed"
     disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
     if disagreed:
@@ -464,3 +464,7 @@ def _check_trainable(episodes: Sequence[Episode]) -> None:
             f"the backend returned no token ids for any of {len(missing)} calls ({missing[0].detail}); training on "
             "tokens needs them. Serve the model with agl's torch policy, vLLM or SGLang, which return them when asked"
         )
+
+
+def _ended(episodes: Iterable[Episode]) -> list[Ended]:
+    return [(episode.rollout, episode.attempt) for episode in episodes]

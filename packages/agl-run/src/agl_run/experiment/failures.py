@@ -3,12 +3,16 @@
 import logging
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
 from agl.errors import RunError
-from agl.schemas import Episode
+from agl.schemas import Attempt, Rollout
 
 _LOG = logging.getLogger("agl_run.experiment")
+
+Ended: TypeAlias = tuple[Rollout, Attempt | None]
+"""A finished rollout and the attempt that decided it, if there was one."""
 
 MOST_FREQUENT = 3
 """Errors that a message names."""
@@ -20,11 +24,11 @@ MAX_ERROR = 200
 class RolloutCounts:
     """Counts rollouts, and their errors by type and first line; errors that differ in numbers only count as one."""
 
-    def __init__(self, episodes: Sequence[Episode] = ()) -> None:
+    def __init__(self, ended: Iterable[Ended] = ()) -> None:
         self.total = 0
         self._errors: Counter[str] = Counter()
         self._first: dict[str, tuple[str, str]] = {}
-        self.add(episodes)
+        self.add(ended)
 
     @property
     def failed(self) -> int:
@@ -52,15 +56,15 @@ class RolloutCounts:
         """The most frequent error with its count."""
         return self._named(1)
 
-    def add(self, episodes: Sequence[Episode]) -> None:
+    def add(self, ended: Iterable[Ended]) -> None:
         """Count further rollouts."""
-        self.total += len(episodes)
-        for episode in episodes:
-            if episode.rollout.status != "succeeded":
-                text = _error_of(episode)
+        for rollout, attempt in ended:
+            self.total += 1
+            if rollout.status != "succeeded":
+                text = _error_of(rollout, attempt)
                 kind = re.sub(r"\w*\d\w*", "#", text)
                 self._errors[kind] += 1
-                self._first.setdefault(kind, (text, episode.rollout.rollout_id))
+                self._first.setdefault(kind, (text, rollout.rollout_id))
 
     def _named(self, limit: int) -> str:
         return ", ".join(f"{self._first[kind][0]} ({count})" for kind, count in self._errors.most_common(limit))
@@ -73,11 +77,11 @@ class FailureReport:
         self._all = RolloutCounts()
         self._training = RolloutCounts()
 
-    def add(self, episodes: Sequence[Episode], *, is_validation: bool) -> None:
+    def add(self, ended: Sequence[Ended], *, is_validation: bool) -> None:
         """Count the rollouts of one request."""
-        self._all.add(episodes)
+        self._all.add(ended)
         if not is_validation:
-            self._training.add(episodes)
+            self._training.add(ended)
 
     def conclude(self) -> None:
         """Log a warning if some rollouts failed.
@@ -98,10 +102,10 @@ class FailureReport:
             _LOG.warning("%s. Look at one with: agl show %s", found, self._all.example)
 
 
-def _error_of(episode: Episode) -> str:
+def _error_of(rollout: Rollout, attempt: Attempt | None) -> str:
     """Return an error's type and the first line of its message."""
-    error = episode.attempt.error if episode.attempt else None
+    error = attempt.error if attempt else None
     if error is None:
-        return f"{episode.rollout.status} without an error"
+        return f"{rollout.status} without an error"
     text = f"{error.type}: {error.message.strip()}".splitlines()[0]
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"

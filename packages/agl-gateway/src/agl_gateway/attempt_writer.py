@@ -1,4 +1,4 @@
-"""Writes spans to the store: many attempts at once, and attempt by attempt where the store refuses that."""
+"""Writes the spans of single attempts where the store refused those of many at once."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ _FINAL = (NotFoundError, ConflictError, FencedError)
 """Refusals that another try does not change."""
 
 
-class SpanWriter:
+class AttemptWriter:
     """Writes spans; an attempt's trouble delays no other attempt. Used in one event loop only.
 
     Args:
@@ -34,19 +34,9 @@ class SpanWriter:
         """Return true while earlier spans of the attempt wait for another try."""
         return attempt_id in self._tasks
 
-    async def write(self, spans: Sequence[Span]) -> bool:
-        """Write spans of several attempts at once; returns false if the store refuses."""
-        try:
-            if spans:
-                await self._store.append_spans(spans)
-                self._rate.add(len(spans))
-        except Exception:  # noqa: BLE001  # isolation: repeated and reported for each attempt
-            return False
-        return True
-
-    def write_alone(self, attempt_id: str, spans: Sequence[Span], *, then: Callable[[], Awaitable[None]]) -> None:
+    def write(self, attempt_id: str, spans: Sequence[Span], *, then: Callable[[], Awaitable[None]]) -> None:
         """Write an attempt's spans in a task, after its earlier ones; calls ``then`` when they are stored or lost."""
-        task = asyncio.create_task(self._write_alone(attempt_id, spans, self._tasks.get(attempt_id), then))
+        task = asyncio.create_task(self._write(attempt_id, spans, self._tasks.get(attempt_id), then))
         self._tasks[attempt_id] = task
         task.add_done_callback(lambda done: self._forget(attempt_id, done))
 
@@ -58,7 +48,7 @@ class SpanWriter:
         if self._tasks.get(attempt_id) is done:
             del self._tasks[attempt_id]
 
-    async def _write_alone(
+    async def _write(
         self,
         attempt_id: str,
         spans: Sequence[Span],
