@@ -62,17 +62,18 @@ def test_who_reads_the_spans_of_opentelemetry_as_they_are_now():
 
 
 class Slow(Tracer):
-    """A tracer that hears of its framework's events only when it is flushed."""
+    """A tracer that hears of an agent only when it is flushed; ``inner`` is a span within it that it knows already."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: str = "") -> None:
         self.span_id = "5" * 16
+        self.inner = inner
 
     def install(self) -> None: ...
 
     def uninstall(self) -> None: ...
 
     def current_span_id(self) -> str:
-        return self.span_id
+        return self.inner or self.span_id
 
     def flush(self, timeout_s: float) -> None:
         open_span(agent="late", span_id=self.span_id, is_current=False)
@@ -80,6 +81,13 @@ class Slow(Tracer):
 
 def test_who_waits_for_a_tracer_that_hears_of_events_later():
     with activate(attempt_to(SpanRecorder(), tracers=(Slow(),))):
+        assert "late" == who().agent
+
+
+def test_who_waits_for_an_enclosing_span_whose_event_comes_after_that_of_the_inner_one():
+    slow = Slow(inner="6" * 16)
+    with activate(attempt_to(SpanRecorder(), tracers=(slow,))):
+        open_span(model="m", span_id=slow.inner, parent=slow.span_id, is_current=False)
         assert "late" == who().agent
 
 

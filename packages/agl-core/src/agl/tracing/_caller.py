@@ -11,7 +11,7 @@ from agl.tracing._open_span import OpenSpan
 
 _log = logging.getLogger(__name__)
 
-_LATE_S = 0.5
+_LATE_S = 2.0
 """Seconds that a tracer gets to record events that its framework delivers late, as CrewAI does."""
 
 _MAX_DEPTH = 10_000
@@ -34,17 +34,25 @@ def who_within(attempt: ActiveAttempt, span_id: str) -> Who:
     """The actors of a model call within that open span."""
     if span_id == attempt.root_span_id:
         return Who()
-    if attempt.spans.get(span_id) is None:
+    chain, is_whole = _enclosing(attempt, span_id)
+    if not is_whole:
         _wait_for_events(attempt)
+        chain, _ = _enclosing(attempt, span_id)
+    found = Who()
+    for enclosing in reversed(chain):
+        found = step_into(found, *enclosing.actor_attributes())
+    return found
+
+
+def _enclosing(attempt: ActiveAttempt, span_id: str) -> tuple[list[OpenSpan], bool]:
+    """The open spans from that one outwards, and true unless one is missing before the attempt's root."""
     chain: list[OpenSpan] = []
     span = attempt.spans.get(span_id)
     while isinstance(span, OpenSpan) and len(chain) < _MAX_DEPTH:
         chain.append(span)
         span = attempt.spans.get(span.parent_id)
-    found = Who()
-    for enclosing in reversed(chain):
-        found = step_into(found, *enclosing.actor_attributes())
-    return found
+    outermost = chain[-1].parent_id if chain else span_id
+    return chain, span is not None or outermost == attempt.root_span_id
 
 
 def _wait_for_events(attempt: ActiveAttempt) -> None:
