@@ -100,7 +100,7 @@ def test_worker_processes_killed_at_random_points_cost_only_their_attempt(
     rng = random.Random(3)
     file = experiment(steps=30, runner="process", pause_s=0.2)
     file.write_text(
-        file.read_text().replace("concurrency = 3", 'concurrency = 3\nretry_on = ["lost", "failed"]\nmax_attempts = 9')
+        file.read_text().replace("concurrency = 3", 'concurrency = 3\nretry_on = ["failed"]\nmax_attempts = 9')
     )
     process = agl("run", str(file), "--quiet", cwd=file.parent)
     killed = 0

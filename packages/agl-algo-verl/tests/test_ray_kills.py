@@ -73,7 +73,7 @@ workdir = "run"
 use = "process"
 concurrency = 4
 timeout_s = 300
-retry_on = ["lost", "failed"]
+retry_on = ["failed"]
 
 [policy.llm]
 use = "verl"

@@ -50,12 +50,13 @@ def test_new_rollout_must_be_in_its_first_state(fields: dict[str, object]) -> No
         rules.new_rollout(queued(**fields), now=5.0)
 
 
-def test_new_rollout_allows_from_1_to_255_attempts() -> None:
-    for attempts in (1, 255):
-        assert rules.new_rollout(queued(retry=RetryPolicy(max_attempts=attempts)), now=0.0)
-    for attempts in (0, 256):
-        with pytest.raises(StoreError, match=rf"max_attempts = {attempts}; choose between 1 and 255"):
-            rules.new_rollout(queued(retry=RetryPolicy(max_attempts=attempts)), now=0.0)
+@pytest.mark.parametrize(("name", "least"), [("max_attempts", 1), ("max_losses", 0)])
+def test_limits_of_a_new_rollout_are_within_the_attempts_that_a_store_can_number(name: str, least: int) -> None:
+    for limit in (least, 16383):
+        assert rules.new_rollout(queued(retry=RetryPolicy(**{name: limit})), now=0.0)
+    for limit in (least - 1, 16384):
+        with pytest.raises(StoreError, match=rf"'a' has retry.{name} = {limit}; choose between {least} and 16383"):
+            rules.new_rollout(queued(retry=RetryPolicy(**{name: limit})), now=0.0)
 
 
 @pytest.mark.parametrize("task", [object(), "\ud800", 2**70])
@@ -103,6 +104,8 @@ def test_definition_is_a_rollout_without_its_progress() -> None:
         queued(metadata={"step": 1}),
         status="succeeded",
         attempts=2,
+        failures=1,
+        losses=1,
         attempt_id="a.2",
         created_at=1.0,
         started_at=2.0,
@@ -111,6 +114,12 @@ def test_definition_is_a_rollout_without_its_progress() -> None:
     assert queued(metadata={"step": 1}) == rules.definition(done)
     assert rules.is_same_definition(done, queued(metadata={"step": 1}))
     assert not rules.is_same_definition(done, queued())
+
+
+def test_definition_of_an_older_release_names_lost_attempts_too() -> None:
+    older = queued(retry=RetryPolicy(max_attempts=3, retry_on=("lost", "failed")))
+    assert rules.is_same_definition(older, queued(retry=RetryPolicy(max_attempts=3, retry_on=("failed",))))
+    assert not rules.is_same_definition(older, queued(retry=RetryPolicy(max_attempts=3, retry_on=())))
 
 
 def test_conflict_names_what_is_repeated() -> None:
@@ -173,7 +182,7 @@ def test_attempt_whose_lease_ran_out_is_lost() -> None:
     message = "worker 'w' did not renew its lease on attempt a.1 in time"
     expected = rules.decide(claim(), status="lost", error=ErrorInfo(type="agl.LeaseLapsed", message=message), now=160.0)
     assert expected == lapsed
-    assert ("failed", 160.0) == (expected.rollout.status, expected.rollout.finished_at)
+    assert ("queued", 0, 1) == (expected.rollout.status, expected.rollout.failures, expected.rollout.losses)
 
 
 @pytest.mark.parametrize("timeout_s", [20.0, 60.0])
@@ -195,31 +204,90 @@ def test_attempt_that_ran_too_long_is_a_timeout(timeout_s: float) -> None:
     ],
 )
 def test_last_attempt_decides_its_rollout(status: AttemptStatus, final: RolloutStatus) -> None:
-    running = claim()
+    running = claim(retry=RetryPolicy(max_losses=0))
     decided = rules.decide(running, status=status, error=FAILED, now=120.0)
     assert replace(running.attempt, status=status, error=FAILED, finished_at=120.0) == decided.attempt
-    assert replace(running.rollout, status=final, finished_at=120.0) == decided.rollout
+    counts = {"failures": int(status in ("failed", "timeout")), "losses": int(status == "lost")}
+    assert replace(running.rollout, status=final, finished_at=120.0, **counts) == decided.rollout
 
 
 def test_failed_attempt_is_repeated_while_the_policy_has_more() -> None:
     running = claim(retry=RetryPolicy(max_attempts=2))
     decided = rules.decide(running, status="failed", error=FAILED, now=120.0)
-    assert replace(running.rollout, status="queued", attempt_id=None) == decided.rollout
+    assert replace(running.rollout, status="queued", attempt_id=None, failures=1) == decided.rollout
     last = rules.open_attempt(decided.rollout, worker="w", claim_id="", lease_s=1.0, now=130.0)
     assert "failed" == rules.decide(last, status="failed", error=FAILED, now=140.0).rollout.status
 
 
 def test_policy_says_which_outcomes_are_repeated() -> None:
-    strict = claim(retry=RetryPolicy(max_attempts=9, retry_on=("lost",)))
+    strict = claim(retry=RetryPolicy(max_attempts=9, retry_on=("timeout",)))
     assert "failed" == rules.decide(strict, status="failed", error=FAILED, now=1.0).rollout.status
-    assert "queued" == rules.decide(strict, status="lost", error=FAILED, now=1.0).rollout.status
+    assert "queued" == rules.decide(strict, status="timeout", error=FAILED, now=1.0).rollout.status
     odd = claim(retry=RetryPolicy(max_attempts=9, retry_on=("succeeded", "cancelled")))
     assert "succeeded" == rules.decide(odd, status="succeeded", error=None, now=1.0).rollout.status
 
 
-def test_attempt_that_was_given_back_is_always_repeated() -> None:
-    assert "queued" == rules.decide(claim(), status="lost", error=None, now=1.0).rollout.status
-    assert "failed" == rules.decide(claim(), status="failed", error=None, now=1.0).rollout.status
+def ended(rollout: Rollout, *outcomes: tuple[AttemptStatus, ErrorInfo | None]) -> Claim:
+    """The rollout after attempts that end so."""
+    for status, error in outcomes:
+        assert "queued" == rollout.status
+        opened = rules.open_attempt(rollout, worker="w", claim_id="", lease_s=1.0, now=1.0)
+        last = rules.decide(opened, status=status, error=error, now=2.0)
+        rollout = last.rollout
+    return last  # pyright: ignore[reportPossiblyUnboundVariable]  # there is an outcome
+
+
+def test_attempt_that_was_given_back_counts_nowhere() -> None:
+    returned = ended(queued(retry=RetryPolicy(max_losses=0)), *[("lost", None)] * 500)
+    assert ("queued", 500, 0, 0) == (
+        returned.rollout.status,
+        returned.rollout.attempts,
+        returned.rollout.failures,
+        returned.rollout.losses,
+    )
+    assert returned.attempt.error is None
+    assert "failed" == ended(returned.rollout, ("failed", None)).rollout.status
+
+
+def test_lost_workers_leave_all_tries_to_the_agent() -> None:
+    policy = RetryPolicy(max_attempts=2)
+    losses: list[tuple[AttemptStatus, ErrorInfo | None]] = [("lost", FAILED)] * 20
+    tried = ended(queued(retry=policy), *losses[:7], ("failed", FAILED), *losses[7:], ("timeout", FAILED))
+    assert ("failed", 22, 2, 20) == (
+        tried.rollout.status,
+        tried.rollout.attempts,
+        tried.rollout.failures,
+        tried.rollout.losses,
+    )
+    assert FAILED == tried.attempt.error
+
+
+def test_rollout_that_loses_too_many_workers_is_quarantined_by_name() -> None:
+    tried = ended(queued(retry=RetryPolicy(max_losses=2)), *[("lost", FAILED)] * 3)
+    assert ("failed", "lost") == (tried.rollout.status, tried.attempt.status)
+    assert tried.attempt.error is not None
+    assert "agl.Quarantined" == tried.attempt.error.type
+    expected = "the rollout lost its worker in 3 of 3 attempts and is not tried again: it may end the process that runs"
+    assert tried.attempt.error.message.startswith(expected)
+    assert tried.attempt.error.message.endswith("higher max_losses to try it once more. boom")
+    assert rules.settle(tried, Outcome(attempt_id="a.3", status="lost", error=FAILED), now=3.0) is None
+
+
+@pytest.mark.parametrize("error", [None, FAILED])
+@pytest.mark.parametrize("status", ["lost", "failed"])
+def test_rollout_ends_with_the_last_attempt_that_a_store_can_number(
+    status: AttemptStatus, error: ErrorInfo | None
+) -> None:
+    policy = RetryPolicy(max_attempts=9)
+    before = replace(queued(retry=policy), attempts=rules.MAX_ATTEMPTS - 2)
+    assert "queued" == ended(before, (status, error)).rollout.status
+    last = ended(replace(before, attempts=rules.MAX_ATTEMPTS - 1), (status, error))
+    assert ("failed", 16383) == (last.rollout.status, last.attempt.number)
+    if status == "lost" and error is None:
+        assert last.attempt.error is not None
+        expected = "the rollout lost its worker in 0 of 16383 attempts and is not tried again: a store can"
+        assert last.attempt.error.message.startswith(expected)
+        assert last.attempt.error.message.endswith("to try it once more")
 
 
 def test_outcome_settles_a_running_attempt_once() -> None:

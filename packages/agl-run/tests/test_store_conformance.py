@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agl_testing.conformance import StoreConformance, StoreLocation
-from agl_testing.stores.older_layout import older_states
+from agl_testing.stores.older_layout import narrow_numbers, older_states
 
 
 class TestSQLiteStore(StoreConformance):
@@ -22,6 +22,9 @@ class TestSQLiteStore(StoreConformance):
     def make_older(self, location: StoreLocation) -> None:
         """Layout 1 had no indexes but the one that spans are unique by, and layout 2 kept everything as states."""
         states = asyncio.run(_older_states(location))
+        for statement in narrow_numbers():
+            execute(location, statement)
+        execute(location, "UPDATE spans SET key = (key >> 38 << 32) + (key & 4294967295)")
         names = execute(location, "SELECT name FROM sqlite_master WHERE type = 'index' AND sql IS NOT NULL")
         for (name,) in names:
             if name != "spans_by_id":

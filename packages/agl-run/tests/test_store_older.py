@@ -99,7 +99,8 @@ def test_rollouts_spans_changes_and_metrics_are_kept(read: Read[list[object]]) -
         done = recordings["ro-0"]
         return [
             [each.rollout.status for each in recordings.values()],
-            [attempt.status for attempt in done.attempts],
+            [(attempt.attempt_id, attempt.status) for attempt in done.attempts],
+            (done.rollout.attempts, done.rollout.failures, done.rollout.losses, done.rollout.attempt_id),
             [len(unpack_ids(span.call.prompt_ids)) for span in done.spans if span.call],
             [span.reward.value for span in done.spans if span.reward],
             len(await store.changes()) > 8,
@@ -107,4 +108,5 @@ def test_rollouts_spans_changes_and_metrics_are_kept(read: Read[list[object]]) -
         ]
 
     statuses = ["succeeded", "running", "queued", "queued"]
-    assert [statuses, ["failed", "succeeded"], [40, 70, 100], [1.0], True, [(1, 0.5)]] == read(work)
+    attempts = [("ro-0.1", "failed"), ("ro-0.2", "succeeded")]
+    assert [statuses, attempts, (2, 1, 0, "ro-0.2"), [40, 70, 100], [1.0], True, [(1, 0.5)]] == read(work)

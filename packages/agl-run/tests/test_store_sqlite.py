@@ -15,6 +15,7 @@ from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, Rollout, Span, pack_floats, pack_ids
 from agl_run import SQLiteStore
 from agl_run.sqlite._schema import CURRENT, MIGRATIONS
+from agl_testing.stores.older_layout import narrow_numbers
 
 WRITER = """
 import asyncio, sys
@@ -127,6 +128,7 @@ def test_older_layout_is_migrated(tmp_path: Path) -> None:
 
     asyncio.run(fill())
     indexes = layout(path)
+    execute(path, *narrow_numbers(), "UPDATE spans SET key = (key >> 38 << 32) + (key & 4294967295)")
     execute(path, *(f"DROP INDEX {name}" for name in indexes if not name.startswith("spans")))
     execute(path, "DROP TABLE documents", "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL)")
     execute(path, "UPDATE agl_schema SET version = 1")

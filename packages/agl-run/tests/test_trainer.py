@@ -25,7 +25,7 @@ hidden = ["answer"]
 [runner]
 use = "process"
 concurrency = 4
-retry_on = ["lost", "failed"]
+retry_on = ["failed"]
 params = { setup = "agent:prepare" }
 
 [policy.llm]
@@ -72,7 +72,7 @@ def test_python_and_a_file_make_the_same_experiment(tmp_path: Path) -> None:
         store="memory://",
         seed=3,
         hidden=("answer",),
-        runner=agl_run.runner("process", concurrency=4, retry_on=("lost", "failed"), setup="agent:prepare"),
+        runner=agl_run.runner("process", concurrency=4, retry_on=("failed",), setup="agent:prepare"),
         policies={"llm": agl_run.policy("torch", aliases="gpt-*", model="m")},
         initial_resources={
             "prompt": PromptTemplate(template="Hello {name}"),
@@ -115,7 +115,7 @@ def test_adapter_says_whose_calls_train_where_the_algorithm_does_not() -> None:
         ({"seed": "three"}, "at 'experiment.seed': Expected `int`, got `str`"),
         ({"schedule": "paralel"}, "at 'schedule.mode'.* write one of sequential, alternate, concurrent"),
         ({"failed": "ignore"}, "at 'experiment.failed'.* write one of drop, penalise"),
-        ({"runner": agl_run.runner(retry_on="lst")}, r"at 'runner.retry_on\[0\]'.* write one of .*lost"),  # pyright: ignore[reportArgumentType]  # the slip
+        ({"runner": agl_run.runner(retry_on="lst")}, r"at 'runner.retry_on\[0\]'.* write one of failed, timeout"),  # pyright: ignore[reportArgumentType]  # the slip
         ({"algorithm": agl.GRPO}, r"algorithm is <function GRPO.*call it, as in agl.GRPO\(...\)"),
         ({"algorithm": agl.GRPO(tunes=[3])}, r"at 'algorithm.tunes\[0\]': Expected `str`, got `int`"),
         ({"algorithm": "apo", "adapter": {"agent_mach": "x"}}, "adapter has unknown keys .*it takes agent_match"),

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from agl_testing.conformance import StoreConformance, StoreLocation
-from agl_testing.stores.older_layout import older_states
+from agl_testing.stores.older_layout import narrow_numbers, older_states
 
 
 class TestPostgresStore(StoreConformance):
@@ -23,6 +23,9 @@ class TestPostgresStore(StoreConformance):
     def make_older(self, location: StoreLocation) -> None:
         """Layout 1 had no indexes but those that make values unique, and layout 2 kept everything as states."""
         states = asyncio.run(_older_states(location))
+        for statement in narrow_numbers("SCHEMA."):
+            execute(location, statement)
+        execute(location, "UPDATE SCHEMA.spans SET attempt = (attempt >> 14 << 8) + (attempt & 255)")
         names = execute(
             location,
             "SELECT c.relname FROM pg_index i JOIN pg_class c ON c.oid = i.indexrelid "

@@ -37,8 +37,8 @@ CHECKS = 4
 
 _PAGE = 1000
 _REMEMBERED = 10_000
-_ATTEMPTS = 100
-"""Attempts that a conversation's rollout may have; a new one begins if a lease lapses after all."""
+_LAPSES = 100
+"""Leases of a conversation that may lapse after all; a new attempt begins each time."""
 
 Enqueue = Callable[[Sequence[Rollout]], Awaitable[list[Rollout]]]
 
@@ -169,7 +169,7 @@ class Conversations:
             task={CONVERSATION: conversation},
             experiment=CONVERSATIONS,
             group_id=rollout_id,
-            retry=RetryPolicy(max_attempts=_ATTEMPTS),
+            retry=RetryPolicy(max_losses=_LAPSES),
             metadata={CONVERSATION: conversation},
         )
         return (await self._enqueue([rollout]))[0]

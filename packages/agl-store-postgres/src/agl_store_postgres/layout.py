@@ -1,10 +1,12 @@
 """Lays out the store's tables, and migrates older layouts.
 
-Rollouts and attempts are numbered as in :mod:`agl.stores`. Text that is compared or sorted has the collation ``C``, so
+Rollouts and attempts are numbered as in :mod:`agl_run.sql`. Text that is compared or sorted has the collation ``C``, so
 ids sort as in Python. Spans and documents arrive packed, so PostgreSQL does not compress them again (``STORAGE
 EXTERNAL``). A rollout's ``stage`` is ``open`` while it is queued or running, then its status; so a claim does not touch
 the index of the lists.
 """
+
+import logging
 
 from psycopg import sql
 
@@ -54,10 +56,26 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"CREATE TABLE documents (key bytea PRIMARY KEY, value bytea NOT NULL)",
         b"ALTER TABLE documents ALTER COLUMN value SET STORAGE EXTERNAL",
     ),
+    (  # 14 bits for an attempt's number instead of 8, and counts of failures and lost workers
+        b"ALTER TABLE rollouts ADD COLUMN failures int NOT NULL DEFAULT 0, ADD COLUMN losses int NOT NULL DEFAULT 0",
+        b"UPDATE rollouts r SET failures = (SELECT count(*) FROM attempts WHERE status IN ('failed', 'timeout') "
+        b"AND id BETWEEN (r.seq << 8) AND (r.seq << 8) + 255), attempt = (attempt >> 8 << 14) + (attempt & 255) "
+        b"WHERE attempts > 0",
+        b"UPDATE changes SET attempt = (attempt >> 8 << 14) + (attempt & 255) WHERE attempt IS NOT NULL",
+        # without the constraints, because a new number may be the old one of another attempt
+        b"ALTER TABLE attempts DROP CONSTRAINT attempts_pkey",
+        b"UPDATE attempts SET id = (id >> 8 << 14) + (id & 255)",
+        b"ALTER TABLE attempts ADD PRIMARY KEY (id)",
+        b"ALTER TABLE spans DROP CONSTRAINT spans_pkey, DROP CONSTRAINT spans_attempt_span_id_key",
+        b"UPDATE spans SET attempt = (attempt >> 8 << 14) + (attempt & 255)",
+        b"ALTER TABLE spans ADD PRIMARY KEY (attempt, sequence), ADD UNIQUE (attempt, span_id)",
+    ),
 )
 """Statements that migrate a schema from version N to N + 1; a new schema runs them all."""
 
 CURRENT = len(MIGRATIONS)
+
+_LOG = logging.getLogger("agl_store_postgres")
 
 _STATES_MOVE = 2
 """The last version that kept labels, scores, experiments and ledgers among the states of algorithms."""
@@ -91,6 +109,8 @@ def _migrate(connection: Connection, target: DatabaseTarget) -> None:
     if version == 0:
         connection.execute("CREATE TABLE agl_schema (version int NOT NULL)")
         connection.execute("INSERT INTO agl_schema VALUES (0)")
+    else:
+        _LOG.warning("converting %s from layout %d to %d; a large store takes minutes", target.shown, version, CURRENT)
     for number in range(version, CURRENT):
         for statement in MIGRATIONS[number]:
             connection.execute(statement)

@@ -29,10 +29,11 @@ _ROLLOUT_TYPES = ("int8", *["text"] * 6, "int4", "int8", "float8", "float8", "by
 _ADD_SPANS = b"COPY spans (attempt, sequence, span_id, data) FROM STDIN (FORMAT BINARY)"
 _SPAN_TYPES = ("int8", "int4", "text", "bytea")
 _SAVE_ROLLOUTS = (
-    b"UPDATE rollouts r SET status = v.status, attempts = v.attempts, attempt = v.attempt, stage = v.stage, "
-    b"started_at = v.started_at, finished_at = v.finished_at "
-    b"FROM unnest(%s::text[], %s::int[], %s::bigint[], %s::float8[], %s::float8[], %s::text[], %s::bigint[]) "
-    b"AS v(status, attempts, attempt, started_at, finished_at, stage, seq) WHERE r.seq = v.seq"
+    b"UPDATE rollouts r SET status = v.status, attempts = v.attempts, failures = v.failures, losses = v.losses, "
+    b"attempt = v.attempt, stage = v.stage, started_at = v.started_at, finished_at = v.finished_at "
+    b"FROM unnest(%s::text[], %s::int[], %s::int[], %s::int[], %s::bigint[], %s::float8[], %s::float8[], %s::text[], "
+    b"%s::bigint[]) AS v(status, attempts, failures, losses, attempt, started_at, finished_at, stage, seq) "
+    b"WHERE r.seq = v.seq"
 )
 _SAVE_ATTEMPTS = (
     b"INSERT INTO attempts SELECT * FROM unnest(%s::bigint[], %s::text[], %s::text[], %s::float8[], %b::bytea[]) "

@@ -24,21 +24,24 @@ TERMINAL_ATTEMPT: frozenset[str] = frozenset({"succeeded", "failed", "timeout", 
 
 
 class RetryPolicy(Record, frozen=True, kw_only=True):
-    """The limits of trying a rollout: the number of attempts, and the time that each may take.
+    """The limits of trying a rollout: how often it may fail and lose its worker, and the time of each attempt.
 
     Attributes:
-        max_attempts: Attempts at most, the first included.
+        max_attempts: Attempts at most that end as ``failed`` or ``timeout``, the agent's own doing.
+        max_losses: Attempts at most whose worker goes away before they end. With one more the rollout counts as one
+            that kills its workers, and fails. Attempts that a worker gives back count nowhere.
         timeout_s: Wall-clock seconds that the agent may take in one attempt, after which its worker stops it;
             ``None`` for no limit.
         grace_s: Seconds beyond ``timeout_s`` from the claim until the store itself decides the attempt: the time that
             the worker has to start the agent and to stop it.
-        retry_on: The attempt outcomes that lead to another attempt.
+        retry_on: The outcomes, ``failed`` and ``timeout``, that lead to another attempt while ``max_attempts`` lasts.
     """
 
     max_attempts: int = 1
+    max_losses: int = 20
     timeout_s: float | None = None
     grace_s: float = 0.0
-    retry_on: tuple[AttemptStatus, ...] = ("failed", "timeout", "lost")
+    retry_on: tuple[AttemptStatus, ...] = ("failed", "timeout")
 
 
 class Rollout(Record, frozen=True, kw_only=True):
@@ -56,6 +59,8 @@ class Rollout(Record, frozen=True, kw_only=True):
         metadata: Anything that the caller wants to find again, such as algorithm and step.
         status: Queued, running, or terminal; terminal is final.
         attempts: Attempts started so far.
+        failures: Attempts that ended as ``failed`` or ``timeout``.
+        losses: Attempts whose worker went away; those that it gave back are not counted.
         attempt_id: The running or deciding attempt.
         created_at: Unix seconds, like the two times that follow; 0.0 until the event happens.
     """
@@ -71,6 +76,8 @@ class Rollout(Record, frozen=True, kw_only=True):
     metadata: dict[str, Json] = {}
     status: RolloutStatus = "queued"
     attempts: int = 0
+    failures: int = 0
+    losses: int = 0
     attempt_id: str | None = None
     created_at: float = 0.0
     started_at: float = 0.0

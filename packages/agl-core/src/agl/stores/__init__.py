@@ -4,13 +4,14 @@ from agl.stores._memory import MemoryStore
 from agl.stores._memory_tables import MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
 from agl.stores._reading import all_spans, read_recordings
-from agl.stores._rules import MAX_SEQUENCE, deadline, is_wanted, placed, select
+from agl.stores._rules import MAX_ATTEMPTS, MAX_SEQUENCE, deadline, is_wanted, placed, select
 from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._urls import shown_url, without_credentials
 from agl.stores._wake_up import WakeUp
 
 __all__ = [
+    "MAX_ATTEMPTS",
     "MAX_SEQUENCE",
     "Backend",
     "MemoryStore",

@@ -35,7 +35,7 @@ MAX_SEQUENCE = (1 << 24) - 1
 
 _MAX_COUNT = (1 << 63) - 1
 
-MAX_ATTEMPTS = 255
+MAX_ATTEMPTS = (1 << 14) - 1
 """The most attempts of one rollout, for which a store has room in its keys."""
 
 
@@ -50,11 +50,12 @@ def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
             f"rollout {rollout.rollout_id!r} is unknown here and comes as {rollout.status!r} with "
             f"{rollout.attempts} attempts; only new rollouts can be queued: give it status 'queued' and no attempts"
         )
-    if not 1 <= rollout.retry.max_attempts <= MAX_ATTEMPTS:
-        raise StoreError(
-            f"rollout {rollout.rollout_id!r} has retry.max_attempts = {rollout.retry.max_attempts}; "
-            f"choose between 1 and {MAX_ATTEMPTS}"
-        )
+    for name, least in (("max_attempts", 1), ("max_losses", 0)):
+        limit: int = getattr(rollout.retry, name)
+        if not least <= limit <= MAX_ATTEMPTS:
+            raise StoreError(
+                f"rollout {rollout.rollout_id!r} has retry.{name} = {limit}; choose between {least} and {MAX_ATTEMPTS}"
+            )
     return replace(copied(rollout), created_at=rollout.created_at or now)
 
 
@@ -119,10 +120,10 @@ def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
 
 
 def definition(rollout: Rollout) -> Rollout:
-    """The rollout without its progress."""
-    return replace(
-        rollout, status="queued", attempts=0, attempt_id=None, created_at=0.0, started_at=0.0, finished_at=0.0
-    )
+    """The rollout without its progress, and without the ``lost`` that older releases had in ``retry_on``."""
+    retry = replace(rollout.retry, retry_on=tuple(each for each in rollout.retry.retry_on if each != "lost"))
+    progress = {"attempts": 0, "failures": 0, "losses": 0, "created_at": 0.0, "started_at": 0.0, "finished_at": 0.0}
+    return replace(rollout, retry=retry, status="queued", attempt_id=None, **progress)
 
 
 def conflict(kind: str, key: str) -> ConflictError:
@@ -188,15 +189,44 @@ def lapse(claim: Claim, *, now: float) -> Claim | None:
 def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now: float) -> Claim:
     """The claim after its running attempt ended with ``status``: final, or queued again by the retry policy.
 
-    An attempt that was given back, ``lost`` without an error, is not a failure and may always be repeated.
+    Only failures and timeouts count against ``max_attempts``. Lost workers have a limit of their own, and an attempt
+    that was given back, ``lost`` without an error, counts against neither.
     """
+    is_failure, is_loss = status in ("failed", "timeout"), status == "lost" and error is not None
+    rollout = replace(
+        claim.rollout, failures=claim.rollout.failures + is_failure, losses=claim.rollout.losses + is_loss
+    )
+    if status == "lost" and rollout.retry.max_losses and not _may_lose_more(rollout):
+        error = _quarantined(rollout, error)
     attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
-    rollout = claim.rollout
-    is_given_back = status == "lost" and error is None
-    has_more = is_given_back or rollout.attempts < rollout.retry.max_attempts
-    if status in rollout.retry.retry_on and has_more and status != "succeeded":
+    if _is_repeated(rollout, status):
         return Claim(rollout=replace(rollout, status="queued", attempt_id=None), attempt=attempt)
     return Claim(rollout=replace(rollout, status=_final(status), finished_at=now), attempt=attempt)
+
+
+def _is_repeated(rollout: Rollout, status: AttemptStatus) -> bool:
+    """True if a rollout, whose counts include the ended attempt, has another one."""
+    if status == "lost":
+        return _may_lose_more(rollout)
+    may_fail_more = rollout.failures < rollout.retry.max_attempts and rollout.attempts < MAX_ATTEMPTS
+    return status in ("failed", "timeout") and status in rollout.retry.retry_on and may_fail_more
+
+
+def _may_lose_more(rollout: Rollout) -> bool:
+    return rollout.losses <= rollout.retry.max_losses and rollout.attempts < MAX_ATTEMPTS
+
+
+def _quarantined(rollout: Rollout, last: ErrorInfo | None) -> ErrorInfo:
+    """The error of a rollout that is not tried again, because it may be the cause of the losses."""
+    cause = "it may end the process that runs it, such as by using up its memory"
+    if rollout.losses <= rollout.retry.max_losses:
+        cause = "a store can number no more attempts of it"
+    ending = f". {last.message}" if last else ""
+    message = (
+        f"the rollout lost its worker in {rollout.losses} of {rollout.attempts} attempts and is not tried again: "
+        f"{cause}. Queue it under a new id or with a higher max_losses to try it once more{ending}"
+    )
+    return ErrorInfo(type="agl.Quarantined", message=message)
 
 
 def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
@@ -214,7 +244,8 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
         )
     if attempt.status == "running":
         return decide(claim, status=outcome.status, error=outcome.error, now=now)
-    if (attempt.status, attempt.error) == (outcome.status, outcome.error):
+    is_repeated = attempt.status == outcome.status and (attempt.status == "lost" or attempt.error == outcome.error)
+    if is_repeated:
         return None
     why = f" ({attempt.error.message})" if attempt.error else ""
     raise FencedError(

@@ -13,7 +13,8 @@ from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
-from agl_run.experiment.config import ExperimentConfig, ResourceConfig
+from agl.stores import MAX_ATTEMPTS
+from agl_run.experiment.config import ExperimentConfig, ResourceConfig, RunnerConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
@@ -107,12 +108,19 @@ def _check_section(plan: Plan) -> None:
     _check_first(config)
     if config.runner.concurrency < 0:
         raise ConfigError("runner.concurrency must be at least 1, or 0 to leave every attempt to `agl worker`")
-    if config.runner.max_attempts < 1 or config.schedule.every < 1:
-        raise ConfigError("runner.max_attempts and schedule.every must be at least 1")
+    _check_limits(config.runner)
+    if config.schedule.every < 1:
+        raise ConfigError("schedule.every must be at least 1")
     if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
         raise ConfigError("runner.timeout_s must be above 0 seconds")
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
+
+
+def _check_limits(runner: RunnerConfig) -> None:
+    for name, limit, least in (("max_attempts", runner.max_attempts, 1), ("max_losses", runner.max_losses, 0)):
+        if not least <= limit <= MAX_ATTEMPTS:
+            raise ConfigError(f"runner.{name} is {limit}; choose between {least} and {MAX_ATTEMPTS}")
 
 
 def _check_first(config: ExperimentConfig) -> None:

@@ -275,6 +275,7 @@ class Collector:
             resources=pinned,
             retry=RetryPolicy(
                 max_attempts=runner.max_attempts,
+                max_losses=runner.max_losses,
                 timeout_s=runner.timeout_s,
                 grace_s=GRACE_S,
                 retry_on=runner.retry_on,

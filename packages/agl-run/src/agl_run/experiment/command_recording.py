@@ -126,7 +126,7 @@ async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) 
                 task={"command": list(command)},
                 experiment=experiment,
                 mode="test",
-                retry=RetryPolicy(timeout_s=timeout_s),
+                retry=RetryPolicy(timeout_s=timeout_s, max_losses=0),
                 created_at=time.time(),
             )
         ]

@@ -13,7 +13,7 @@ import msgspec
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
-from agl.schemas import AttemptStatus, Json, JsonResource, PromptTemplate, Record
+from agl.schemas import Json, JsonResource, PromptTemplate, Record
 
 ASYNC = "async"
 """The default runner."""
@@ -26,8 +26,10 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
         use: ``async``, ``process``, ``command`` or a plugin's.
         concurrency: Attempts at once in the experiment's own process; 0 leaves them all to ``agl worker``.
         timeout_s: Seconds one attempt may take.
-        max_attempts: Attempts per rollout at most.
-        retry_on: Outcomes that lead to another attempt; by default only a lost worker.
+        max_attempts: Attempts per rollout at most that may fail or take too long; see ``retry_on``.
+        max_losses: Attempts per rollout at most that may lose their worker, which is repeated always; with one more
+            the rollout fails, because it may be what ends its workers.
+        retry_on: Outcomes that lead to another attempt: ``failed``, ``timeout``, or both; by default neither.
         params: Further arguments of the runner.
     """
 
@@ -35,7 +37,8 @@ class RunnerConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True
     concurrency: int = 8
     timeout_s: float | None = None
     max_attempts: int = 3
-    retry_on: tuple[AttemptStatus, ...] = ("lost",)
+    max_losses: int = 20
+    retry_on: tuple[Literal["failed", "timeout"], ...] = ()
     params: dict[str, Json] = {}
 
 
@@ -206,7 +209,8 @@ def runner(
     concurrency: int = 8,
     timeout_s: float | None = None,
     max_attempts: int = 3,
-    retry_on: AttemptStatus | Iterable[AttemptStatus] = ("lost",),
+    max_losses: int = 20,
+    retry_on: Literal["failed", "timeout"] | Iterable[Literal["failed", "timeout"]] = (),
     **params: Json,
 ) -> RunnerConfig:
     """Describe a runner: ``runner("process", concurrency=4)``.
@@ -215,8 +219,9 @@ def runner(
         use: Name of the runner, such as ``"async"``, ``"process"`` or ``"command"``.
         concurrency: Attempts at once in the experiment's own process; 0 leaves them all to ``agl worker``.
         timeout_s: Seconds one attempt may take.
-        max_attempts: Attempts per rollout at most.
-        retry_on: Outcomes that lead to another attempt.
+        max_attempts: Attempts per rollout at most that may fail or take too long; see ``retry_on``.
+        max_losses: Attempts per rollout at most that may lose their worker.
+        retry_on: Outcomes that lead to another attempt: ``"failed"``, ``"timeout"``, or both.
         params: Further arguments of the runner.
     """
     return RunnerConfig(
@@ -224,6 +229,7 @@ def runner(
         concurrency=concurrency,
         timeout_s=timeout_s,
         max_attempts=max_attempts,
+        max_losses=max_losses,
         retry_on=(retry_on,) if isinstance(retry_on, str) else tuple(retry_on),
         params=params,
     )

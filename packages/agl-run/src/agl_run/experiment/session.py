@@ -12,7 +12,7 @@ import msgspec
 
 from agl.contracts import ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
-from agl.schemas import LLM, Outcome, ResourceVersion
+from agl.schemas import LLM, ErrorInfo, Outcome, ResourceVersion
 from agl.stores import read_recordings
 from agl.tracing import load_secret
 from agl_run.experiment.address import advertised_url, local_url
@@ -127,16 +127,18 @@ class Session:
         self._served[name] = served
 
     async def _reclaim_lost(self) -> None:
-        """Give back attempts whose worker died on this machine, without waiting for their leases to lapse."""
+        """End attempts whose worker died on this machine, without waiting for their leases to lapse."""
         query = RolloutQuery(experiment=self.plan.name, status=("running",))
         lost = [
-            attempt.attempt_id
+            attempt
             async for recording in read_recordings(self.store, query, spans="none")
             for attempt in recording.attempts
             if attempt.status == "running" and worker_is_dead(attempt.worker)
         ]
-        for attempt_id in lost:
-            await self.store.finish([Outcome(attempt_id=attempt_id, status="lost")])
+        for attempt in lost:
+            message = f"worker {attempt.worker!r} ended while it ran attempt {attempt.attempt_id}"
+            error = ErrorInfo(type="agl.WorkerDied", message=message)
+            await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost", error=error)])
 
     async def _start_policies(self) -> None:
         manager, trained = self.plan.manager, self.plan.trained_policies()

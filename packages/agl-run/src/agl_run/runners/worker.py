@@ -71,6 +71,7 @@ class Worker:
         self._name = worker_name()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._agents = 0
+        self._is_careful = False
         self._free = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self.failure: asyncio.Future[None] | None = None
@@ -108,11 +109,7 @@ class Worker:
     async def _claim_loop(self) -> None:
         setup = self._setup
         while True:
-            capacity = setup.concurrency - self._agents
-            if capacity <= 0:
-                self._free.clear()
-                await self._free.wait()
-                continue
+            capacity = await self._wait_for_capacity()
             claims = await setup.store.claim(
                 worker=self._name,
                 limit=capacity,
@@ -121,15 +118,33 @@ class Worker:
                 experiment=setup.experiment,
                 claim_id=new_trace_id(),
             )
+            was_careful, self._is_careful = self._is_careful, any(_is_suspect(claim.rollout) for claim in claims)
             for claim in claims:
-                self._launch(claim)
+                self._launch(claim, is_declined=_is_suspect(claim.rollout) and not was_careful)
 
-    def _launch(self, claim: Claim) -> None:
+    async def _wait_for_capacity(self) -> int:
+        """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""
+        while self._is_careful and self._running:
+            await asyncio.wait(list(self._running.values()))
+        while not self._is_careful and self._agents >= self._setup.concurrency:
+            self._free.clear()
+            await self._free.wait()
+        return 1 if self._is_careful else self._setup.concurrency - self._agents
+
+    def _launch(self, claim: Claim, *, is_declined: bool) -> None:
         key = claim.attempt.attempt_id
-        self._agents += 1
-        task = asyncio.create_task(self._run(claim))
+        self._agents += not is_declined
+        task = asyncio.create_task(self._decline(claim) if is_declined else self._run(claim))
         self._running[key] = task
         task.add_done_callback(lambda ended: self._ended(key, ended))
+
+    async def _decline(self, claim: Claim) -> None:
+        """Give back a suspect, to claim it again when nothing else runs."""
+        try:
+            await self._give_back(claim)
+        except asyncio.CancelledError:
+            await self._give_back(claim)
+            raise
 
     def _ended(self, key: str, task: "asyncio.Task[None]") -> None:
         """Forget an attempt; an outcome that the store refused makes the worker fail at once."""
@@ -213,6 +228,11 @@ class Worker:
         outcome = msgspec.structs.replace(outcome, spans=(*outcome.spans, *rewards))
         setup.keep(rollout.rollout_id, outcome.attempt_id, _as_stored(recorded, outcome.spans))
         return outcome
+
+
+def _is_suspect(rollout: Rollout) -> bool:
+    """Return true if the rollout has lost so many workers that it runs alone, and no other shares its worker's fate."""
+    return rollout.losses > 0 and 2 * rollout.losses >= rollout.retry.max_losses
 
 
 def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:

@@ -1,6 +1,6 @@
 """Turns rollouts and changes into rows of SQL tables and back.
 
-A rollout has a number (``seq``, never reused). Its attempts are ``seq << 8 | number``, with number 0 for spans of no
+A rollout has a number (``seq``, never reused). Its attempts are ``seq << 14 | number``, with number 0 for spans of no
 attempt, so that all attempts and spans of a rollout are in one range of numbers.
 """
 
@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from agl.contracts import Change
 from agl.schemas import Mode, Rollout, RolloutStatus, attempt_id_of, decode
-from agl.stores import MAX_SEQUENCE
+from agl.stores import MAX_ATTEMPTS, MAX_SEQUENCE
 
 Row: TypeAlias = tuple[Any, ...]
 """One row of a table, as a database driver returns it."""
@@ -19,21 +19,23 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 STATUSES: tuple[RolloutStatus, ...] = get_args(RolloutStatus)
 """All modes, and all statuses of rollouts, in the order of their declaration."""
 
-ATTEMPT_BITS = 8
+ATTEMPT_BITS = MAX_ATTEMPTS.bit_length()
 NUMBER_MASK = (1 << ATTEMPT_BITS) - 1
 
 SEQUENCE_BITS = MAX_SEQUENCE.bit_length()
 
-ROLLOUT = "r.seq, r.status, r.attempts, r.attempt, r.started_at, r.finished_at, r.data"
+ROLLOUT = "r.seq, r.status, r.attempts, r.failures, r.losses, r.attempt, r.started_at, r.finished_at, r.data"
 """The columns that :func:`read_rollout` reads; ``data`` is the rollout as it was queued."""
 
 
 def read_rollout(row: Row) -> Rollout:
     """Read a rollout from the columns of :data:`ROLLOUT`."""
-    _, status, attempts, attempt, started_at, finished_at, data = row
+    _, status, attempts, failures, losses, attempt, started_at, finished_at, data = row
     rollout = decode(data, Rollout)
     force_setattr(rollout, "status", status)
     force_setattr(rollout, "attempts", attempts)
+    force_setattr(rollout, "failures", failures)
+    force_setattr(rollout, "losses", losses)
     force_setattr(rollout, "attempt_id", attempt and attempt_id_of(rollout.rollout_id, attempt & NUMBER_MASK))
     force_setattr(rollout, "started_at", started_at)
     force_setattr(rollout, "finished_at", finished_at)
@@ -41,13 +43,14 @@ def read_rollout(row: Row) -> Rollout:
 
 
 def progress_row(rollout: Rollout, seq: int) -> Row:
-    """Return a rollout's status, attempts, attempt, start, end and stage, and its number.
+    """Return a rollout's status, attempts, failures, losses, attempt, start, end and stage, and its number.
 
     The stage is ``open`` while the rollout is queued or running, and its status after that.
     """
     attempt = rollout.attempt_id and seq << ATTEMPT_BITS | rollout.attempts  # always the newest one
     stage = rollout.status if rollout.is_finished else "open"
-    return rollout.status, rollout.attempts, attempt, rollout.started_at, rollout.finished_at, stage, seq
+    counts = rollout.attempts, rollout.failures, rollout.losses
+    return rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at, stage, seq
 
 
 def read_change(row: Row) -> Change:
@@ -63,5 +66,5 @@ def read_change(row: Row) -> Change:
 def number_of(attempt_id: str) -> int:
     """Return the number in an attempt's id; 0 for ids that no attempt can have."""
     digits = attempt_id.rpartition(".")[2]
-    number = int(digits) if digits.isdecimal() and len(digits) <= 3 else 0
+    number = int(digits) if digits.isdecimal() and len(digits) <= len(str(NUMBER_MASK)) else 0
     return number if number <= NUMBER_MASK and str(number) == digits else 0

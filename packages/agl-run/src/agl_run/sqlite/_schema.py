@@ -1,11 +1,12 @@
 """The layout of the SQLite file: opens it, and migrates older layouts.
 
-Rollouts and attempts are numbered as in :mod:`agl.stores`, spans ``attempt << 24 | sequence``, so that removing a
+Rollouts and attempts are numbered as in :mod:`agl_run.sql`, spans ``attempt << 24 | sequence``, so that removing a
 rollout removes ranges.
 A rollout's ``stage`` is ``open`` while it is queued or running and its status after that: rollouts are listed by stage,
 so that a claim does not touch that index. Running ones are found through their attempts.
 """
 
+import logging
 import sqlite3
 import time
 from pathlib import Path
@@ -55,10 +56,34 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
     ),
     ("CREATE TABLE documents (key BLOB PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID",),
+    (  # 14 bits for an attempt's number instead of 8, and counts of failures and lost workers
+        "ALTER TABLE rollouts ADD COLUMN failures INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE rollouts ADD COLUMN losses INTEGER NOT NULL DEFAULT 0",
+        "UPDATE rollouts SET failures = (SELECT count(*) FROM attempts WHERE status IN ('failed', 'timeout') "
+        "AND id BETWEEN (seq << 8) AND (seq << 8) + 255), attempt = (attempt >> 8 << 14) + (attempt & 255) "
+        "WHERE attempts > 0",
+        "UPDATE changes SET attempt = (attempt >> 8 << 14) + (attempt & 255) WHERE attempt IS NOT NULL",
+        "ALTER TABLE attempts RENAME TO narrow_attempts",
+        """CREATE TABLE attempts (
+            id INTEGER PRIMARY KEY, status TEXT NOT NULL, claim_id TEXT NOT NULL, deadline REAL NOT NULL,
+            data BLOB NOT NULL)""",
+        "INSERT INTO attempts SELECT (id >> 8 << 14) + (id & 255), status, claim_id, deadline, data "
+        "FROM narrow_attempts ORDER BY id",
+        "DROP TABLE narrow_attempts",
+        "CREATE INDEX attempts_due ON attempts (deadline) WHERE status = 'running'",
+        "CREATE INDEX attempts_claimed ON attempts (claim_id) WHERE status = 'running' AND claim_id <> ''",
+        "ALTER TABLE spans RENAME TO narrow_spans",
+        "CREATE TABLE spans (key INTEGER PRIMARY KEY, span_id TEXT NOT NULL, data BLOB NOT NULL)",
+        "INSERT INTO spans SELECT (key >> 32 << 38) + (key & 4294967295), span_id, data FROM narrow_spans ORDER BY key",
+        "DROP TABLE narrow_spans",
+        "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
+    ),
 )
 """Statements that bring a file of version N to N + 1; a new file runs them all."""
 
 CURRENT = len(MIGRATIONS)
+
+_LOG = logging.getLogger("agl_run.sqlite")
 
 _STATES_MOVE = 2
 """The last version that keeps labels, scores, experiments and ledgers among the states of algorithms."""
@@ -152,7 +177,10 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for number in range(_version(connection, path), CURRENT):
+        version = _version(connection, path)
+        if version:
+            _LOG.warning("converting %s from layout %d to %d; a large file takes minutes", path, version, CURRENT)
+        for number in range(version, CURRENT):
             for statement in MIGRATIONS[number]:
                 connection.execute(statement)
             if number == _STATES_MOVE:

@@ -27,8 +27,8 @@ _KEEP_LAST_CURSOR = (  # so that cursors never go back
     "WHERE cursor = (SELECT max(cursor) FROM changes) AND attempt BETWEEN ? AND ?"
 )
 _UPDATE_ROLLOUT = (
-    "UPDATE rollouts SET status = ?, attempts = ?, attempt = ?, started_at = ?, finished_at = ?, stage = ? "
-    "WHERE seq = ?"
+    "UPDATE rollouts SET status = ?, attempts = ?, failures = ?, losses = ?, attempt = ?, started_at = ?, "
+    "finished_at = ?, stage = ? WHERE seq = ?"
 )
 _SAVE_ATTEMPT = (
     "INSERT INTO attempts VALUES (?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET status = excluded.status, "

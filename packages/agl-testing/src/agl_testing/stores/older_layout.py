@@ -1,8 +1,23 @@
-"""The states that durable stores kept in their layouts 1 and 2, for tests of migrations."""
+"""Parts of older layouts of the durable stores, for tests of migrations."""
 
 import msgspec
 
 from agl.contracts import Store
+
+
+def narrow_numbers(prefix: str = "") -> list[str]:
+    """Return the statements that turn tables back to layout 3, which had 8 bits for an attempt's number.
+
+    They leave the spans alone, whose keys differ between stores. Tables' names begin with ``prefix``.
+    """
+    narrow = "({0} >> 14 << 8) + ({0} & 255)"
+    return [
+        f"UPDATE {prefix}attempts SET id = {narrow.format('id')}",
+        f"UPDATE {prefix}changes SET attempt = {narrow.format('attempt')} WHERE attempt IS NOT NULL",
+        f"UPDATE {prefix}rollouts SET attempt = {narrow.format('attempt')} WHERE attempt IS NOT NULL",
+        f"ALTER TABLE {prefix}rollouts DROP COLUMN failures",
+        f"ALTER TABLE {prefix}rollouts DROP COLUMN losses",
+    ]
 
 
 async def older_states(store: Store, *, ledger: tuple[str, int, str]) -> dict[str, bytes]:

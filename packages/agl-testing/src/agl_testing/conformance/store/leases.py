@@ -42,11 +42,11 @@ class LeaseTests:
         assert ["lost", "running"] == [a.status for a in await store.attempts(first.rollout.rollout_id)]
 
     @store_test
-    async def test_lapsed_lease_fails_the_rollout_while_somebody_waits_for_changes(self, store: Store) -> None:
+    async def test_lapsed_lease_is_noticed_while_somebody_waits_for_changes(self, store: Store) -> None:
         claim = await start_one(store, lease_s=SHORT_S)
         started, cursor = time.monotonic(), await store.cursor()
         seen = await store.changes(after=cursor, wait_s=10)
-        assert [(claim.rollout.rollout_id, "failed")] == [(c.key, c.status) for c in seen]
+        assert [(claim.rollout.rollout_id, "queued")] == [(c.key, c.status) for c in seen]
         assert time.monotonic() - started < 5
         assert ["lost"] == [a.status for a in await store.attempts(claim.rollout.rollout_id)]
 
@@ -54,7 +54,19 @@ class LeaseTests:
     async def test_lapsed_lease_is_seen_by_whoever_reads(self, store: Store) -> None:
         claim = await start_one(store, lease_s=SHORT_S)
         await asyncio.sleep(SHORT_S * 2)
-        assert "failed" == (await store.rollouts(RolloutQuery(ids=(claim.rollout.rollout_id,))))[0].status
+        found = (await store.rollouts(RolloutQuery(ids=(claim.rollout.rollout_id,))))[0]
+        assert ("queued", 0, 1) == (found.status, found.failures, found.losses)
+
+    @store_test
+    async def test_rollout_that_loses_every_worker_ends_at_its_limit(self, store: Store) -> None:
+        await store.enqueue([make_rollout(retry=RetryPolicy(max_losses=1))])
+        for _ in range(2):
+            await claim_one(store, lease_s=0.01, wait_s=10)
+            await asyncio.sleep(0.05)
+        found = (await store.rollouts(RolloutQuery()))[0]
+        assert ("failed", 2) == (found.status, found.losses)
+        errors = [attempt.error for attempt in await store.attempts(found.rollout_id)]
+        assert ["agl.LeaseLapsed", "agl.Quarantined"] == [error.type for error in errors if error]
 
     @store_test
     async def test_renewed_lease_holds_and_a_lapsed_one_does_not(self, store: Store) -> None:

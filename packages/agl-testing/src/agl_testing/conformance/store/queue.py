@@ -44,7 +44,7 @@ class QueueTests:
             group_id="g",
             mode="val",
             resources={"main": "v3"},
-            retry=RetryPolicy(max_attempts=3, timeout_s=1.5, retry_on=("lost",)),
+            retry=RetryPolicy(max_attempts=3, max_losses=5, timeout_s=1.5, retry_on=("timeout",)),
             hidden=("answer",),
             metadata={"algorithm": "grpo", "step": 3},
         )
@@ -157,24 +157,43 @@ class QueueTests:
     async def test_failed_attempt_is_retried_until_the_policy_is_exhausted(self, store: Store) -> None:
         first = await start_one(store, make_rollout(retry=TWO_ATTEMPTS))
         queued = (await store.finish([outcome_of(first, "failed")]))[0]
-        assert ("queued", 1, 0.0) == (queued.status, queued.attempts, queued.finished_at)
+        assert ("queued", 1, 1, 0.0) == (queued.status, queued.attempts, queued.failures, queued.finished_at)
         second = await claim_one(store)
         assert (2, f"{first.rollout.rollout_id}.2") == (second.attempt.number, second.attempt.attempt_id)
         assert "failed" == (await store.finish([outcome_of(second, "failed")]))[0].status
         assert ["failed", "failed"] == [a.status for a in await store.attempts(first.rollout.rollout_id)]
 
     @store_test
-    async def test_attempt_that_is_given_back_does_not_count(self, store: Store) -> None:
-        claim = await start_one(store, make_rollout(retry=RetryPolicy(max_attempts=1, retry_on=("lost",))))
-        for _ in range(3):
-            given_back = Outcome(attempt_id=claim.attempt.attempt_id, status="lost")
-            assert "queued" == (await store.finish([given_back]))[0].status
+    async def test_attempts_that_are_given_back_or_lost_leave_all_tries_to_the_agent(self, store: Store) -> None:
+        claim = await start_one(store, make_rollout(retry=TWO_ATTEMPTS))
+        for given_back in (True, True, True, False, False):
+            lost = Outcome(attempt_id=claim.attempt.attempt_id, status="lost")
+            assert "queued" == (await store.finish([lost if given_back else outcome_of(claim, "lost")]))[0].status
             claim = await claim_one(store)
-        assert "failed" == (await store.finish([outcome_of(claim, "lost")]))[0].status
+        assert "queued" == (await store.finish([outcome_of(claim, "failed")]))[0].status
+        ended = (await store.finish([outcome_of(await claim_one(store), "failed")]))[0]
+        assert ("failed", 7, 2, 2) == (ended.status, ended.attempts, ended.failures, ended.losses)
+        assert ended == (await store.rollouts(RolloutQuery()))[0]
+
+    @store_test
+    async def test_rollout_has_as_many_attempts_as_workers_give_back(self, store: Store) -> None:
+        claim = await start_one(store)
+        neighbour = (await store.enqueue([make_rollout(experiment="other")]))[0]
+        for _ in range(300):
+            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost")])
+            claim = await claim_one(store)
+        await store.append_spans([make_span(claim, name="late in life")])
+        assert 301 == claim.attempt.number
+        ended = (await store.finish([outcome_of(claim)]))[0]
+        assert ["late in life"] == [span.name for span in await store.spans(ended.rollout_id)]
+        assert list(range(1, 302)) == [attempt.number for attempt in await store.attempts(ended.rollout_id)]
+        assert [] == await store.attempts(neighbour.rollout_id)
+        assert 1 == await store.delete([ended.rollout_id])
+        assert [neighbour] == await store.rollouts(RolloutQuery())
 
     @store_test
     async def test_outcome_that_the_policy_does_not_retry_is_final(self, store: Store) -> None:
-        claim = await start_one(store, make_rollout(retry=RetryPolicy(max_attempts=5, retry_on=("lost",))))
+        claim = await start_one(store, make_rollout(retry=RetryPolicy(max_attempts=5, retry_on=("timeout",))))
         assert "failed" == (await store.finish([outcome_of(claim, "failed")]))[0].status
         assert [] == await store.claim(worker="w")
 
