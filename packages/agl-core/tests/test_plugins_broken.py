@@ -206,3 +206,27 @@ def test_command_line_names_every_broken_plugin(install_plugin, monkeypatch, nam
     for part in (f"agl-{name} 1.0", f"AGL_DISABLED_PLUGINS={name}"):
         assert part in output
     assert "Traceback" not in done.stderr
+
+
+def test_interrupt_during_the_import_of_a_plugin_names_it(install_plugin, caplog):
+    install_plugin("agl-odd", "raise KeyboardInterrupt\n", entry="odd")
+    with pytest.raises(KeyboardInterrupt):
+        PluginManager.from_environment()
+    for part in ("'odd' (agl-odd 1.0) was interrupted", "if nobody pressed Ctrl-C", "AGL_DISABLED_PLUGINS=odd"):
+        assert part in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("statement", "raised", "expected"),
+    [
+        ("raise SystemExit(3)", BrokenPluginError, "raised SystemExit: 3"),
+        ("raise KeyboardInterrupt", KeyboardInterrupt, "'quits:make' of the plugin 'lazy' (agl-lazy 1.0) was interr"),
+    ],
+)
+def test_component_whose_module_quits_is_named(install_plugin, site, caplog, statement, raised, expected):
+    (site / "quits.py").write_text(statement)
+    install_plugin("agl-lazy", REWARD.format(name="lazy").replace("math:sqrt", "quits:make"), entry="lazy")
+    manager = PluginManager.from_environment()
+    with pytest.raises(raised) as caught:
+        manager.build(manager.reward("lazy"))
+    assert expected in caplog.text + str(caught.value)

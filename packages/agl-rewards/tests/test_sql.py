@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agl.contracts import RewardEmitter
 from agl.errors import ConfigError
 from agl.schemas import Reward
-from agl_rewards.sandbox import QueryError, QueryLimits, check_query, check_syntax, is_ordered, run_query
+from agl_rewards.sandbox import QueryError, QueryLimits, QueryRunner, check_query, check_syntax, is_ordered
 from agl_rewards.sql import SqlExecutes, SqlMatch, SqlSyntax, same_rows
 from agl_testing.conformance.reward import RewardConformance
 
@@ -134,7 +134,7 @@ def test_error_is_zero_with_its_reason(match: Callable[..., Reward], query: str,
 def test_what_does_not_only_read_is_refused_and_changes_nothing(path: Path, query: str) -> None:
     before = path.read_bytes()
     with pytest.raises(QueryError, match="only queries") as caught:
-        run_query(path, query, limits=QueryLimits())
+        QueryRunner(QueryLimits()).run(path, query)
     assert "refused" == caught.value.fault
     assert (before, [path]) == (path.read_bytes(), list(path.parent.iterdir()))
 
@@ -143,14 +143,14 @@ def test_endless_query_is_stopped_in_time(path: Path) -> None:
     endless = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT count(*) FROM n"
     started = time.monotonic()
     with pytest.raises(QueryError, match=r"stopped after 0\.2 s"):
-        run_query(path, endless, limits=QueryLimits(time_s=0.2))
+        QueryRunner(QueryLimits(time_s=0.2)).run(path, endless)
     assert time.monotonic() - started < 5
 
 
 def test_query_may_not_give_too_many_rows(path: Path) -> None:
-    assert 3 == len(run_query(path, "SELECT * FROM singer", limits=QueryLimits(rows=3)))
+    assert 3 == len(QueryRunner(QueryLimits(rows=3)).run(path, "SELECT * FROM singer"))
     with pytest.raises(QueryError, match="more than 2 rows"):
-        run_query(path, "SELECT * FROM singer", limits=QueryLimits(rows=2))
+        QueryRunner(QueryLimits(rows=2)).run(path, "SELECT * FROM singer")
 
 
 def test_database_that_another_connection_writes_can_be_read(path: Path) -> None:
@@ -158,7 +158,7 @@ def test_database_that_another_connection_writes_can_be_read(path: Path) -> None
     writer.execute("PRAGMA journal_mode = WAL")
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("DELETE FROM singer")
-    assert [(3,)] == run_query(path, "SELECT count(*) FROM singer", limits=QueryLimits())
+    assert [(3,)] == QueryRunner(QueryLimits()).run(path, "SELECT count(*) FROM singer")
     writer.execute("ROLLBACK")
     writer.close()
 

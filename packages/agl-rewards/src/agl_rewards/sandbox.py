@@ -1,39 +1,42 @@
-"""Runs one query that somebody else wrote on a SQLite database: read-only, with limits of time and rows.
+"""Runs one query that somebody else wrote on a SQLite database: read-only, with limits of time, rows and memory.
 
-The database is opened read-only, and an authorizer lets statements do nothing but read: ``ATTACH``, ``PRAGMA``,
-writes, transactions and extensions are refused. A progress handler ends queries that take too long.
-
-Limit: one call of a function such as ``LIKE`` over a long text is not interrupted before it returns.
+Queries run in child processes, see :mod:`agl_rewards.query_child`, which are kept for the next ones. A query that does
+not end in time is interrupted there; one that cannot be interrupted ends with its child.
 """
 
+import os
 import re
 import sqlite3
-import time
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Generator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple, cast
+
+import msgspec
 
 from agl.errors import AglError, ConfigError
+from agl_rewards import query_child
+from agl_rewards.query_child import MEMORY_BYTES, Answer, Query, Row
 
-Row = tuple[Any, ...]
 Fault = Literal["none", "refused", "syntax", "execution"]
 """The fault of a query: there is none, it does more than read, SQLite cannot parse it, or it does not run."""
-
-MAX_BYTES = 10_000_000
-"""Largest size of one value or row."""
 
 MAX_SQL = 100_000
 """Most characters of one query."""
 
-MAX_LIKE_BYTES = 200
-"""Longest ``LIKE`` or ``GLOB`` pattern; the time that it takes can grow exponentially with its length."""
+GRACE_S = 1.0
+"""Seconds after its time at which a query that SQLite did not interrupt ends with its child."""
 
-_STEPS = 1000
-"""Virtual machine instructions between two looks at the clock: well below a millisecond."""
+ENDED = "ended"
+"""Kind of the answer of a child that ended."""
 
-_READING = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE})
-_FORBIDDEN = frozenset({"load_extension", "fts3_tokenizer"})
+INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
+"""Environment variables that a child gets: no keys."""
+
 _UNPARSED = re.compile(r"syntax error|incomplete input|unrecognized token|parser stack overflow")
 _TOKEN = re.compile(
     r"(?P<skip>\s+|--[^\n]*|/\*.*?(?:\*/|\Z))"
@@ -59,30 +62,120 @@ class QueryLimits(NamedTuple):
     rows: int = 10_000
 
 
-def run_query(database: Path, sql: str, *, limits: QueryLimits) -> list[Row]:
-    """Return all rows of a query in SQLite's order.
+class QueryRunner:
+    """Runs queries, as many at once as there are processors; the others wait.
 
-    Raises:
-        QueryError: The query is refused, wrong, too slow or too large.
-        ConfigError: The file is not a SQLite database.
+    Args:
+        limits: The limits of each query.
     """
-    check_query(sql)
-    with (
-        _translated_errors(limits),
-        closing(_open(f"{database.absolute().as_uri()}?mode=ro", limits.time_s)) as connection,
-    ):
-        rows = connection.execute(sql).fetchmany(limits.rows + 1)  # one more than allowed shows that there are more
-    if len(rows) > limits.rows:
-        raise QueryError("execution", f"the query gives more than {limits.rows} rows")
-    return rows
+
+    def __init__(self, limits: QueryLimits) -> None:
+        self._limits = limits
+        self._idle: list[_Child] = []
+        self._turns = threading.BoundedSemaphore(max(2, os.cpu_count() or 2))
+        weakref.finalize(self, _stop, self._idle)
+
+    def run(self, database: Path, sql: str) -> list[Row]:
+        """Return all rows of a query in SQLite's order.
+
+        Raises:
+            QueryError: The query is refused, wrong, too slow or too large.
+            ConfigError: The file is not a SQLite database.
+        """
+        check_query(sql)
+        limits = self._limits
+        uri = f"{database.absolute().as_uri()}?mode=ro"
+        answer = self._ask(Query(uri, sql, limits.time_s, limits.rows))
+        if answer.error:
+            raise _translated(answer, limits)
+        if len(answer.rows) > limits.rows:
+            raise QueryError("execution", f"the query gives more than {limits.rows} rows")
+        return answer.rows
+
+    def _ask(self, query: Query) -> Answer:
+        """Return the answer of a child, which is kept unless it ended or used up its memory."""
+        try:
+            data = msgspec.msgpack.encode(query)
+        except UnicodeEncodeError as error:
+            return Answer(error=str(error), kind="ValueError")
+        with self._turns:
+            child = self._child()
+            answer = child.ask(data, limit_s=query.time_s + GRACE_S)
+            if answer.kind in (ENDED, "MemoryError"):
+                child.stop()
+            else:
+                self._idle.append(child)
+            return answer
+
+    def _child(self) -> "_Child":
+        """Return a child that lives, a new one if none is idle."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            child.stop()
+        return _Child()
+
+
+class _Child:
+    """A process that runs queries, one at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", query_child.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in INHERITED if name in os.environ},
+        )
+        self._receive()  # an empty answer says that it is ready; its start is not the first query's time
+
+    def ask(self, data: bytes, *, limit_s: float) -> Answer:
+        """Send a query and return its answer; kills the process if that takes too long."""
+        stopped = threading.Event()
+        timer = threading.Timer(limit_s, self._end, (stopped,))
+        timer.start()
+        try:
+            query_child.send(cast("BinaryIO", self._process.stdin), data)
+            answer = self._receive()
+        except BrokenPipeError:
+            answer = None
+        finally:
+            timer.cancel()
+        return answer or Answer(error="interrupted" if stopped.is_set() else "the query crashed SQLite", kind=ENDED)
+
+    def _end(self, stopped: threading.Event) -> None:
+        stopped.set()
+        self._process.kill()
+
+    def _receive(self) -> Answer | None:
+        return query_child.receive(cast("BinaryIO", self._process.stdout), Answer)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if the process runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        with suppress(BrokenPipeError), self._process:  # closes its pipes and waits for it
+            pass
+
+
+def _stop(children: list[_Child]) -> None:
+    for child in children:
+        child.stop()
 
 
 def check_syntax(sql: str) -> None:
     """Raise :class:`QueryError` unless SQLite can parse the text as one query; names need not exist."""
     check_query(sql)
+    limits = QueryLimits()
     try:
         # On an empty database a right query fails for want of its tables, which is a fault of execution and passes.
-        with _translated_errors(QueryLimits()), closing(_open(":memory:", QueryLimits().time_s)) as connection:
+        with _translated_errors(limits), closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+            query_child.restrict(connection, limits.time_s)
             connection.execute(f"EXPLAIN {sql}")
     except QueryError as error:
         if error.fault != "execution":
@@ -118,68 +211,28 @@ def outline(sql: str) -> str:
     return " ".join(words).rstrip("; ")
 
 
-def _open(uri: str, time_s: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(uri, uri=True, timeout=time_s, isolation_level=None)
-    try:
-        _restrict(connection, time_s)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _restrict(connection: sqlite3.Connection, time_s: float) -> None:
-    connection.text_factory = _text
-    # Three safeguards: the file is opened read-only, the connection is read-only, and the authorizer refuses the rest.
-    connection.execute("PRAGMA query_only = 1")
-    _connect_virtual_tables(connection)
-    for limit, most in (
-        (sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES),
-        (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, MAX_LIKE_BYTES),
-        (sqlite3.SQLITE_LIMIT_ATTACHED, 0),
-    ):
-        connection.setlimit(limit, most)
-    connection.set_authorizer(_authorize)
-    # SQLite asks every _STEPS instructions; a true answer interrupts the query.
-    end = time.monotonic() + time_s
-    connection.set_progress_handler(lambda: time.monotonic() > end, _STEPS)
-
-
-def _connect_virtual_tables(connection: sqlite3.Connection) -> None:
-    """Connect full-text and other virtual tables while all is allowed: declaring them takes more than reading."""
-    tables = "SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage = 0"
-    for (name,) in connection.execute(tables).fetchall():
-        with suppress(sqlite3.Error):  # its module is not installed here: a query of that table fails later
-            connection.execute('SELECT 1 FROM "{}" LIMIT 0'.format(name.replace('"', '""')))
-
-
-def _text(data: bytes) -> str:
-    # Databases hold text that is not UTF-8; sqlite3 would raise for it.
-    return data.decode("utf-8", "replace")
-
-
-def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Allow reading, and the one pragma by which the full-text index asks for the version of its data."""
-    is_allowed = action in _READING and (action != sqlite3.SQLITE_FUNCTION or second not in _FORBIDDEN)
-    is_internal = action == sqlite3.SQLITE_PRAGMA and first == "data_version" and second is None
-    return sqlite3.SQLITE_OK if is_allowed or is_internal else sqlite3.SQLITE_DENY
-
-
 @contextmanager
 def _translated_errors(limits: QueryLimits) -> Generator[None]:
-    """Turn SQLite's errors into :class:`QueryError`, and those of a broken file into :class:`ConfigError`."""
+    """Turn SQLite's errors into the ones of :func:`_translated`."""
     try:
         yield
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-        if getattr(error, "sqlite_errorname", "") in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
-            raise ConfigError(f"a reward's database cannot be read: {error}; make it again, or name another") from error
-        message = str(error) or type(error).__name__
-        if isinstance(error, ValueError) or "null character" in message:
-            raise QueryError("syntax", f"the query is not a text that SQLite reads ({message})") from error
-        if "not authorized" in message or "prohibited" in message:
-            raise QueryError("refused", f"only queries that read run here ({message})") from error
-        if "one statement" in message:
-            raise QueryError("refused", "only one query runs here, and the text holds several statements") from error
-        if message == "interrupted":
-            raise QueryError("execution", f"the query was stopped after {limits.time_s:g} s") from error
-        raise QueryError("syntax" if _UNPARSED.search(message) else "execution", message) from error
+        raise _translated(query_child.failure(error), limits) from error
+
+
+def _translated(answer: Answer, limits: QueryLimits) -> AglError:
+    """Return SQLite's error as :class:`QueryError`, or as :class:`ConfigError` for a broken file."""
+    message = answer.error
+    if answer.code in ("SQLITE_NOTADB", "SQLITE_CORRUPT"):
+        return ConfigError(f"a reward's database cannot be read: {message}; make it again, or name another")
+    if answer.kind == "MemoryError":
+        return QueryError("execution", f"the query needs more than {MEMORY_BYTES >> 20} MB of memory")
+    if answer.kind == "ValueError" or "null character" in message:
+        return QueryError("syntax", f"the query is not a text that SQLite reads ({message})")
+    if "not authorized" in message or "prohibited" in message:
+        return QueryError("refused", f"only queries that read run here ({message})")
+    if "one statement" in message:
+        return QueryError("refused", "only one query runs here, and the text holds several statements")
+    if message == "interrupted":
+        return QueryError("execution", f"the query was stopped after {limits.time_s:g} s")
+    return QueryError("syntax" if _UNPARSED.search(message) else "execution", message)

@@ -14,7 +14,8 @@ from typing import Any, Literal, cast
 from agl.contracts import RewardSetup
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate, Record, Reward, Rollout, Span
-from agl_rewards.sandbox import QueryError, QueryLimits, Row, check_syntax, is_ordered, run_query
+from agl_rewards.query_child import Row
+from agl_rewards.sandbox import QueryError, QueryLimits, QueryRunner, check_syntax, is_ordered
 from agl_rewards.source import task_fields, text_source, unfenced
 
 Order = Literal["query", "always", "never"]
@@ -64,14 +65,14 @@ class SqlExecutes:
     ) -> None:
         self._database = _Database(database, setup)
         self._text = text_source(source)
-        self._limits = _limits(time_s, max_rows)
+        self._queries = QueryRunner(_limits(time_s, max_rows))
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
         """Return the reward of one attempt; raises :class:`ConfigError` when its database does not exist."""
         path = self._database.of(rollout)
         try:
-            await asyncio.to_thread(run_query, path, query_in(self._text(spans)), limits=self._limits)
+            await asyncio.to_thread(self._queries.run, path, query_in(self._text(spans)))
         except QueryError as error:
             return Reward(value=0.0, name=self._name, source="evaluator", feedback=str(error))
         return Reward(value=1.0, name=self._name, source="evaluator")
@@ -128,7 +129,7 @@ class SqlMatch:
         self._text = text_source(source)
         self._order: Order = order
         self._digits = digits
-        self._limits = _limits(time_s, max_rows)
+        self._queries = QueryRunner(_limits(time_s, max_rows))
         self._name = name
 
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> Reward:
@@ -162,7 +163,7 @@ class SqlMatch:
         # The task's own queries first: if one does not run, the dataset is at fault and the agent's query untried.
         expected = [(self._expected(path, sql, rollout_id), self._is_ordered(sql)) for sql in right]
         try:
-            rows = run_query(path, query, limits=self._limits)
+            rows = self._queries.run(path, query)
         except QueryError as error:
             return QueryVerdict(syntax=error.fault == "execution", feedback=str(error))
         if any(same_rows(wanted, rows, ordered=ordered, digits=self._digits) for wanted, ordered in expected):
@@ -172,7 +173,7 @@ class SqlMatch:
 
     def _expected(self, path: Path, sql: str, rollout_id: str) -> list[Row]:
         try:
-            return run_query(path, sql, limits=self._limits)
+            return self._queries.run(path, sql)
         except QueryError as error:
             raise ConfigError(
                 f"the task's own query of rollout {rollout_id} does not run on {path}: {error}; correct the dataset, "

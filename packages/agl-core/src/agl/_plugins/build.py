@@ -6,6 +6,7 @@ broken, a parameter that does not exist or has the wrong type.
 
 import importlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -14,8 +15,10 @@ from typing import Any, get_type_hints
 import msgspec
 
 from agl._entries import Entry
-from agl._plugins.source import Source, describe
+from agl._plugins.source import Source, describe, interrupted
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
+
+_log = logging.getLogger("agl.plugins")
 
 _JSON = (str, bool, int, float, list, dict, type(None))
 
@@ -36,7 +39,10 @@ def resolve(entry: Entry, component: str, source: Source) -> Callable[..., Any]:
         raise _not_installed(error, entry.factory, component, source) from error
     except AglError:
         raise
-    except Exception as error:  # a plugin's module may raise anything
+    except KeyboardInterrupt:
+        _log.error("%s", interrupted(f"{entry.factory!r} of the plugin {source.shown_name} was", source))
+        raise
+    except (Exception, SystemExit) as error:  # a plugin's module may raise anything
         raise BrokenPluginError(
             f"{component} cannot be built: importing {entry.factory!r} of the plugin {source.shown_name} raised "
             f"{describe(error)}; {source.remedy}"

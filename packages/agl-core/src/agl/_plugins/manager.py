@@ -40,6 +40,7 @@ from agl._plugins.source import (
     STRICT_VARIABLE,
     Source,
     describe,
+    interrupted,
 )
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError
 
@@ -221,6 +222,9 @@ class PluginManager:
         try:
             check_bound(source, agl.__version__)
             self._admit(source, candidate.load())
+        except KeyboardInterrupt:
+            _log.error("%s", interrupted(f"the plugin {source.shown_name} was", source))
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001  # one plugin must not take the others with it
             failure = _failure(source, error)
             if self._strict:

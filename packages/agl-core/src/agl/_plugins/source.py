@@ -43,6 +43,11 @@ class Source(Record, frozen=True, kw_only=True):
         return f"upgrade it (pip install --upgrade {self.distribution}), remove it, or {disable}"
 
 
+def interrupted(what: str, source: Source) -> str:
+    """The message for a KeyboardInterrupt within an import of the plugin's."""
+    return f"{what} interrupted while it was imported; if nobody pressed Ctrl-C, it did so itself: {source.remedy}"
+
+
 def describe(error: BaseException) -> str:
     """An exception as one phrase: its type and message."""
     message = " ".join(str(error).split())
