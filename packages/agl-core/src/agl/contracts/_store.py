@@ -120,6 +120,7 @@ class ExperimentRecord(Record, frozen=True, kw_only=True):
         live: The live version of every resource.
         turn: Steps taken by all algorithms together.
         owner: Worker name of the process that runs or ran it.
+        agent: The agent that it runs, such as ``module:function``; ``""`` in records of older releases.
     """
 
     name: str
@@ -128,6 +129,7 @@ class ExperimentRecord(Record, frozen=True, kw_only=True):
     live: dict[str, str] = {}
     turn: int = 0
     owner: str = ""
+    agent: str = ""
 
 
 class Trained(Record, frozen=True, kw_only=True):

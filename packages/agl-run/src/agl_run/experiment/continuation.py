@@ -53,12 +53,19 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
     name = plan.name
     previous = await saved.load_experiment(store, name)
     reopened: dict[str, AlgorithmState] = {}
+    agent = plan.agent.identity
     if previous is None or fresh:
-        state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name())
+        state = ExperimentRecord(name=name, run=previous.run + 1 if previous else 1, owner=worker_name(), agent=agent)
         await cancel_unfinished(store, name)
+    elif is_of_another_agent(previous, plan):
+        raise ConfigError(
+            f"experiment {name!r} in this store runs the agent {previous.agent!r}, and this one is {agent!r}; give "
+            "this run another name (name = ... in [experiment], or Trainer(name=...)), or pass --fresh (fresh=True) to "
+            "give the name to this agent"
+        )
     elif resume:
         reopened = await _reopened(store, plan, previous)
-        state = msgspec.structs.replace(previous, status="running", owner=worker_name())
+        state = msgspec.structs.replace(previous, status="running", owner=worker_name(), agent=agent)
     elif previous.status == "finished":
         raise ConfigError(
             f"experiment {name!r} is finished; pass --fresh (fresh=True) to run it again from its start, or ask for "
@@ -72,6 +79,11 @@ async def begin(store: Store, plan: Plan, *, resume: bool, fresh: bool) -> Begin
     if previous is not None:
         await saved.save(store, state)  # a worker of this experiment must not take it for finished meanwhile
     return Beginning(state=state, previous=previous, reopened=reopened)
+
+
+def is_of_another_agent(previous: ExperimentRecord, plan: Plan) -> bool:
+    """Return true if the experiment of this name ran another agent."""
+    return previous.agent not in ("", plan.agent.identity)
 
 
 async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dict[str, AlgorithmState]:

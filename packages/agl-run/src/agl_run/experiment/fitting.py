@@ -10,7 +10,7 @@ from agl.schemas import Episode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
-from agl_run.experiment.continuation import Beginning, begin
+from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.progress import Progress
@@ -88,6 +88,8 @@ async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str
     try:
         store = await session.open_store()
         previous = await saved.load_experiment(store, name)
+        if previous is not None and is_of_another_agent(previous, plan):
+            previous = None
         state = ExperimentRecord(
             name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
         )

@@ -1,8 +1,10 @@
 """Agents and their calls: functions, classes with a ``rollout`` method, and command lines."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from agl import LitAgent
@@ -46,6 +48,17 @@ class AgentSpec:
             f"an agent is a function, a LitAgent, 'module:attribute' or a command, not {type(agent).__name__}"
         )
 
+    @property
+    def identity(self) -> str:
+        """The agent's name in the record of its experiment: ``module:attribute`` without packages, or the command.
+
+        It is equal for a function of a script and for its import elsewhere.
+        """
+        if self.command:
+            return " ".join(self.command)
+        module, _, name = (self.path or _path_of(self.target)).partition(":")
+        return f"{module.rpartition('.')[2]}:{name}"
+
     def load(self) -> "LoadedAgent":
         """Import the agent, and make an instance if it is a class."""
         target: Any = self.target if self.target is not None else import_attribute(self.path, self.folder)
@@ -80,10 +93,22 @@ class LoadedAgent:
 
 
 def _import_path(target: Any) -> str:
-    owner = cast("Any", target if inspect.isclass(target) or inspect.isfunction(target) else type(target))
+    owner = _named(target)
     if owner.__module__ == "__main__" or "<" in owner.__qualname__ or "." in owner.__qualname__:
         return ""
     return f"{owner.__module__}:{owner.__qualname__}"
+
+
+def _named(target: Any) -> Any:
+    """Return the function or class behind an agent."""
+    return cast("Any", target if inspect.isclass(target) or inspect.isfunction(target) else type(target))
+
+
+def _path_of(target: Any) -> str:
+    """Return the path of an agent that cannot be imported, with its script for a module."""
+    owner = _named(target)
+    script: str = getattr(sys.modules["__main__"], "__file__", None) or "__main__"
+    return f"{Path(script).stem if owner.__module__ == '__main__' else owner.__module__}:{owner.__qualname__}"
 
 
 def _bind(function: Callable[..., Any], *, is_async: bool) -> LoadedAgent:
