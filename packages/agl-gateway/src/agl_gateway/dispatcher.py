@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
+_TOO_LARGE = 413
+
 MODEL_ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
 
 
@@ -45,6 +47,13 @@ class Dispatcher:
         self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; ends the connection where the body was not read or is too large."""
+        reply = await self._answer(request)
+        if reply.status == _TOO_LARGE or not request.content.at_eof():
+            reply.force_close()
+        return reply
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; problems take the format that the client's library reads."""
         path = request.path
         try:

@@ -10,6 +10,7 @@ from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.tracing import AttemptTokens
 from agl_gateway.arms import ArmRoutes, with_distinct_names
+from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
 from agl_gateway.dispatcher import Dispatcher, Handle
@@ -29,6 +30,8 @@ from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
 
 _SHUTDOWN_S = 2.0
+_LINGERING_S = 1.0
+"""Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +98,12 @@ class GatewayService:
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
+        self._bodies = BodyReader()
         self.relay = Relay(
             router=self.router,
             recorder=self.recorder,
             session=self.session,
+            bodies=self._bodies,
             max_body=settings.max_body,
             arms=self._arms,
         )
@@ -153,6 +158,7 @@ class GatewayService:
         await self.recorder.stop()
         await self._feed.stop()
         await self.session.close()
+        self._bodies.close()
 
     def _routes(self) -> dict[str, Handle]:
         store, rate, identities = self.store, self._rate, self.identities
@@ -161,12 +167,13 @@ class GatewayService:
             identities=identities,
             rate=rate,
             settle=self.recorder.settle,
+            bodies=self._bodies,
             max_body=self._settings.max_body,
             splitter=self._splitter,
         )
-        traces = TracesApi(store=store, identities=identities, rate=rate)
+        traces = TracesApi(store=store, identities=identities, rate=rate, bodies=self._bodies)
         status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
-        workers = WorkersApi(identities=identities, recorder=self.recorder)
+        workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
@@ -219,6 +226,8 @@ class GatewayService:
             access_log=None,
             logger=logging.getLogger("agl_gateway.http"),
             keepalive_timeout=75.0,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,
         )
 
     def _bind_error(self, error: OSError) -> ConfigError:

@@ -14,7 +14,7 @@ from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span
 from agl.tracing import AttemptToken
-from agl_gateway.bodies import read_body
+from agl_gateway.bodies import BodyReader
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
@@ -51,6 +51,7 @@ class StoreApi:
         identities: Identities,
         rate: SpanRate,
         settle: Callable[[str], Awaitable[None]],
+        bodies: BodyReader,
         max_body: int,
         splitter: Splitter | None = None,
     ) -> None:
@@ -59,6 +60,7 @@ class StoreApi:
         self._settle = settle
         self._identities = identities
         self._rate = rate
+        self._bodies = bodies
         self._max_body = max_body
         self._codecs = {
             MSGPACK: _Codec(msgspec.msgpack.Decoder, msgspec.msgpack.Encoder().encode),
@@ -87,7 +89,7 @@ class StoreApi:
             raise Problem(404, f"the store has no method {name!r}; it has {', '.join(METHODS)}")
         if claim.scope != "admin" and (name != "append_spans" or claim.scope != "attempt"):
             raise Problem(403, f"an attempt's token may append spans to its own attempt; {name!r} needs an admin token")
-        params = self._params(method, codec, await read_body(request, limit=self._max_body))
+        params = self._params(method, codec, await self._bodies.read(request, limit=self._max_body))
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
         spans = len(params["spans"]) if name == "append_spans" else 0

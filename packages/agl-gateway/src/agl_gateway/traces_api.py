@@ -10,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
-from agl_gateway.bodies import read_body
+from agl_gateway.bodies import BodyReader
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.otlp import IngestResult, ingest
@@ -23,10 +23,11 @@ _MAX_BODY = 16 * 1024 * 1024
 class TracesApi:
     """Takes spans from OpenTelemetry exporters."""
 
-    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate) -> None:
+    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate, bodies: BodyReader) -> None:
         self._store = store
         self._identities = identities
         self._rate = rate
+        self._bodies = bodies
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Take one export request; the answer counts rejected spans, if there are any."""
@@ -39,7 +40,7 @@ class TracesApi:
             )
         message = ExportTraceServiceRequest()
         try:
-            message.ParseFromString(await read_body(request, limit=_MAX_BODY))
+            message.ParseFromString(await self._bodies.read(request, limit=_MAX_BODY))
         except DecodeError as error:
             raise Problem(400, f"the body is not an OTLP trace request ({error}); send protobuf") from error
         found = ingest(message, claim)
