@@ -4,11 +4,12 @@ The server itself inflates nothing, so a body costs no more than its own bytes b
 """
 
 import asyncio
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from agl_gateway.problems import Problem
 
@@ -16,15 +17,23 @@ _MAX_INFLATED = 64 * 1024 * 1024
 _INFLATING = 2
 """Bodies that are inflated at once; each may take as much memory as the limit of its endpoint."""
 
+_MIN_RATE = 64 * 1024
+"""Bytes per second at which bodies must arrive."""
+
 _STEP, _PIECE = 64 * 1024, 256 * 1024
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 
 
 class BodyReader:
-    """Reads the bodies of one gateway's requests, after their sender was verified. Close it to end its threads."""
+    """Reads the bodies of one gateway's requests, after their sender was verified. Close it to end its threads.
 
-    def __init__(self) -> None:
+    Args:
+        patience_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
+    """
+
+    def __init__(self, *, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._inflating = ThreadPoolExecutor(_INFLATING, thread_name_prefix="agl-inflate")
 
     async def read(self, request: web.BaseRequest, *, limit: int) -> bytes:
@@ -32,10 +41,11 @@ class BodyReader:
 
         Raises:
             Problem: 413 when the body exceeds ``limit`` bytes, compressed or not, the rest of which is neither read nor
-                inflated; 415 for an encoding other than gzip or deflate, or several; 400 when it cannot be read.
+                inflated; 408 when it arrives too slowly; 415 for an encoding other than gzip or deflate, or several;
+                400 when it cannot be read.
         """
         encoding = _encoding_of(request)
-        body = await _read(request, limit)
+        body = await self._read(request.content, limit)
         if not encoding or not body:
             return body
         loop = asyncio.get_running_loop()
@@ -44,6 +54,41 @@ class BodyReader:
     def close(self) -> None:
         """End the threads; bodies that wait for one are not inflated."""
         self._inflating.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, content: StreamReader, limit: int) -> bytes:
+        started = time.monotonic()
+        try:
+            first = await self._arrived(content, started, 0)
+            if content.at_eof() and len(first) <= limit:
+                return first
+            parts, size = [first], len(first)
+            while size <= limit and (chunk := await self._arrived(content, started, size)):
+                parts.append(chunk)
+                size += len(chunk)
+        except web.RequestPayloadError as error:
+            raise Problem(
+                400, f"the request's body cannot be read ({error}); send it again", code="bad_body"
+            ) from error
+        if size > limit:
+            raise _too_large(limit)
+        return b"".join(parts)
+
+    async def _arrived(self, content: StreamReader, started: float, size: int) -> bytes:
+        """Return the next bytes of a body of which ``size`` have arrived; ``b""`` at its end."""
+        if content.is_eof():
+            return await content.readany()
+        left_s = started + self._patience_s + size / _MIN_RATE - time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                return await content.readany()
+        except TimeoutError:
+            raise Problem(
+                408,
+                f"the request's body arrives too slowly ({size} bytes in {time.monotonic() - started:.0f} s); send it "
+                "faster, or in smaller parts",
+                code="body_timeout",
+                is_retryable=True,
+            ) from None
 
 
 def _encoding_of(request: web.BaseRequest) -> str:
@@ -58,23 +103,6 @@ def _encoding_of(request: web.BaseRequest) -> str:
             code="unsupported_encoding",
         )
     return encodings[0]
-
-
-async def _read(request: web.BaseRequest, limit: int) -> bytes:
-    content = request.content
-    try:
-        first = await content.readany()
-        if content.at_eof() and len(first) <= limit:
-            return first
-        parts, size = [first], len(first)
-        while size <= limit and (chunk := await content.readany()):
-            parts.append(chunk)
-            size += len(chunk)
-    except web.RequestPayloadError as error:
-        raise Problem(400, f"the request's body cannot be read ({error}); send it again", code="bad_body") from error
-    if size > limit:
-        raise _too_large(limit)
-    return b"".join(parts)
 
 
 def _inflate(body: bytes, encoding: str, limit: int) -> bytes:

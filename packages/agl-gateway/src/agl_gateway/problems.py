@@ -11,6 +11,7 @@ _KINDS = {
     403: ("permission_error", "permission_error"),
     404: ("invalid_request_error", "not_found_error"),
     409: ("invalid_request_error", "invalid_request_error"),
+    408: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
     502: ("api_error", "api_error"),

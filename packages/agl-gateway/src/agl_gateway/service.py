@@ -11,6 +11,7 @@ from agl.errors import ConfigError
 from agl.tracing import AttemptTokens
 from agl_gateway.arms import ArmRoutes, with_distinct_names
 from agl_gateway.bodies import BodyReader
+from agl_gateway.connections import ConnectionServer
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
 from agl_gateway.dispatcher import Dispatcher, Handle
@@ -44,6 +45,8 @@ class Settings:
         timeout_s: Seconds of silence after which a backend counts as gone.
         connect_timeout_s: Time limit in seconds for a connection to a backend.
         max_body: Largest request body in bytes.
+        headers_s: Seconds that the headers of a request may take to arrive.
+        body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
         conversation_idle_s: Seconds without a call after which a conversation is over.
     """
 
@@ -52,6 +55,8 @@ class Settings:
     timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
     max_body: int = 64 * 1024 * 1024
+    headers_s: float = 10.0
+    body_s: float = 20.0
     conversation_idle_s: float = 1800.0
 
 
@@ -98,7 +103,7 @@ class GatewayService:
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
-        self._bodies = BodyReader()
+        self._bodies = BodyReader(patience_s=settings.body_s)
         self.relay = Relay(
             router=self.router,
             recorder=self.recorder,
@@ -219,10 +224,10 @@ class GatewayService:
         await check_labels(self.store, self._splitter.split.shares)
         await self._arms.check(await self._splitter.pins())
 
-    def _server(self, handler: Dispatcher) -> web.Server:
-        return web.Server(
+    def _server(self, handler: Dispatcher) -> ConnectionServer:
+        return ConnectionServer(
             handler.handle,
-            handler_cancellation=True,
+            headers_s=self._settings.headers_s,
             access_log=None,
             logger=logging.getLogger("agl_gateway.http"),
             keepalive_timeout=75.0,
