@@ -12,6 +12,7 @@ from agl.contracts import Upstream
 from agl.stores import MemoryStore
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
+from agl_testing.waiting import eventually
 
 SECRET = b"a secret of the tests of deadlines"
 ADMIN = "an-admin-token-of-the-tests"
@@ -125,4 +126,64 @@ async def test_large_body_that_keeps_arriving_is_read(server):
             writer.write(body[start : start + 10_000])
             await asyncio.sleep(0.1)
         assert b"404" in await asyncio.wait_for(reader.readline(), 10)
+        writer.close()
+
+
+MIB = 1024 * 1024
+
+
+async def begin(service: GatewayService, headers: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send the head of a request to the store, without its body."""
+    reader, writer = await connect(service)
+    head = f"POST /store/rollouts HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{headers}"
+    writer.write(f"{head}\r\nAuthorization: Bearer {ADMIN}\r\n\r\n".encode())
+    await writer.drain()
+    return reader, writer
+
+
+async def ask(service: GatewayService, *, size: int) -> bytes:
+    """Send a whole request of ``size`` bytes; returns its answer."""
+    body = b'{"query":{}}'.ljust(size)
+    reader, writer = await begin(service, f"Connection: close\r\nContent-Length: {size}")
+    writer.write(body)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [f"Content-Length: {2 * MIB}", "Transfer-Encoding: chunked", "Content-Encoding: gzip\r\nContent-Length: 9999"],
+)
+async def test_large_bodies_beyond_the_budget_are_refused_and_small_ones_are_not(server, framing: str):
+    async with serving(server, max_bodies=3 * MIB, max_body=2 * MIB, bodies_wait_s=0.3) as service:
+        _, holder = await begin(service, framing)
+        await eventually(lambda: service.bodies_held > 0)
+        refused = await ask(service, size=2 * MIB)
+        assert refused.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 5" in refused.lower()
+        assert f"of {3 * MIB} bytes".encode() in refused
+        assert (await ask(service, size=MIB // 2)).startswith(b"HTTP/1.1 200")
+        holder.close()
+        await eventually(lambda: service.bodies_held == 0)
+        assert (await ask(service, size=2 * MIB)).startswith(b"HTTP/1.1 200")
+        assert 0 == service.bodies_held
+
+
+async def test_large_body_waits_for_room(server):
+    async with serving(server, max_bodies=3 * MIB, bodies_wait_s=30.0) as service:
+        _, holder = await begin(service, f"Content-Length: {2 * MIB}")
+        await eventually(lambda: service.bodies_held > 0)
+        waiting = [asyncio.create_task(ask(service, size=2 * MIB)) for _ in range(5)]
+        assert await healthy(service)
+        assert not any(task.done() for task in waiting)
+        holder.close()
+        assert all(answer.startswith(b"HTTP/1.1 200") for answer in await asyncio.gather(*waiting))
+
+
+async def test_body_that_is_announced_too_long_is_refused_unread(server):
+    async with serving(server) as service:
+        reader, writer = await begin(service, f"Content-Length: {100 * MIB}")
+        answer = await asyncio.wait_for(reader.read(), 10)
+        assert answer.startswith(b"HTTP/1.1 413")
         writer.close()

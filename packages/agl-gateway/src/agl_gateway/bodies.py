@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import StreamReader, web
 
+from agl_gateway.budget import ByteBudget
 from agl_gateway.problems import Problem
 
 _MAX_INFLATED = 64 * 1024 * 1024
 _INFLATING = 2
 """Bodies that are inflated at once; each may take as much memory as the limit of its endpoint."""
 
+_LARGE = 1024 * 1024
 _MIN_RATE = 64 * 1024
 """Bytes per second at which bodies must arrive."""
 
@@ -30,10 +32,13 @@ class BodyReader:
 
     Args:
         patience_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
+        budget: Bytes for all bodies above 1 MiB, and for those whose size is unknown, until :meth:`release`.
     """
 
-    def __init__(self, *, patience_s: float) -> None:
+    def __init__(self, *, patience_s: float, budget: ByteBudget) -> None:
         self._patience_s = patience_s
+        self._budget = budget
+        self._taken: dict[int, int] = {}
         self._inflating = ThreadPoolExecutor(_INFLATING, thread_name_prefix="agl-inflate")
 
     async def read(self, request: web.BaseRequest, *, limit: int) -> bytes:
@@ -42,14 +47,30 @@ class BodyReader:
         Raises:
             Problem: 413 when the body exceeds ``limit`` bytes, compressed or not, the rest of which is neither read nor
                 inflated; 408 when it arrives too slowly; 415 for an encoding other than gzip or deflate, or several;
-                400 when it cannot be read.
+                400 when it cannot be read; 503 when large bodies wait too long for each other.
         """
         encoding = _encoding_of(request)
+        expected = _expected_size(request, encoding, limit)
+        if expected > _LARGE:
+            self._taken[id(request)] = await self._budget.take(expected)
         body = await self._read(request.content, limit)
-        if not encoding or not body:
-            return body
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._inflating, _inflate, body, encoding, limit)
+        if encoding and body:
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(self._inflating, _inflate, body, encoding, limit)
+        self._keep(request, len(body))
+        return body
+
+    def release(self, request: web.BaseRequest) -> None:
+        """Give the bytes of a request's body back, once it is answered."""
+        self._keep(request, 0)
+
+    def _keep(self, request: web.BaseRequest, size: int) -> None:
+        """Keep only the bytes that a body really has."""
+        taken = self._taken.pop(id(request), 0)
+        kept = min(size, taken) if size > _LARGE else 0
+        if kept:
+            self._taken[id(request)] = kept
+        self._budget.give(taken - kept)
 
     def close(self) -> None:
         """End the threads; bodies that wait for one are not inflated."""
@@ -89,6 +110,19 @@ class BodyReader:
                 code="body_timeout",
                 is_retryable=True,
             ) from None
+
+
+def _expected_size(request: web.BaseRequest, encoding: str, limit: int) -> int:
+    """Return the most bytes that a body may have when it is read and inflated; raises a 413 for one that is too long.
+
+    No stream of deflate becomes more than 1,032 times as long.
+    """
+    sent = request.content_length
+    if sent is None:
+        return limit if request.can_read_body else 0
+    if sent > limit:
+        raise _too_large(limit)
+    return min(limit, 1032 * sent) if encoding else sent
 
 
 def _encoding_of(request: web.BaseRequest) -> str:

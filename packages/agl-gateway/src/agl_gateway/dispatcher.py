@@ -8,6 +8,7 @@ from aiohttp import web
 from agl.dialects import dialect_of
 from agl.errors import StoreError
 from agl.tracing import AttemptToken
+from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
@@ -34,6 +35,7 @@ class Dispatcher:
         self,
         *,
         relay: Relay,
+        bodies: BodyReader,
         identities: Identities,
         attempts: RunningAttempts,
         routes: dict[str, Handle] | None = None,
@@ -41,6 +43,7 @@ class Dispatcher:
     ) -> None:
         self._conversations = conversations
         self._relay = relay
+        self._bodies = bodies
         self._identities = identities
         self._attempts = attempts
         self._routes = {name: handle for name, handle in (routes or {}).items() if not name.endswith("/*")}
@@ -48,7 +51,10 @@ class Dispatcher:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; ends the connection where the body was not read or is too large."""
-        reply = await self._answer(request)
+        try:
+            reply = await self._answer(request)
+        finally:
+            self._bodies.release(request)
         if reply.status == _TOO_LARGE or not request.content.at_eof():
             reply.force_close()
         return reply

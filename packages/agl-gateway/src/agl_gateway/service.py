@@ -11,6 +11,7 @@ from agl.errors import ConfigError
 from agl.tracing import AttemptTokens
 from agl_gateway.arms import ArmRoutes, with_distinct_names
 from agl_gateway.bodies import BodyReader
+from agl_gateway.budget import ByteBudget
 from agl_gateway.connections import ConnectionServer
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
@@ -45,6 +46,8 @@ class Settings:
         timeout_s: Seconds of silence after which a backend counts as gone.
         connect_timeout_s: Time limit in seconds for a connection to a backend.
         max_body: Largest request body in bytes.
+        max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
+        bodies_wait_s: Seconds that a further large body waits for the others.
         headers_s: Seconds that the headers of a request may take to arrive.
         body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
         conversation_idle_s: Seconds without a call after which a conversation is over.
@@ -55,6 +58,8 @@ class Settings:
     timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
     max_body: int = 64 * 1024 * 1024
+    max_bodies: int = 128 * 1024 * 1024
+    bodies_wait_s: float = 30.0
     headers_s: float = 10.0
     body_s: float = 20.0
     conversation_idle_s: float = 1800.0
@@ -103,7 +108,8 @@ class GatewayService:
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
-        self._bodies = BodyReader(patience_s=settings.body_s)
+        self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
+        self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
         self.relay = Relay(
             router=self.router,
             recorder=self.recorder,
@@ -120,6 +126,11 @@ class GatewayService:
         """Return true if clients may call models without an attempt."""
         return self._conversations is not None
 
+    @property
+    def bodies_held(self) -> int:
+        """Bytes of the large request bodies that are held now."""
+        return self._budget.held
+
     async def start(self) -> str:
         """Listen; returns the base URL.
 
@@ -129,6 +140,7 @@ class GatewayService:
         await self._check_split()
         handler = Dispatcher(
             relay=self.relay,
+            bodies=self._bodies,
             identities=self.identities,
             attempts=self.attempts,
             routes={**self._routes(), **self._conversation_routes()},

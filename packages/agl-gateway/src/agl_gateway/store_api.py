@@ -76,10 +76,10 @@ class StoreApi:
             return web.Response(body=body, content_type=content_type)
         except Problem as problem:
             kind = "TokenError" if problem.status in (401, 403) else "StoreError"
-            fault, status = Fault(type=kind, message=str(problem)), problem.status
+            fault, status, headers = Fault(type=kind, message=str(problem)), problem.status, problem.headers()
         except AglError as error:
-            fault, status = fault_of(error), status_of(error)
-        return web.Response(body=codec.encode(fault), status=status, content_type=content_type)
+            fault, status, headers = fault_of(error), status_of(error), {}
+        return web.Response(body=codec.encode(fault), status=status, content_type=content_type, headers=headers)
 
     async def _call(self, request: web.BaseRequest, codec: _Codec) -> bytes:
         claim = self._identities.verify(key_of(request.headers))
