@@ -52,6 +52,8 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
+@click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
+@click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -63,6 +65,8 @@ def serve(
     idle_s: float,
     token_file: Path | None,
     timeout_s: float,
+    max_calls: int,
+    max_spans: int,
 ) -> None:
     """Serve a store and a gateway to other processes."""
     manager = manager_of(ctx)
@@ -70,7 +74,14 @@ def serve(
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
-    settings = Settings(host=host, port=port, timeout_s=timeout_s, conversation_idle_s=_idle(idle_s))
+    settings = Settings(
+        host=host,
+        port=port,
+        timeout_s=timeout_s,
+        max_calls=max_calls,
+        max_spans=max_spans,
+        conversation_idle_s=_idle(idle_s),
+    )
     store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
 
     async def run() -> None:

@@ -12,6 +12,7 @@ from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
+from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
 
 _log = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Dispatcher:
         bodies: BodyReader,
         identities: Identities,
         attempts: RunningAttempts,
+        quotas: Quotas,
         routes: dict[str, Handle] | None = None,
         conversations: Conversations | None = None,
     ) -> None:
@@ -46,6 +48,7 @@ class Dispatcher:
         self._bodies = bodies
         self._identities = identities
         self._attempts = attempts
+        self._quotas = quotas
         self._routes = {name: handle for name, handle in (routes or {}).items() if not name.endswith("/*")}
         self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
 
@@ -91,6 +94,7 @@ class Dispatcher:
             return await self._relay.converse(request, self._conversations, dialect=dialect, endpoint=endpoint)
         _check(claim, expected)
         await self._attempts.require(claim)
+        await self._quotas.add_call(claim)
         return await self._relay.relay(
             request,
             dialect=dialect,

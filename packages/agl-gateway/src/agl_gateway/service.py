@@ -19,6 +19,7 @@ from agl_gateway.dispatcher import Dispatcher, Handle
 from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
+from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.routing import Router
@@ -50,6 +51,8 @@ class Settings:
         bodies_wait_s: Seconds that a further large body waits for the others.
         headers_s: Seconds that the headers of a request may take to arrive.
         body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
+        max_calls: Model calls of one attempt; those of conversations are not limited.
+        max_spans: Spans that one attempt may append with its token.
         conversation_idle_s: Seconds without a call after which a conversation is over.
     """
 
@@ -62,6 +65,8 @@ class Settings:
     bodies_wait_s: float = 30.0
     headers_s: float = 10.0
     body_s: float = 20.0
+    max_calls: int = 100_000
+    max_spans: int = 1_000_000
     conversation_idle_s: float = 1800.0
 
 
@@ -101,6 +106,7 @@ class GatewayService:
             self._conversations, idle_s=settings.conversation_idle_s
         )
         self.attempts = RunningAttempts(store)
+        self._quotas = Quotas(store, max_calls=settings.max_calls, max_spans=settings.max_spans)
         self._feed = Feed(
             store,
             on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
@@ -143,6 +149,7 @@ class GatewayService:
             bodies=self._bodies,
             identities=self.identities,
             attempts=self.attempts,
+            quotas=self._quotas,
             routes={**self._routes(), **self._conversation_routes()},
             conversations=self._conversations,
         )
@@ -185,10 +192,11 @@ class GatewayService:
             rate=rate,
             settle=self.recorder.settle,
             bodies=self._bodies,
+            quotas=self._quotas,
             max_body=self._settings.max_body,
             splitter=self._splitter,
         )
-        traces = TracesApi(store=store, identities=identities, rate=rate, bodies=self._bodies)
+        traces = TracesApi(store=store, identities=identities, rate=rate, bodies=self._bodies, quotas=self._quotas)
         status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
         workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
         return {

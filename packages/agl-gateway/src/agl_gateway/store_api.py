@@ -19,6 +19,7 @@ from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, s
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.problems import Problem
+from agl_gateway.quotas import Quotas
 from agl_gateway.splitter import Splitter
 
 MSGPACK = "application/msgpack"
@@ -52,6 +53,7 @@ class StoreApi:
         rate: SpanRate,
         settle: Callable[[str], Awaitable[None]],
         bodies: BodyReader,
+        quotas: Quotas,
         max_body: int,
         splitter: Splitter | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class StoreApi:
         self._identities = identities
         self._rate = rate
         self._bodies = bodies
+        self._quotas = quotas
         self._max_body = max_body
         self._codecs = {
             MSGPACK: _Codec(msgspec.msgpack.Decoder, msgspec.msgpack.Encoder().encode),
@@ -92,6 +95,7 @@ class StoreApi:
         params = self._params(method, codec, await self._bodies.read(request, limit=self._max_body))
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
+            await self._quotas.add_spans(claim, len(params["spans"]))
         spans = len(params["spans"]) if name == "append_spans" else 0
         for attempt_id in _attempts_to_settle(name, params):
             await self._settle(attempt_id)

@@ -15,6 +15,7 @@ from agl_gateway.identity import Identities, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.otlp import IngestResult, ingest
 from agl_gateway.problems import Problem
+from agl_gateway.quotas import Quotas
 
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024
@@ -23,11 +24,14 @@ _MAX_BODY = 16 * 1024 * 1024
 class TracesApi:
     """Takes spans from OpenTelemetry exporters."""
 
-    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate, bodies: BodyReader) -> None:
+    def __init__(
+        self, *, store: Store, identities: Identities, rate: SpanRate, bodies: BodyReader, quotas: Quotas
+    ) -> None:
         self._store = store
         self._identities = identities
         self._rate = rate
         self._bodies = bodies
+        self._quotas = quotas
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Take one export request; the answer counts rejected spans, if there are any."""
@@ -44,6 +48,7 @@ class TracesApi:
         except DecodeError as error:
             raise Problem(400, f"the body is not an OTLP trace request ({error}); send protobuf") from error
         found = ingest(message, claim)
+        await self._quotas.add_spans(claim, len(found.spans))
         await self._append(found)
         return web.Response(body=_answer(found), content_type=PROTOBUF)
 
