@@ -192,11 +192,19 @@ class GatewayService:
             rate=rate,
             settle=self.recorder.settle,
             bodies=self._bodies,
+            attempts=self.attempts,
             quotas=self._quotas,
             max_body=self._settings.max_body,
             splitter=self._splitter,
         )
-        traces = TracesApi(store=store, identities=identities, rate=rate, bodies=self._bodies, quotas=self._quotas)
+        traces = TracesApi(
+            store=store,
+            identities=identities,
+            rate=rate,
+            bodies=self._bodies,
+            attempts=self.attempts,
+            quotas=self._quotas,
+        )
         status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
         workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
         return {

@@ -16,7 +16,7 @@ from agl.schemas import Span
 from agl.tracing import AttemptToken
 from agl_gateway.bodies import BodyReader
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.problems import Problem
 from agl_gateway.quotas import Quotas
@@ -53,6 +53,7 @@ class StoreApi:
         rate: SpanRate,
         settle: Callable[[str], Awaitable[None]],
         bodies: BodyReader,
+        attempts: RunningAttempts,
         quotas: Quotas,
         max_body: int,
         splitter: Splitter | None = None,
@@ -63,6 +64,7 @@ class StoreApi:
         self._identities = identities
         self._rate = rate
         self._bodies = bodies
+        self._attempts = attempts
         self._quotas = quotas
         self._max_body = max_body
         self._codecs = {
@@ -95,6 +97,8 @@ class StoreApi:
         params = self._params(method, codec, await self._bodies.read(request, limit=self._max_body))
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
+            if reason := await self._attempts.refusal(claim, params["spans"]):
+                raise Problem(403, reason)
             await self._quotas.add_spans(claim, len(params["spans"]))
         spans = len(params["spans"]) if name == "append_spans" else 0
         for attempt_id in _attempts_to_settle(name, params):
