@@ -4,37 +4,14 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
 
 import pytest
 
-from agl.contracts import Upstream
-from agl.stores import MemoryStore
-from agl.tracing import AttemptTokens
-from agl_gateway.service import GatewayService, Settings
+from agl_gateway.service import GatewayService
 from agl_testing.waiting import eventually
 
-SECRET = b"a secret of the tests of deadlines"
 ADMIN = "an-admin-token-of-the-tests"
 SLOW = 200
-
-
-@contextlib.asynccontextmanager
-async def serving(server, **settings) -> AsyncIterator[GatewayService]:
-    store = MemoryStore()
-    service = GatewayService(
-        store=store,
-        upstreams=[Upstream(name="main_llm", base_url=server.base_url, model="scripted")],
-        tokens=AttemptTokens(SECRET),
-        settings=Settings(**settings),
-        admin_key=ADMIN,
-    )
-    await service.start()
-    try:
-        yield service
-    finally:
-        await service.stop()
-        await store.close()
 
 
 async def connect(service: GatewayService) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -51,8 +28,8 @@ async def healthy(service: GatewayService) -> bool:
 
 
 @pytest.mark.parametrize("start", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nX-Some"])
-async def test_connections_without_whole_headers_are_closed(server, start: bytes):
-    async with serving(server, headers_s=0.5) as service:
+async def test_connections_without_whole_headers_are_closed(serving, start: bytes):
+    async with serving(headers_s=0.5) as service:
         opened = [await connect(service) for _ in range(SLOW)]
         for _, writer in opened:
             writer.write(start)
@@ -63,8 +40,8 @@ async def test_connections_without_whole_headers_are_closed(server, start: bytes
             writer.close()
 
 
-async def test_headers_that_arrive_byte_by_byte_are_cut_off(server):
-    async with serving(server, headers_s=0.5) as service:
+async def test_headers_that_arrive_byte_by_byte_are_cut_off(serving):
+    async with serving(headers_s=0.5) as service:
         reader, writer = await connect(service)
         writer.write(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
         ended = asyncio.create_task(reader.read())
@@ -78,8 +55,8 @@ async def test_headers_that_arrive_byte_by_byte_are_cut_off(server):
         writer.close()
 
 
-async def test_idle_connection_serves_further_requests(server):
-    async with serving(server, headers_s=0.2) as service:
+async def test_idle_connection_serves_further_requests(serving):
+    async with serving(headers_s=0.2) as service:
         reader, writer = await connect(service)
         for _ in range(2):
             writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -90,8 +67,8 @@ async def test_idle_connection_serves_further_requests(server):
         writer.close()
 
 
-async def test_second_request_has_a_deadline_of_its_own(server):
-    async with serving(server, headers_s=0.3) as service:
+async def test_second_request_has_a_deadline_of_its_own(serving):
+    async with serving(headers_s=0.3) as service:
         reader, writer = await connect(service)
         writer.write(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         await reader.readuntil(b'{"status": "ok"}')
@@ -101,8 +78,8 @@ async def test_second_request_has_a_deadline_of_its_own(server):
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 5000", b"Transfer-Encoding: chunked"])
-async def test_body_that_does_not_arrive_is_answered_with_408(server, framing: bytes):
-    async with serving(server, body_s=0.4) as service:
+async def test_body_that_does_not_arrive_is_answered_with_408(serving, framing: bytes):
+    async with serving(body_s=0.4) as service:
         reader, writer = await connect(service)
         head = b"POST /store/rollouts HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n" + framing
         writer.write(head + b"\r\nAuthorization: Bearer " + ADMIN.encode() + b"\r\n\r\n5\r\nhello\r\n")
@@ -114,8 +91,8 @@ async def test_body_that_does_not_arrive_is_answered_with_408(server, framing: b
         assert await healthy(service)
 
 
-async def test_large_body_that_keeps_arriving_is_read(server):
-    async with serving(server, body_s=0.4) as service:
+async def test_large_body_that_keeps_arriving_is_read(serving):
+    async with serving(body_s=0.4) as service:
         reader, writer = await connect(service)
         body = json.dumps({"query": {"ids": ["x" * 100_000]}}).encode()
         head = (
@@ -155,8 +132,8 @@ async def ask(service: GatewayService, *, size: int) -> bytes:
     "framing",
     [f"Content-Length: {2 * MIB}", "Transfer-Encoding: chunked", "Content-Encoding: gzip\r\nContent-Length: 9999"],
 )
-async def test_large_bodies_beyond_the_budget_are_refused_and_small_ones_are_not(server, framing: str):
-    async with serving(server, max_bodies=3 * MIB, max_body=2 * MIB, bodies_wait_s=0.3) as service:
+async def test_large_bodies_beyond_the_budget_are_refused_and_small_ones_are_not(serving, framing: str):
+    async with serving(max_bodies=3 * MIB, max_body=2 * MIB, bodies_wait_s=0.3) as service:
         _, holder = await begin(service, framing)
         await eventually(lambda: service.bodies_held > 0)
         refused = await ask(service, size=2 * MIB)
@@ -170,8 +147,8 @@ async def test_large_bodies_beyond_the_budget_are_refused_and_small_ones_are_not
         assert 0 == service.bodies_held
 
 
-async def test_large_body_waits_for_room(server):
-    async with serving(server, max_bodies=3 * MIB, bodies_wait_s=30.0) as service:
+async def test_large_body_waits_for_room(serving):
+    async with serving(max_bodies=3 * MIB, bodies_wait_s=30.0) as service:
         _, holder = await begin(service, f"Content-Length: {2 * MIB}")
         await eventually(lambda: service.bodies_held > 0)
         waiting = [asyncio.create_task(ask(service, size=2 * MIB)) for _ in range(5)]
@@ -181,8 +158,8 @@ async def test_large_body_waits_for_room(server):
         assert all(answer.startswith(b"HTTP/1.1 200") for answer in await asyncio.gather(*waiting))
 
 
-async def test_body_that_is_announced_too_long_is_refused_unread(server):
-    async with serving(server) as service:
+async def test_body_that_is_announced_too_long_is_refused_unread(serving):
+    async with serving() as service:
         reader, writer = await begin(service, f"Content-Length: {100 * MIB}")
         answer = await asyncio.wait_for(reader.read(), 10)
         assert answer.startswith(b"HTTP/1.1 413")

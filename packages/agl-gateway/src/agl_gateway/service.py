@@ -26,6 +26,7 @@ from agl_gateway.routing import Router
 from agl_gateway.split_api import RESOURCES, SplitApi
 from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
+from agl_gateway.status_access import StatusAccess
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
 from agl_gateway.traces_api import TracesApi
@@ -51,6 +52,8 @@ class Settings:
         bodies_wait_s: Seconds that a further large body waits for the others.
         headers_s: Seconds that the headers of a request may take to arrive.
         body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
+        is_status_protected: Whether ``/metrics`` and ``/openapi.json`` need the admin token.
+        known_hosts: Host names for which both answer without it, besides ``localhost`` and this machine's.
         max_calls: Model calls of one attempt; those of conversations are not limited.
         max_spans: Spans that one attempt may append with its token.
         conversation_idle_s: Seconds without a call after which a conversation is over.
@@ -65,6 +68,8 @@ class Settings:
     bodies_wait_s: float = 30.0
     headers_s: float = 10.0
     body_s: float = 20.0
+    is_status_protected: bool = False
+    known_hosts: tuple[str, ...] = ()
     max_calls: int = 100_000
     max_spans: int = 1_000_000
     conversation_idle_s: float = 1800.0
@@ -205,7 +210,14 @@ class GatewayService:
             attempts=self.attempts,
             quotas=self._quotas,
         )
-        status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
+        access = StatusAccess(
+            identities,
+            is_protected=self._settings.is_status_protected,
+            hosts=(self._settings.host, *self._settings.known_hosts),
+        )
+        status = StatusApi(
+            store=store, access=access, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate
+        )
         workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
