@@ -107,14 +107,14 @@ ServiceFactory = Callable[..., AbstractAsyncContextManager[GatewayService]]
 
 @pytest.fixture
 def serving(server: ScriptedModelServer) -> ServiceFactory:
-    """Makes a service in the test's own event loop: ``async with serving(max_body=...) as service``."""
+    """Makes a service in the test's own event loop: ``async with serving(backend=..., max_body=...) as it``."""
 
     @asynccontextmanager
-    async def make(**settings: Any) -> AsyncIterator[GatewayService]:
+    async def make(*, backend: str = "", **settings: Any) -> AsyncIterator[GatewayService]:
         store = MemoryStore()
         service = GatewayService(
             store=store,
-            upstreams=[Upstream(name="main_llm", base_url=server.base_url, model="scripted")],
+            upstreams=[Upstream(name="main_llm", base_url=backend or server.base_url, model="scripted")],
             tokens=AttemptTokens(SECRET),
             settings=Settings(**settings),
             admin_key=ADMIN,
