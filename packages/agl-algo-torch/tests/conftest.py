@@ -1,6 +1,7 @@
 """A tiny model with a byte-level tokenizer and a ChatML template with tools, made on the spot."""
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from agl.contracts import POLICY_KEY_ENV
 from agl_algo_torch.model import LoadedModel
 from agl_algo_torch.policy import TorchPolicy
 
@@ -109,7 +111,7 @@ def connect() -> Iterator[Callable[[TorchPolicy], openai.OpenAI]]:
     clients: list[openai.OpenAI] = []
 
     def make(policy: TorchPolicy) -> openai.OpenAI:
-        clients.append(openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0))
+        clients.append(openai.OpenAI(base_url=policy.base_url, api_key=os.environ[POLICY_KEY_ENV], max_retries=0))
         return clients[-1]
 
     yield make

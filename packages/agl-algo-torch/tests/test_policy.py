@@ -1,6 +1,7 @@
 """The policy as the trainer sees it: start, load, publish, stop."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import openai
 import pytest
 import torch
 
-from agl.contracts import ServedModel
+from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import PromptTemplate, ResourceVersion, Weights
 from agl_algo_torch.checkpoint import save_served
@@ -26,7 +27,7 @@ def version_of(resource: Any, version: str = "sft-1") -> ResourceVersion:
 
 
 def greedy(policy: TorchPolicy) -> dict[str, Any]:
-    with openai.OpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=policy.base_url, api_key=os.environ[POLICY_KEY_ENV], max_retries=0) as client:
         answer = client.chat.completions.create(
             model=policy.model_name,
             messages=[{"role": "user", "content": "hello"}],
@@ -53,7 +54,9 @@ def test_a_policy_starts_from_a_directory_and_says_where_it_serves(make_loaded: 
 
     async def run() -> None:
         served = await policy.start()
-        assert ServedModel(base_urls=(policy.base_url,), model="pupil", version="0") == served
+        assert (
+            ServedModel(base_urls=(policy.base_url,), model="pupil", version="0", api_key_env=POLICY_KEY_ENV) == served
+        )
         assert policy.base_url.endswith("/v1")
         check_served_by(loaded.model, await asyncio.to_thread(greedy, policy))
         await policy.stop()
@@ -181,7 +184,9 @@ def test_stopping_answers_running_requests_with_503(make_loaded: Make) -> None:
 
     async def run() -> None:
         await policy.start()
-        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=policy.base_url, api_key=os.environ[POLICY_KEY_ENV], max_retries=0
+        ) as client:
             asked = asyncio.create_task(
                 client.chat.completions.create(
                     model="tiny",

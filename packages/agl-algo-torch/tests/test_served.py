@@ -10,7 +10,7 @@ import openai
 
 import agl
 from agl.algorithms import algorithm
-from agl.contracts import RolloutQuery, Upstream
+from agl.contracts import POLICY_KEY_ENV, RolloutQuery, Upstream
 from agl.schemas import Reward, Span
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
@@ -35,7 +35,15 @@ async def serve_people(policy: TorchPolicy, url: str) -> list[str]:
     store = SQLiteStore(url)
     service = GatewayService(
         store=store,
-        upstreams=[Upstream(name="llm", base_url=policy.base_url, model=policy.model_name, is_trained=True)],
+        upstreams=[
+            Upstream(
+                name="llm",
+                base_url=policy.base_url,
+                model=policy.model_name,
+                api_key_env=POLICY_KEY_ENV,
+                is_trained=True,
+            )
+        ],
         tokens=AttemptTokens(b"a secret of these tests"),
         settings=Settings(conversation_idle_s=0.4),
         client_key=CLIENT,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import openai
 import pytest
 import torch
 
+from agl.contracts import POLICY_KEY_ENV
 from agl_algo_torch.model import LoadedModel
 from agl_algo_torch.policy import TorchPolicy
 from agl_testing.waiting import wait_until
@@ -223,9 +225,10 @@ def test_what_changes_nothing_is_accepted(serve: Serve, connect: Connect) -> Non
 
 def test_garbage_is_answered_in_the_same_form(serve: Serve) -> None:
     base_url = serve().base_url
+    access = {"Authorization": f"Bearer {os.environ[POLICY_KEY_ENV]}"}
 
     async def post(path: str, data: bytes) -> tuple[int, dict[str, Any]]:
-        async with aiohttp.ClientSession() as session, session.post(base_url + path, data=data) as got:
+        async with aiohttp.ClientSession(headers=access) as session, session.post(base_url + path, data=data) as got:
             return got.status, (await got.json())["error"]
 
     for path, data, status in (

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
@@ -16,9 +17,11 @@ from agl.schemas import ModelCall, Rollout, Span, new_rollout_id
 from agl.stores import MemoryStore
 from agl.tracing import AttemptTokens
 from agl_gateway.embedded import EmbeddedGateway
+from agl_gateway.service import GatewayService, Settings
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 TEST_LIMIT_S = 240.0
+ADMIN = "an-admin-token-of-the-tests"
 SECRET = b"a secret of the gateway's own tests"
 
 
@@ -95,5 +98,32 @@ def stage(server: ScriptedModelServer, tmp_path: Path) -> StageFactory:
         finally:
             await gateway.stop()
             await used.close()
+
+    return make
+
+
+ServiceFactory = Callable[..., AbstractAsyncContextManager[GatewayService]]
+
+
+@pytest.fixture
+def serving(server: ScriptedModelServer) -> ServiceFactory:
+    """Makes a service in the test's own event loop: ``async with serving(backend=..., max_body=...) as it``."""
+
+    @asynccontextmanager
+    async def make(*, backend: str = "", **settings: Any) -> AsyncIterator[GatewayService]:
+        store = MemoryStore()
+        service = GatewayService(
+            store=store,
+            upstreams=[Upstream(name="main_llm", base_url=backend or server.base_url, model="scripted")],
+            tokens=AttemptTokens(SECRET),
+            settings=Settings(**settings),
+            admin_key=ADMIN,
+        )
+        await service.start()
+        try:
+            yield service
+        finally:
+            await service.stop()
+            await store.close()
 
     return make

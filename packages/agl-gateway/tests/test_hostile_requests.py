@@ -90,3 +90,12 @@ def test_key_of_any_bytes_is_compared_with_the_configured_ones():
 def test_conversation_must_be_text():
     with pytest.raises(Problem, match="no UTF-8 text"):
         conversation_id({"x-agl-conversation-id": "c\udcff"})
+
+
+@pytest.mark.parametrize("count", [True, False, "2", 2.5, [], -3])
+async def test_call_with_a_count_that_is_no_number_can_be_read_from_its_record(stage, count: object):
+    async with stage() as it:
+        attempt_id, token = await it.open_attempt()
+        body = json.dumps({**json.loads(CALL), "n": count}).encode()
+        await asyncio.to_thread(post, it.url, MODEL, body, {"Authorization": f"Bearer {token}".encode()})
+        assert [1] == [call.choices for call in await it.calls(attempt_id)]

@@ -7,6 +7,7 @@ copy of its own behind a lock.
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +40,12 @@ class TextCodec:
         """The template's source, or that of all templates when there are several; `""` without one."""
         template = self._tokenizer.chat_template
         return "\n".join(cast("dict[str, str]", template).values()) if isinstance(template, dict) else template or ""
+
+    @property
+    def rendering_arguments(self) -> frozenset[str]:
+        """Names that are no variables of the template: the template itself, and how its text is made and returned."""
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        return frozenset({"messages", *parameters}) - {"documents"}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the token ids of `text`."""

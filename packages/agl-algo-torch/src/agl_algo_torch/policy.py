@@ -10,17 +10,20 @@ Limit: Python threads share one interpreter, so a busy agent in the same process
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from agl.contracts import ServedModel
+from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
 from agl.schemas import ResourceVersion, Weights
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
 from agl_algo_torch.model import LoadedModel, load_model
+from agl_algo_torch.prompting import PromptThread
 from agl_algo_torch.server import PolicyServer, PolicyServerSettings
 from agl_algo_torch.server_thread import ServerThread
 from agl_algo_torch.templates import PromptBuilder
@@ -44,6 +47,7 @@ class PolicySettings:
         context_length: Most tokens of prompt and response; None for what the model was made for.
         max_tokens: Response length of chat requests that give none; None for all that the context leaves.
         tool_parser: Notation of tool calls: `hermes` or `none`.
+        prompt_s: Seconds that a request waits until its prompt is rendered and tokenised.
         drain_s: Seconds that running requests may take to finish before new weights replace the old.
     """
 
@@ -53,6 +57,7 @@ class PolicySettings:
     context_length: int | None = None
     max_tokens: int | None = None
     tool_parser: str = "hermes"
+    prompt_s: float = 30.0
     drain_s: float = 30.0
 
 
@@ -137,13 +142,15 @@ class TorchPolicy:
 
     def _server(self) -> PolicyServer:
         config = cast("Any", self._loaded.model).config
-        codec = TextCodec(
-            self._loaded.tokenizer, extra_stop_ids=_stop_ids(self._loaded.model), visible=self._parser.tags
+        codec, of_prompts = (
+            TextCodec(self._loaded.tokenizer, extra_stop_ids=_stop_ids(self._loaded.model), visible=self._parser.tags)
+            for _ in range(2)
         )
         return PolicyServer(
             engine=self._engine,
             codec=codec,
-            builder=PromptBuilder(codec),
+            prompts=PromptThread(PromptBuilder(of_prompts), limit_s=self._settings.prompt_s),
+            key=_key(),
             parser=self._parser,
             settings=PolicyServerSettings(
                 model_name=self.model_name,
@@ -172,7 +179,12 @@ class TorchPolicy:
         return self._served()
 
     def _served(self) -> ServedModel:
-        return ServedModel(base_urls=(self._base_url,), model=self.model_name, version=self.model_version)
+        return ServedModel(
+            base_urls=(self._base_url,),
+            model=self.model_name,
+            version=self.model_version,
+            api_key_env=POLICY_KEY_ENV,
+        )
 
     async def publish(self, state: Mapping[str, Tensor], version: str, *, drain_s: float | None = None) -> None:
         """Serve `state` as `version`; returns once it is live. Do not change `state` until then.
@@ -194,6 +206,11 @@ class TorchPolicy:
     def health(self) -> dict[str, Any]:
         """Return the version and the counts that `/health` shows."""
         return {"model": self.model_name, "model_version": self.model_version, **self._engine.snapshot()}
+
+
+def _key() -> str:
+    """Return the key that embedded policies ask for; the first one in a process makes it unless it is set."""
+    return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 
 def _settings(name: str, values: dict[str, Any]) -> PolicySettings:

@@ -11,6 +11,7 @@ Requests are read in `wire`, prompts built in `templates`, answers written in `w
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from aiohttp import web
 from jinja2 import TemplateError
 
+from agl.contracts import POLICY_KEY_ENV
 from agl_algo_torch.codec import stop_checker
 from agl_algo_torch.exchange import CheckedRequest, json_response, serve, wire_error
 from agl_algo_torch.responses import AnswerHead, new_id
@@ -26,7 +28,7 @@ from agl_algo_torch.sequence import (
     EngineError,
     GenerationRequest,
 )
-from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messages, read_body
+from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messages, check_template_kwargs, read_body
 from agl_algo_torch.writers import AnswerWriter, ChatWriter, CompletionWriter
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 
     from agl_algo_torch.codec import TextCodec
     from agl_algo_torch.engine import Engine
-    from agl_algo_torch.templates import Prompt, PromptBuilder
+    from agl_algo_torch.prompting import PromptThread
+    from agl_algo_torch.templates import Prompt
     from agl_algo_torch.toolcalls import ToolParser
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger(__name__)
 
@@ -65,22 +70,48 @@ class PolicyServer:
         *,
         engine: Engine,
         codec: TextCodec,
-        builder: PromptBuilder,
+        prompts: PromptThread,
         parser: ToolParser,
         settings: PolicyServerSettings,
+        key: str,
     ) -> None:
-        self._engine, self._codec, self._builder = engine, codec, builder
+        self._engine, self._codec, self._prompts = engine, codec, prompts
         self._parser, self._settings = parser, settings
+        self._key = key.encode()
+        self._rendering_arguments = codec.rendering_arguments
         self._created = int(time.time())
 
     def app(self) -> web.Application:
         """Return the application; run it with `handler_cancellation=True`, or clients that leave go unnoticed."""
-        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors, self._check_key])
+        app.on_cleanup.append(self._close)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         return app
+
+    async def _close(self, _app: web.Application) -> None:
+        self._prompts.close()
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuse requests without the key, except for `/health`, before their body is read."""
+        sent = request.headers.get("authorization", "").partition(" ")[2].strip()
+        if request.path != "/health" and not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
+            raise WireError(
+                f"This policy answers requests with its key as API key; it is in the environment variable "
+                f"{POLICY_KEY_ENV} of the process that serves it.",
+                status=401,
+                code="invalid_api_key",
+            )
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise WireError(
+                "This policy reads no compressed requests. Send the body without content-encoding.",
+                status=415,
+                code="unsupported_encoding",
+            )
+        return await handler(request)
 
     async def _models(self, _request: web.Request) -> web.Response:
         model = {"id": self._settings.model_name, "object": "model", "created": self._created, "owned_by": "agl"}
@@ -95,13 +126,13 @@ class PolicyServer:
         self._check_model(body.model)
         check_messages(body.messages)
         tools = self._tools(body)
-        prompt = self._prompt(body, tools)
+        prompt = await self._prompt(body, tools)
         stop_ids = self._stop_ids(body)
         writer = ChatWriter(
             body=body,
             prompt=prompt,
             codec=self._codec,
-            builder=self._builder,
+            builder=self._prompts,
             parser=self._parser if tools else None,
             stop_ids=stop_ids,
         )
@@ -124,12 +155,13 @@ class PolicyServer:
             param="tool_choice",
         )
 
-    def _prompt(self, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Prompt:
+    async def _prompt(self, body: ChatBody, tools: Sequence[dict[str, Any]]) -> Prompt:
         options = dict(body.chat_template_kwargs)
+        check_template_kwargs(options, refused=self._rendering_arguments)
         if body.tool_choice == "required":
             options["tool_choice"] = "required"
         try:
-            return self._builder.build(body.messages, tools=tools, options=options)
+            return await self._prompts.build(body.messages, tools=tools, options=options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise WireError(
                 f"The model's chat template refuses these messages: {error}. Change their roles, order or fields.",
@@ -140,14 +172,14 @@ class PolicyServer:
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = read_body(await request.read(), CompletionBody)
         self._check_model(body.model)
-        prompts = [self._ids(prompt) for prompt in _prompts(body.prompt)]
+        prompts = [await self._ids(prompt) for prompt in _prompts(body.prompt)]
         stop_ids = self._stop_ids(body)
         writer = CompletionWriter(body=body, prompts=prompts, codec=self._codec, stop_ids=stop_ids)
         head = AnswerHead(id=new_id("cmpl"), model=body.model, created=int(time.time()), kind="completions")
         return await serve(request, self._call(body, head, writer, prompts, stop_ids), self._engine)
 
-    def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
-        ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+    async def _ids(self, prompt: str | list[int]) -> tuple[int, ...]:
+        ids = await self._prompts.encode(prompt) if isinstance(prompt, str) else prompt
         if not ids or not all(0 <= i < self._engine.vocab_size for i in ids):
             raise WireError(
                 f"The prompt must have at least one token, and ids from 0 to {self._engine.vocab_size - 1}.",
@@ -216,9 +248,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 
 @web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer every failure in OpenAI's form."""
     try:
         return await handler(request)

@@ -50,7 +50,9 @@ class ServerThread:
             self._ready.set()
 
     async def _serve(self) -> None:
-        runner = web.AppRunner(self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+        runner = web.AppRunner(
+            self._make_app(), handler_cancellation=True, access_log=None, shutdown_timeout=2.0, auto_decompress=False
+        )
         await runner.setup()
         try:
             await self._listen(runner)

@@ -14,7 +14,7 @@ most recent one is continued.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ class PromptBuilder:
         self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
         self._n_tokens = 0
         self._tails: dict[str, int] = {}
+        self._lengths: Counter[int] = Counter()
         suffix = codec.generation_suffix() if max_tokens else ""
         self._tail = min(len(suffix) or _LONGEST_TAIL, _LONGEST_TAIL)
 
@@ -86,6 +87,10 @@ class PromptBuilder:
                 return Prompt(text, (*known, *ids), len(known))
         return Prompt(text, tuple(self._codec.encode(text)))
 
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that is no conversation, with the special tokens that begin one."""
+        return self._codec.encode(text, add_special_tokens=True)
+
     def _find(self, text: str, call_ids: set[str]) -> tuple[int, _Turn] | None:
         """Return the position where the longest remembered turn that `text` begins with ends, and that turn."""
         for end in self._ends(text):
@@ -103,7 +108,8 @@ class PromptBuilder:
         for tail in self._tails:
             at = text.find(tail)
             while at >= 0:
-                found.add(at + len(tail))
+                if at + len(tail) in self._lengths:  # else a text of many tails would take quadratic time
+                    found.add(at + len(tail))
                 at = text.find(tail, at + 1)
         return iter(sorted(found, reverse=True))
 
@@ -115,6 +121,7 @@ class PromptBuilder:
         if prompt.text not in self._turns:
             tail = prompt.text[-self._tail :]
             self._tails[tail] = self._tails.get(tail, 0) + 1
+            self._lengths[len(prompt.text)] += 1
         siblings = self._turns.setdefault(prompt.text, [])
         siblings.insert(0, turn)
         self._n_tokens += turn.size - sum(old.size for old in siblings[self._max_siblings :])
@@ -127,6 +134,9 @@ class PromptBuilder:
         text, turns = self._turns.popitem(last=False)
         self._n_tokens -= sum(turn.size for turn in turns)
         tail = text[-self._tail :]
+        self._lengths[len(text)] -= 1
+        if self._lengths[len(text)] == 0:
+            del self._lengths[len(text)]
         self._tails[tail] -= 1
         if self._tails[tail] == 0:
             del self._tails[tail]

@@ -7,11 +7,14 @@ dropped. Unsupported fields are accepted with their neutral value only.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 
 from agl_algo_torch.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
 
 _HARMLESS = frozenset(
     {
@@ -66,7 +69,7 @@ class WireError(Exception):
 
     def body(self) -> bytes:
         """Return the JSON body."""
-        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
@@ -228,6 +231,18 @@ def _field(message: str) -> str | None:
     """Return the path that msgspec names at the end of its message, without the root."""
     _, found, path = message.partition("`$.")
     return path.rstrip("`") if found else None
+
+
+def check_template_kwargs(options: Mapping[str, Any], *, refused: Collection[str]) -> None:
+    """Raise WireError for options that are no variables of the template, above all a template to use instead."""
+    for name in options:
+        if name in refused:
+            raise WireError(
+                f"chat_template_kwargs has {name!r}, which this policy takes from no request: templates come with the "
+                "model, and only their variables can be set. Remove it.",
+                code="unsupported_parameter",
+                param=f"chat_template_kwargs.{name}",
+            )
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from agl_algo_torch.codec import TextCodec
+    from agl_algo_torch.prompting import PromptThread
     from agl_algo_torch.sampling import Draw
     from agl_algo_torch.sequence import Generation
-    from agl_algo_torch.templates import Prompt, PromptBuilder
+    from agl_algo_torch.templates import Prompt
     from agl_algo_torch.toolcalls import ToolParser
     from agl_algo_torch.wire import ChatBody, CompletionBody
 
@@ -92,7 +93,7 @@ class ChatWriter:
         body: ChatBody,
         prompt: Prompt,
         codec: TextCodec,
-        builder: PromptBuilder,
+        builder: PromptThread,
         parser: ToolParser | None,
         stop_ids: frozenset[int],
     ) -> None:

@@ -6,6 +6,7 @@ import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -52,6 +53,21 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 )
 @click.option("--token-file", type=click.Path(path_type=Path), help="File to write the admin token to.")
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds a backend may be silent.")
+@click.option("--max-calls", default=100_000, show_default=True, help="Model calls of one attempt.")
+@click.option("--max-spans", default=1_000_000, show_default=True, help="Spans that one attempt may append.")
+@click.option(
+    "--protect-status",
+    "is_status_protected",
+    is_flag=True,
+    help="Ask for the admin token at /metrics and /openapi.json.",
+)
+@click.option(
+    "--allow-host",
+    "known_hosts",
+    multiple=True,
+    metavar="NAME",
+    help="Host name for which both answer without a token.",
+)
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -62,7 +78,7 @@ def serve(
     split_text: str | None,
     idle_s: float,
     token_file: Path | None,
-    timeout_s: float,
+    **settings: Any,
 ) -> None:
     """Serve a store and a gateway to other processes."""
     manager = manager_of(ctx)
@@ -70,7 +86,7 @@ def serve(
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
-    settings = Settings(host=host, port=port, timeout_s=timeout_s, conversation_idle_s=_idle(idle_s))
+    found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), **settings)
     store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
 
     async def run() -> None:
@@ -78,7 +94,7 @@ def serve(
             store=store,
             upstreams=parsed,
             tokens=tokens,
-            settings=settings,
+            settings=found,
             admin_key=admin_key,
             client_key=client_key_of(),
             arms=True,

@@ -8,14 +8,18 @@ from aiohttp import web
 from agl.dialects import dialect_of
 from agl.errors import StoreError
 from agl.tracing import AttemptToken
+from agl_gateway.bodies import BodyReader
 from agl_gateway.conversations import Conversations
 from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.problems import Problem, problem_response
+from agl_gateway.quotas import Quotas
 from agl_gateway.relay import Relay
 
 _log = logging.getLogger(__name__)
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+_TOO_LARGE = 413
 
 MODEL_ENDPOINTS = ("/chat/completions", "/completions", "/responses", "/messages", "/embeddings")
 
@@ -32,19 +36,33 @@ class Dispatcher:
         self,
         *,
         relay: Relay,
+        bodies: BodyReader,
         identities: Identities,
         attempts: RunningAttempts,
+        quotas: Quotas,
         routes: dict[str, Handle] | None = None,
         conversations: Conversations | None = None,
     ) -> None:
         self._conversations = conversations
         self._relay = relay
+        self._bodies = bodies
         self._identities = identities
         self._attempts = attempts
+        self._quotas = quotas
         self._routes = {name: handle for name, handle in (routes or {}).items() if not name.endswith("/*")}
         self._prefixes = {name[:-1]: handle for name, handle in (routes or {}).items() if name.endswith("/*")}
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; ends the connection where the body was not read or is too large."""
+        try:
+            reply = await self._answer(request)
+        finally:
+            self._bodies.release(request)
+        if reply.status == _TOO_LARGE or not request.content.at_eof():
+            reply.force_close()
+        return reply
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request; problems take the format that the client's library reads."""
         path = request.path
         try:
@@ -76,6 +94,7 @@ class Dispatcher:
             return await self._relay.converse(request, self._conversations, dialect=dialect, endpoint=endpoint)
         _check(claim, expected)
         await self._attempts.require(claim)
+        await self._quotas.add_call(claim)
         return await self._relay.relay(
             request,
             dialect=dialect,

@@ -17,10 +17,20 @@ class EmbeddedGateway:
         host: Address to bind.
         port: Port to listen on; 0 takes any free one.
         timeout_s: Seconds of silence after which a backend counts as gone.
+        max_calls: Model calls of one attempt.
+        max_spans: Spans that one attempt may append with its token.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 600.0) -> None:
-        self._settings = Settings(host=host, port=port, timeout_s=timeout_s)
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        timeout_s: float = 600.0,
+        max_calls: int = 100_000,
+        max_spans: int = 1_000_000,
+    ) -> None:
+        self._settings = Settings(host=host, port=port, timeout_s=timeout_s, max_calls=max_calls, max_spans=max_spans)
         self._thread = LoopThread("agl-gateway")
         self._service: GatewayService | None = None
 

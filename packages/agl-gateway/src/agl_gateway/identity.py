@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from agl.contracts import Change, Store
 from agl.errors import NotFoundError, TokenError
+from agl.schemas import Span
 from agl.tracing import AttemptToken, AttemptTokens
 from agl_gateway.problems import Problem
 
@@ -79,27 +80,47 @@ class RunningAttempts:
 
     async def require(self, claim: AttemptToken) -> None:
         """Raise a :class:`Problem` unless the attempt runs: 409 if it has ended, 401 if the store does not know it."""
-        if claim.attempt_id in self._running.get(claim.rollout_id, ()):
-            return
-        try:
-            attempts = await self._store.attempts(claim.rollout_id)
-        except NotFoundError:
-            attempts = []
-        found = next((attempt for attempt in attempts if attempt.attempt_id == claim.attempt_id), None)
-        if found is None:
+        status = await self._status(claim)
+        if not status:
             raise Problem(
                 401,
                 f"the store does not know attempt {claim.attempt_id!r}; check that the token was made for this store",
                 code="invalid_api_key",
             )
-        if found.status != "running":
+        if status != "running":
             raise Problem(
                 409,
-                f"attempt {claim.attempt_id!r} has ended ({found.status}); its token no longer allows model calls. "
+                f"attempt {claim.attempt_id!r} has ended ({status}); its token no longer allows model calls. "
                 "Stop the process that still runs, or start a new rollout",
                 code="attempt_ended",
             )
-        self._running.setdefault(claim.rollout_id, set()).add(claim.attempt_id)
+
+    async def refusal(self, claim: AttemptToken, spans: Sequence[Span]) -> str:
+        """Return the reason why the attempt's own token may not append ``spans``; ``""`` if it may.
+
+        Once the attempt has ended, spans are kept as late ones; rewards and model calls are not, for they count.
+        """
+        found = next((span for span in spans if span.reward is not None or span.call is not None), None)
+        if found is None or claim.scope != "attempt" or await self._status(claim) in ("", "running"):
+            return ""
+        kind = "reward" if found.reward is not None else "model call"
+        return (
+            f"span {found.span_id!r} is a {kind}, and attempt {claim.attempt_id!r} has ended; its token still appends "
+            "spans, but no rewards and no model calls. Add late rewards with the admin token"
+        )
+
+    async def _status(self, claim: AttemptToken) -> str:
+        """Return the status of the token's attempt; ``""`` if the store does not know it."""
+        if claim.attempt_id in self._running.get(claim.rollout_id, ()):
+            return "running"
+        try:
+            attempts = await self._store.attempts(claim.rollout_id)
+        except NotFoundError:
+            return ""
+        status = next((attempt.status for attempt in attempts if attempt.attempt_id == claim.attempt_id), "")
+        if status == "running":
+            self._running.setdefault(claim.rollout_id, set()).add(claim.attempt_id)
+        return status
 
     def on_changes(self, changes: Sequence[Change]) -> None:
         """Drop changed rollouts; the next call looks their attempts up again."""

@@ -11,7 +11,9 @@ _KINDS = {
     403: ("permission_error", "permission_error"),
     404: ("invalid_request_error", "not_found_error"),
     409: ("invalid_request_error", "invalid_request_error"),
+    408: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
     502: ("api_error", "api_error"),
     503: ("api_error", "overloaded_error"),
     504: ("api_error", "api_error"),
@@ -25,13 +27,22 @@ class Problem(Exception):  # noqa: N818  # a response that is raised, not a faul
         status: HTTP status.
         code: OpenAI's ``code``, a fixed word for programs.
         is_retryable: Whether clients should try again; sent as ``x-should-retry``.
+        retry_after_s: Seconds to wait before that; sent as ``retry-after`` unless 0.
     """
 
-    def __init__(self, status: int, message: str, *, code: str = "", is_retryable: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, *, code: str = "", is_retryable: bool = False, retry_after_s: int = 0
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.is_retryable = is_retryable
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that tell clients whether and when to try again."""
+        wait = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        return {"x-should-retry": "true" if self.is_retryable else "false", **wait}
 
 
 def problem_body(problem: Problem, dialect: Dialect | None) -> bytes:
@@ -51,5 +62,5 @@ def problem_response(problem: Problem, dialect: Dialect | None) -> web.Response:
         body=problem_body(problem, dialect),
         status=problem.status,
         content_type="application/json",
-        headers={"x-should-retry": "true" if problem.is_retryable else "false"},
+        headers=problem.headers(),
     )

@@ -15,7 +15,7 @@ from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
 from agl.schemas import Dialect
 from agl_gateway.arms import ArmRoutes, policy_of
-from agl_gateway.bodies import plain_bytes, read_body
+from agl_gateway.bodies import BodyReader, plain_bytes
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
@@ -77,6 +77,7 @@ class Relay:
         router: Router,
         recorder: Recorder,
         session: aiohttp.ClientSession,
+        bodies: BodyReader,
         max_body: int,
         arms: ArmRoutes | None = None,
     ) -> None:
@@ -88,6 +89,7 @@ class Relay:
         }
         self._recorder = recorder
         self._session = session
+        self._bodies = bodies
         self._max_body = max_body
         self._request_ids = RequestIds()
 
@@ -96,7 +98,7 @@ class Relay:
     ) -> web.StreamResponse:
         """Answer one model call of an attempt; the caller has verified its token."""
         await self._recorder.admit()
-        asked = Request(dialect, await read_body(request, limit=self._max_body))
+        asked = Request(dialect, await self._bodies.read(request, limit=self._max_body))
         context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
         return await self._answer(request, _call(asked, endpoint, context))
 
@@ -105,7 +107,7 @@ class Relay:
     ) -> web.StreamResponse:
         """Answer one model call of a conversation; the call is in the store before the answer ends."""
         await self._recorder.admit()
-        asked = Request(dialect, await read_body(request, limit=self._max_body))
+        asked = Request(dialect, await self._bodies.read(request, limit=self._max_body))
         async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
             context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
             call = _call(asked, endpoint, context)

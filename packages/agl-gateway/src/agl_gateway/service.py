@@ -10,18 +10,23 @@ from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.tracing import AttemptTokens
 from agl_gateway.arms import ArmRoutes, with_distinct_names
+from agl_gateway.bodies import BodyReader
+from agl_gateway.budget import ByteBudget
+from agl_gateway.connections import ConnectionServer
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
 from agl_gateway.dispatcher import Dispatcher, Handle
 from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
+from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.routing import Router
 from agl_gateway.split_api import RESOURCES, SplitApi
 from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
+from agl_gateway.status_access import StatusAccess
 from agl_gateway.status_api import StatusApi
 from agl_gateway.store_api import StoreApi
 from agl_gateway.traces_api import TracesApi
@@ -29,6 +34,8 @@ from agl_gateway.upstream_client import make_session
 from agl_gateway.workers_api import WorkersApi
 
 _SHUTDOWN_S = 2.0
+_LINGERING_S = 1.0
+"""Seconds in which the rest of a refused body is read and dropped, so that its sender can read the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,14 @@ class Settings:
         timeout_s: Seconds of silence after which a backend counts as gone.
         connect_timeout_s: Time limit in seconds for a connection to a backend.
         max_body: Largest request body in bytes.
+        max_bodies: Bytes of all request bodies above 1 MiB that are held at once.
+        bodies_wait_s: Seconds that a further large body waits for the others.
+        headers_s: Seconds that the headers of a request may take to arrive.
+        body_s: Seconds that a body may take to arrive, and one more for every 64 KiB.
+        is_status_protected: Whether ``/metrics`` and ``/openapi.json`` need the admin token.
+        known_hosts: Host names for which both answer without it, besides ``localhost`` and this machine's.
+        max_calls: Model calls of one attempt; those of conversations are not limited.
+        max_spans: Spans that one attempt may append with its token.
         conversation_idle_s: Seconds without a call after which a conversation is over.
     """
 
@@ -49,6 +64,14 @@ class Settings:
     timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
     max_body: int = 64 * 1024 * 1024
+    max_bodies: int = 128 * 1024 * 1024
+    bodies_wait_s: float = 30.0
+    headers_s: float = 10.0
+    body_s: float = 20.0
+    is_status_protected: bool = False
+    known_hosts: tuple[str, ...] = ()
+    max_calls: int = 100_000
+    max_spans: int = 1_000_000
     conversation_idle_s: float = 1800.0
 
 
@@ -88,6 +111,7 @@ class GatewayService:
             self._conversations, idle_s=settings.conversation_idle_s
         )
         self.attempts = RunningAttempts(store)
+        self._quotas = Quotas(store, max_calls=settings.max_calls, max_spans=settings.max_spans)
         self._feed = Feed(
             store,
             on_changes=[part.on_changes for part in (*self._caches(), self._queue)],
@@ -95,10 +119,13 @@ class GatewayService:
         )
         self.identities = Identities(tokens, admin_key=admin_key, client_key=client_key)
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
+        self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
+        self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
         self.relay = Relay(
             router=self.router,
             recorder=self.recorder,
             session=self.session,
+            bodies=self._bodies,
             max_body=settings.max_body,
             arms=self._arms,
         )
@@ -110,6 +137,11 @@ class GatewayService:
         """Return true if clients may call models without an attempt."""
         return self._conversations is not None
 
+    @property
+    def bodies_held(self) -> int:
+        """Bytes of the large request bodies that are held now."""
+        return self._budget.held
+
     async def start(self) -> str:
         """Listen; returns the base URL.
 
@@ -119,8 +151,10 @@ class GatewayService:
         await self._check_split()
         handler = Dispatcher(
             relay=self.relay,
+            bodies=self._bodies,
             identities=self.identities,
             attempts=self.attempts,
+            quotas=self._quotas,
             routes={**self._routes(), **self._conversation_routes()},
             conversations=self._conversations,
         )
@@ -153,6 +187,7 @@ class GatewayService:
         await self.recorder.stop()
         await self._feed.stop()
         await self.session.close()
+        self._bodies.close()
 
     def _routes(self) -> dict[str, Handle]:
         store, rate, identities = self.store, self._rate, self.identities
@@ -161,12 +196,29 @@ class GatewayService:
             identities=identities,
             rate=rate,
             settle=self.recorder.settle,
+            bodies=self._bodies,
+            attempts=self.attempts,
+            quotas=self._quotas,
             max_body=self._settings.max_body,
             splitter=self._splitter,
         )
-        traces = TracesApi(store=store, identities=identities, rate=rate)
-        status = StatusApi(store=store, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate)
-        workers = WorkersApi(identities=identities, recorder=self.recorder)
+        traces = TracesApi(
+            store=store,
+            identities=identities,
+            rate=rate,
+            bodies=self._bodies,
+            attempts=self.attempts,
+            quotas=self._quotas,
+        )
+        access = StatusAccess(
+            identities,
+            is_protected=self._settings.is_status_protected,
+            hosts=(self._settings.host, *self._settings.known_hosts),
+        )
+        status = StatusApi(
+            store=store, access=access, relay=self.relay, recorder=self.recorder, queue=self._queue, rate=rate
+        )
+        workers = WorkersApi(identities=identities, recorder=self.recorder, bodies=self._bodies)
         return {
             "POST /store/*": store_api.handle,
             "POST /v1/traces": traces.handle,
@@ -212,13 +264,15 @@ class GatewayService:
         await check_labels(self.store, self._splitter.split.shares)
         await self._arms.check(await self._splitter.pins())
 
-    def _server(self, handler: Dispatcher) -> web.Server:
-        return web.Server(
+    def _server(self, handler: Dispatcher) -> ConnectionServer:
+        return ConnectionServer(
             handler.handle,
-            handler_cancellation=True,
+            headers_s=self._settings.headers_s,
             access_log=None,
             logger=logging.getLogger("agl_gateway.http"),
             keepalive_timeout=75.0,
+            lingering_time=_LINGERING_S,
+            auto_decompress=False,
         )
 
     def _bind_error(self, error: OSError) -> ConfigError:

@@ -1,4 +1,4 @@
-"""``/metrics``, ``/healthz`` and ``/openapi.json``: for operators and generators, without a token."""
+"""``/healthz``, and ``/metrics`` and ``/openapi.json`` for operators and generators."""
 
 import asyncio
 
@@ -11,6 +11,7 @@ from agl_gateway.metrics import SpanRate, render
 from agl_gateway.openapi import openapi_document
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
+from agl_gateway.status_access import StatusAccess
 
 _HEALTH_LIMIT_S = 5.0
 
@@ -18,7 +19,17 @@ _HEALTH_LIMIT_S = 5.0
 class StatusApi:
     """Answers with metrics, health and the API's description."""
 
-    def __init__(self, *, store: Store, relay: Relay, recorder: Recorder, queue: QueueLength, rate: SpanRate) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        access: StatusAccess,
+        relay: Relay,
+        recorder: Recorder,
+        queue: QueueLength,
+        rate: SpanRate,
+    ) -> None:
+        self._access = access
         self._store = store
         self._relay = relay
         self._recorder = recorder
@@ -27,7 +38,7 @@ class StatusApi:
 
     async def metrics(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with metrics in Prometheus' text format."""
-        del request
+        self._access.check(request)
         gates = self._relay.gates
         text = render(
             [
@@ -72,4 +83,5 @@ class StatusApi:
 
     async def openapi(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer with the API's OpenAPI document."""
+        self._access.check(request)
         return web.json_response(openapi_document(server=f"{request.scheme}://{request.host}"))

@@ -14,11 +14,12 @@ from agl.contracts import Store
 from agl.errors import AglError
 from agl.schemas import Span
 from agl.tracing import AttemptToken
-from agl_gateway.bodies import read_body
+from agl_gateway.bodies import BodyReader
 from agl_gateway.contract import MAX_WAIT_S, METHODS, Fault, Method, fault_of, status_of
-from agl_gateway.identity import Identities, key_of
+from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.problems import Problem
+from agl_gateway.quotas import Quotas
 from agl_gateway.splitter import Splitter
 
 MSGPACK = "application/msgpack"
@@ -51,6 +52,9 @@ class StoreApi:
         identities: Identities,
         rate: SpanRate,
         settle: Callable[[str], Awaitable[None]],
+        bodies: BodyReader,
+        attempts: RunningAttempts,
+        quotas: Quotas,
         max_body: int,
         splitter: Splitter | None = None,
     ) -> None:
@@ -59,6 +63,9 @@ class StoreApi:
         self._settle = settle
         self._identities = identities
         self._rate = rate
+        self._bodies = bodies
+        self._attempts = attempts
+        self._quotas = quotas
         self._max_body = max_body
         self._codecs = {
             MSGPACK: _Codec(msgspec.msgpack.Decoder, msgspec.msgpack.Encoder().encode),
@@ -74,10 +81,10 @@ class StoreApi:
             return web.Response(body=body, content_type=content_type)
         except Problem as problem:
             kind = "TokenError" if problem.status in (401, 403) else "StoreError"
-            fault, status = Fault(type=kind, message=str(problem)), problem.status
+            fault, status, headers = Fault(type=kind, message=str(problem)), problem.status, problem.headers()
         except AglError as error:
-            fault, status = fault_of(error), status_of(error)
-        return web.Response(body=codec.encode(fault), status=status, content_type=content_type)
+            fault, status, headers = fault_of(error), status_of(error), {}
+        return web.Response(body=codec.encode(fault), status=status, content_type=content_type, headers=headers)
 
     async def _call(self, request: web.BaseRequest, codec: _Codec) -> bytes:
         claim = self._identities.verify(key_of(request.headers))
@@ -87,9 +94,12 @@ class StoreApi:
             raise Problem(404, f"the store has no method {name!r}; it has {', '.join(METHODS)}")
         if claim.scope != "admin" and (name != "append_spans" or claim.scope != "attempt"):
             raise Problem(403, f"an attempt's token may append spans to its own attempt; {name!r} needs an admin token")
-        params = self._params(method, codec, await read_body(request, limit=self._max_body))
+        params = self._params(method, codec, await self._bodies.read(request, limit=self._max_body))
         if claim.scope != "admin":
             params["spans"] = spans_of_agent(claim, params["spans"])
+            if reason := await self._attempts.refusal(claim, params["spans"]):
+                raise Problem(403, reason)
+            await self._quotas.add_spans(claim, len(params["spans"]))
         spans = len(params["spans"]) if name == "append_spans" else 0
         for attempt_id in _attempts_to_settle(name, params):
             await self._settle(attempt_id)

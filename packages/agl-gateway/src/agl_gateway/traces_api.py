@@ -10,11 +10,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
-from agl_gateway.bodies import read_body
-from agl_gateway.identity import Identities, key_of
+from agl.tracing import AttemptToken
+from agl_gateway.bodies import BodyReader
+from agl_gateway.identity import Identities, RunningAttempts, key_of
 from agl_gateway.metrics import SpanRate
 from agl_gateway.otlp import IngestResult, ingest
 from agl_gateway.problems import Problem
+from agl_gateway.quotas import Quotas
 
 PROTOBUF = "application/x-protobuf"
 _MAX_BODY = 16 * 1024 * 1024
@@ -23,10 +25,22 @@ _MAX_BODY = 16 * 1024 * 1024
 class TracesApi:
     """Takes spans from OpenTelemetry exporters."""
 
-    def __init__(self, *, store: Store, identities: Identities, rate: SpanRate) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        identities: Identities,
+        rate: SpanRate,
+        bodies: BodyReader,
+        attempts: RunningAttempts,
+        quotas: Quotas,
+    ) -> None:
         self._store = store
         self._identities = identities
         self._rate = rate
+        self._bodies = bodies
+        self._attempts = attempts
+        self._quotas = quotas
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Take one export request; the answer counts rejected spans, if there are any."""
@@ -39,12 +53,23 @@ class TracesApi:
             )
         message = ExportTraceServiceRequest()
         try:
-            message.ParseFromString(await read_body(request, limit=_MAX_BODY))
+            message.ParseFromString(await self._bodies.read(request, limit=_MAX_BODY))
         except DecodeError as error:
             raise Problem(400, f"the body is not an OTLP trace request ({error}); send protobuf") from error
         found = ingest(message, claim)
+        await self._drop_refused(found, claim)
+        await self._quotas.add_spans(claim, len(found.spans))
         await self._append(found)
         return web.Response(body=_answer(found), content_type=PROTOBUF)
+
+    async def _drop_refused(self, found: IngestResult, claim: AttemptToken) -> None:
+        """Reject the spans that the attempt's token may no longer append."""
+        reason = await self._attempts.refusal(claim, found.spans)
+        if reason:
+            kept = [span for span in found.spans if span.reward is None and span.call is None]
+            for _ in range(len(found.spans) - len(kept)):
+                found.reject(reason)
+            found.spans = kept
 
     async def _append(self, found: IngestResult) -> None:
         """Write attempt by attempt, so that an unknown attempt loses only its own spans."""

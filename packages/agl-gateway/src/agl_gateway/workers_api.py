@@ -9,7 +9,7 @@ from aiohttp import web
 
 from agl.errors import CaptureError
 from agl.schemas import new_trace_id
-from agl_gateway.bodies import read_body
+from agl_gateway.bodies import BodyReader
 from agl_gateway.identity import Identities, key_of
 from agl_gateway.problems import Problem
 from agl_gateway.recorder import Recorder
@@ -26,9 +26,10 @@ class SettleRequest(msgspec.Struct, frozen=True, kw_only=True):
 class WorkersApi:
     """Answers workers; used in the gateway's event loop."""
 
-    def __init__(self, *, identities: Identities, recorder: Recorder) -> None:
+    def __init__(self, *, identities: Identities, recorder: Recorder, bodies: BodyReader) -> None:
         self._identities = identities
         self._recorder = recorder
+        self._bodies = bodies
         self._id = new_trace_id()
 
     async def identity(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -44,7 +45,7 @@ class WorkersApi:
         """
         claim = self._identities.verify(key_of(request.headers))
         try:
-            asked = msgspec.json.decode(await read_body(request, limit=_MAX_BODY), type=SettleRequest)
+            asked = msgspec.json.decode(await self._bodies.read(request, limit=_MAX_BODY), type=SettleRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Problem(400, f'the body is not {{"attempt_id": "..."}} ({error})') from error
         if claim.scope != "admin" and claim.attempt_id != asked.attempt_id:

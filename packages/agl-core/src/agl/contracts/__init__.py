@@ -15,7 +15,7 @@ from agl._entries import (
     TracerEntry,
 )
 from agl.contracts._rewards import RewardEmitter, RewardSetup
-from agl.contracts._serving import Gateway, Policy, ServedModel
+from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
 from agl.contracts._store import (
     PAGE_BYTES,
     Change,
@@ -50,6 +50,7 @@ from agl.contracts._training import (
 
 __all__ = [
     "PAGE_BYTES",
+    "POLICY_KEY_ENV",
     "Algorithm",
     "AlgorithmContext",
     "AlgorithmEntry",

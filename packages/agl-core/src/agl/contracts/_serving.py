@@ -7,6 +7,9 @@ from agl.contracts._store import Store
 from agl.contracts._tracing import Upstream
 from agl.schemas import LLM, Json, Record, Resource, ResourceVersion
 
+POLICY_KEY_ENV = "AGL_POLICY_KEY"
+"""Environment variable of the key that policies ask for which run in an experiment's own process."""
+
 
 class ServedModel(Record, frozen=True, kw_only=True):
     """A model that a policy serves: its addresses, its name and the version of its weights.

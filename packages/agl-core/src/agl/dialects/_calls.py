@@ -111,7 +111,7 @@ def _base(exchange: Exchange, answer: Answer) -> ModelCall:
         request=stored,
         response=_plain_response(exchange, dialect),
         sampling=sampling_of(given),
-        choices=asked if isinstance(asked, int) and asked > 0 else 1,
+        choices=asked if isinstance(asked, int) and not isinstance(asked, bool) and asked > 0 else 1,
         retry_count=exchange.retry_count,
         status_code=exchange.status,
         is_streamed=exchange.is_streamed,

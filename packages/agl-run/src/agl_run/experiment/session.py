@@ -1,6 +1,7 @@
 """A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from agl.contracts import ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
+from agl.contracts import POLICY_KEY_ENV, ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.schemas import LLM, ErrorInfo, Outcome, ResourceVersion
 from agl.stores import read_recordings
@@ -195,7 +196,7 @@ class Session:
         """Return the policies as agents call them; behind a gateway, those that share a model use their own names."""
         llms = {name: served.llm for name, served in self._served.items()}
         if not self._gateway_url:
-            return llms
+            return {name: _with_key(llm) for name, llm in llms.items()}
         count = Counter(llm.model for llm in llms.values())
         return {
             name: msgspec.structs.replace(
@@ -251,6 +252,12 @@ class Session:
             live=self.live.versions(),
             requires_calls=context.requires_calls,
         )
+
+
+def _with_key(llm: LLM) -> LLM:
+    """Return the LLM with its key where the policy runs in this process: only this process knows it."""
+    is_own = llm.api_key_env == POLICY_KEY_ENV
+    return msgspec.structs.replace(llm, api_key=os.environ.get(POLICY_KEY_ENV, "")) if is_own else llm
 
 
 async def _load_between_calls(gateway: Gateway, name: str, policy: Policy, version: ResourceVersion) -> ServedModel:

@@ -1,0 +1,138 @@
+"""Requests cannot bring code or stop the server, and nobody without the key can ask."""
+
+import asyncio
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from agl.contracts import POLICY_KEY_ENV
+from agl_algo_torch.codec import TextCodec
+from agl_algo_torch.model import LoadedModel
+from agl_algo_torch.policy import TorchPolicy
+from agl_algo_torch.templates import PromptBuilder
+
+Serve = Callable[..., TorchPolicy]
+Connect = Callable[[TorchPolicy], Any]
+Make = Callable[..., LoadedModel]
+
+HELLO = [{"role": "user", "content": "hello"}]
+SLOW = "{% for a in range(40) %}{% for b in range(50000) %}{% endfor %}{% endfor %}"
+SLOW_FOR_SLOW = "{% if messages[0].content == 'slow' %}" + SLOW.replace("40)", "400)") + "{% endif %}{{ mood }}hello"
+MAX_WAIT_S = 0.5
+
+
+def chat(client: Any, messages: Any = None, *, options: dict[str, Any] | None = None) -> Any:
+    return client.chat.completions.create(
+        model="tiny",
+        messages=messages or HELLO,
+        max_tokens=2,
+        extra_body={"chat_template_kwargs": options or {}, "return_token_ids": True},
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template", "messages", "conversation", "tokenize", "tools", "return_dict", "tokenizer_kwargs"]
+)
+def test_template_and_its_use_are_taken_from_no_request(serve: Serve, connect: Connect, name: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs has '{name}'") as caught:
+        chat(connect(serve()), options={name: SLOW})
+    assert f"chat_template_kwargs.{name}" == caught.value.param
+
+
+def test_template_that_is_a_field_of_the_request_is_refused(serve: Serve, connect: Connect) -> None:
+    body = {"model": "tiny", "messages": HELLO, "chat_template": SLOW}
+    with pytest.raises(openai.BadRequestError, match="'chat_template' is not supported"):
+        connect(serve()).post("/chat/completions", body=body, cast_to=object)
+
+
+def test_variables_of_the_template_are_plain_text(make_loaded: Make, serve: Serve, connect: Connect) -> None:
+    loaded = make_loaded()
+    loaded.tokenizer.chat_template = SLOW_FOR_SLOW
+    answer = chat(connect(serve(loaded)), options={"mood": "{{ 7 * 7 }}"}).model_dump()
+    assert "{{ 7 * 7 }}hello" == loaded.tokenizer.decode(answer["prompt_token_ids"])
+
+
+@pytest.mark.parametrize("key", ["", "wrong", "\u00e9"])
+def test_request_without_the_key_is_refused(serve: Serve, key: str) -> None:
+    policy = serve()
+
+    async def ask(path: str) -> tuple[int, str]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{policy.base_url}{path}") as got,
+        ):
+            return got.status, await got.text()
+
+    for path in ("/models", "/chat/completions", "/nowhere"):
+        status, text = asyncio.run(ask(path))
+        assert (401, "invalid_api_key") == (status, json.loads(text)["error"]["code"])
+    assert POLICY_KEY_ENV in text
+
+
+def test_compressed_request_is_refused_and_not_inflated(serve: Serve) -> None:
+    policy = serve()
+
+    async def ask() -> int:
+        headers = {"Authorization": f"Bearer {os.environ[POLICY_KEY_ENV]}", "Content-Encoding": "gzip"}
+        body = gzip.compress(b"[" * 10**8, 1)
+        async with (
+            aiohttp.ClientSession(headers=headers, auto_decompress=False) as session,
+            session.post(f"{policy.base_url}/chat/completions", data=body) as got,
+        ):
+            return got.status
+
+    assert 415 == asyncio.run(ask())
+
+
+def test_slow_prompt_ends_at_its_limit_and_holds_up_no_answer(
+    make_loaded: Make, serve: Serve, connect: Connect
+) -> None:
+    loaded = make_loaded()
+    loaded.tokenizer.chat_template = SLOW_FOR_SLOW
+    policy = serve(loaded, prompt_s=0.3)
+
+    async def probe() -> float:
+        async with aiohttp.ClientSession() as session:
+            started = time.perf_counter()
+            async with session.get(policy.base_url.replace("/v1", "/health")) as got:
+                await got.read()
+            return time.perf_counter() - started
+
+    async def ask() -> list[float]:
+        client = connect(policy)
+        slow = asyncio.create_task(asyncio.to_thread(chat, client, [{"role": "user", "content": "slow"}]))
+        waits: list[float] = []
+        while not slow.done():
+            waits.append(await probe())
+            await asyncio.sleep(0.05)
+        with pytest.raises(openai.InternalServerError, match=r"took longer than 0\.3 s") as caught:
+            await slow
+        assert 503 == caught.value.status_code
+        return waits
+
+    assert max(asyncio.run(ask())) < MAX_WAIT_S
+    deadline = time.monotonic() + 30
+    while True:  # the thread goes on with the slow prompt, and takes the next one after it
+        try:
+            assert chat(connect(policy)).choices
+            return
+        except openai.InternalServerError:
+            assert time.monotonic() < deadline
+
+
+def test_text_of_many_prompt_ends_takes_linear_time(make_loaded: Make) -> None:
+    builder = PromptBuilder(TextCodec(make_loaded().tokenizer))
+    first = builder.build(HELLO, tools=None, options={})
+    builder.remember(first, [5, 6])
+    many = [{"role": "user", "content": "<|im_start|>assistant\n" * 20_000}]
+    started = time.perf_counter()
+    builder.build(many, tools=None, options={})
+    assert time.perf_counter() - started < 2.0

@@ -1,0 +1,129 @@
+"""Small bodies that inflate to large ones cost the gateway neither its time nor its memory."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import time
+import zlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()
+GZIP, ZLIB, RAW = 31, 15, -15
+MODEL = "/v1/chat/completions"
+PATHS = (MODEL, "/v1/traces", "/store/append_spans", "/settle")
+MAX_WAIT_S = 0.5
+
+
+def packed(piece: bytes, *, count: int = 1, wbits: int) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, wbits)
+    return b"".join([*(packer.compress(piece) for _ in range(count)), packer.flush()])
+
+
+@pytest.fixture(scope="module")
+def bombs() -> dict[str, bytes]:
+    """Bodies of some 200 KB that inflate to 200 MB, by their content-encoding."""
+    piece, count = b"[" * (1 << 20), 200
+    inner = packed(piece, count=count, wbits=GZIP)
+    return {
+        "gzip": inner,
+        "deflate": packed(piece, count=count, wbits=ZLIB),
+        "Deflate": packed(piece, count=count, wbits=RAW),
+        "gzip, gzip": gzip.compress(inner),
+        "br": inner,
+    }
+
+
+@contextlib.asynccontextmanager
+async def probed(url: str) -> AsyncIterator[list[float]]:
+    """Ask for ``/healthz`` every 100 ms meanwhile; the list holds the seconds of each answer."""
+    waits: list[float] = []
+
+    async def probe() -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                started = time.perf_counter()
+                async with session.get(f"{url}/healthz") as answer:
+                    assert 200 == answer.status
+                waits.append(time.perf_counter() - started)
+                await asyncio.sleep(0.1)
+
+    task = asyncio.create_task(probe())
+    try:
+        yield waits
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def send(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str, str]:
+    sent = {"Content-Type": "application/x-protobuf" if url.endswith("traces") else "application/json", **headers}
+    async with (
+        aiohttp.ClientSession(auto_decompress=False) as session,
+        session.post(url, data=body, headers=sent) as answer,
+    ):
+        return answer.status, await answer.text(), answer.headers.get("connection", "")
+
+
+@pytest.mark.parametrize("has_token", [False, True])
+async def test_bombs_do_not_hold_up_other_requests(stage, bombs, has_token: bool):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        access = {"Authorization": f"Bearer {token}"} if has_token else {}
+        async with probed(it.url) as waits:
+            answers = await asyncio.gather(
+                *(
+                    send(f"{it.url}{path}", body, {"Content-Encoding": encoding, **access})
+                    for encoding, body in bombs.items()
+                    for path in PATHS
+                )
+            )
+        assert max(waits) < MAX_WAIT_S
+        expected = {413, 415} if has_token else {401}
+        assert expected == {status for status, _, _ in answers}
+        assert {"close"} == {connection for _, _, connection in answers}
+
+
+@pytest.mark.parametrize("encoding", ["gzip, gzip", "deflate, gzip", "br", "zstd"])
+async def test_encoding_that_the_gateway_does_not_read_is_named(stage, encoding: str):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        headers = {"Authorization": f"Bearer {token}", "Content-Encoding": encoding}
+        status, text, _ = await send(f"{it.url}{MODEL}", b"x", headers)
+        assert 415 == status
+        assert f"content-encoding '{encoding}'" in text
+        assert "send gzip or deflate" in text
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", packed(CALL, wbits=GZIP)),
+        ("x-gzip", packed(CALL, wbits=GZIP)),
+        ("deflate", packed(CALL, wbits=ZLIB)),
+        ("deflate", packed(CALL, wbits=RAW)),
+        ("identity", CALL),
+    ],
+    ids=["gzip", "x-gzip", "zlib", "raw", "identity"],
+)
+async def test_compressed_call_is_relayed(stage, encoding: str, body: bytes):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        headers = {"Authorization": f"Bearer {token}", "Content-Encoding": encoding}
+        status, _, connection = await send(f"{it.url}{MODEL}", body, headers)
+        assert (200, "") == (status, connection)
+        assert "hi" == json.loads(it.server.calls[0].body)["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("body", [packed(CALL, wbits=GZIP)[:-9], 2 * packed(CALL, wbits=GZIP)], ids=["short", "twice"])
+async def test_body_that_does_not_end_with_its_stream_is_refused(stage, body: bytes):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        headers = {"Authorization": f"Bearer {token}", "Content-Encoding": "gzip"}
+        status, text, _ = await send(f"{it.url}{MODEL}", body, headers)
+        assert 400 == status
+        assert "content-encoding 'gzip'" in text

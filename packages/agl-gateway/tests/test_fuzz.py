@@ -1,0 +1,172 @@
+"""Mutated requests to every route: the gateway answers none of them with a 500, and goes on answering others."""
+
+import asyncio
+import contextlib
+import gzip
+import json
+import random
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from agl.schemas import Rollout, new_rollout_id
+from agl_gateway.contract import METHODS
+from agl_gateway.service import GatewayService
+
+ADMIN = "an-admin-token-of-the-tests"
+AT_ONCE = 8
+MAX_WAIT_S = 0.5
+PATIENCE_S = 10.0
+
+VALUES = [None, -1, 0, 2**63, -(2**63) - 1, 1e308, "", "\x00", "\ud800", "x" * 5000, [], {}, [[]], {"a": []}, True]
+BYTES = [b"\xff", b"\x00", b"\r\n", b"[" * 1500, b'"', b"{", b"}", b"9" * 40, b"\\ud800", b"%00", b"%ff", b"../", b";"]
+HEADERS = [
+    b"Content-Encoding: gzip",
+    b"Content-Encoding: deflate, gzip",
+    b"Content-Type: application/msgpack",
+    b"Content-Type: \xff",
+    b"x-agl-conversation-id: \xff",
+    b"x-agl-request-id: \xfe\xff",
+    b"x-agl-who: \xff",
+    b"traceparent: 00-\xff",
+    b"x-stainless-retry-count: -9999999999999999999999",
+    b"User-Agent: \xff",
+    b"Expect: 100-continue",
+    b"Host: [",
+    b"Transfer-Encoding: chunked",
+    b"Upgrade: websocket",
+]
+
+
+@dataclass
+class Sample:
+    """A request as it should be."""
+
+    line: bytes
+    body: object = None
+
+
+def samples(rollout_id: str, attempt_id: str) -> list[Sample]:
+    """One sound request for every route of a gateway."""
+    message = [{"role": "user", "content": "hi"}]
+    call = {"model": "main_llm", "messages": message, "n": 1, "seed": 1, "metadata": {}, "tools": [], "max_tokens": 3}
+    span = {"rollout_id": rollout_id, "attempt_id": attempt_id, "span_id": "a" * 16, "name": "s", "attributes": {}}
+    params: dict[str, object] = {
+        "append_spans": {"spans": [span]},
+        "rollouts": {"query": {"ids": [rollout_id], "limit": 5, "status": ["running"]}},
+        "recordings": {"query": {"limit": 5}},
+        "claim": {"worker": "w", "limit": 1},
+        "spans": {"rollout_id": rollout_id, "attempt_id": attempt_id, "after": 0, "limit": 5},
+    }
+    return [
+        *(Sample(f"POST /v1/{name}".encode(), call) for name in ("chat/completions", "messages")),
+        Sample(b"POST /v1/responses", {"model": "main_llm", "input": "hi", "include": []}),
+        *(Sample(f"POST /v1/{name}".encode(), {**call, "prompt": "x"}) for name in ("completions", "embeddings")),
+        Sample(f"POST /rollout/{rollout_id}/attempt/{attempt_id}/key/K/v1/chat/completions".encode(), call),
+        *(Sample(f"POST /store/{name}".encode(), params.get(name, {"rollout_id": "r"})) for name in METHODS),
+        Sample(b"POST /settle", {"attempt_id": attempt_id}),
+        Sample(b"POST /v1/traces", "an OTLP message"),
+        Sample(b"POST /conversations/end", {}),
+        *(Sample(b"GET " + path) for path in (b"/identity", b"/metrics", b"/openapi.json", b"/v1/models", b"/split")),
+    ]
+
+
+class Mutator:
+    """Makes requests out of samples, by a seed."""
+
+    def __init__(self, seed: int, token: str) -> None:
+        self._random = random.Random(seed)
+        self._token = token
+
+    def request(self, sample: Sample) -> bytes:
+        """Return the bytes of a request that is wrong in one or more places."""
+        body = b"" if sample.body is None else json.dumps(self._mutated(sample.body)).encode()
+        line = sample.line
+        if self._random.random() < 0.3:
+            body = self._inserted(body)
+        if self._random.random() < 0.1:
+            body = gzip.compress(body)[: self._random.randrange(1, 60)]
+        if self._random.random() < 0.1:
+            line = self._inserted(line).replace(b"\r\n", b"")
+        headers = [b"Host: 127.0.0.1", b"Content-Type: application/json", b"Authorization: Bearer " + self._key()]
+        headers += self._random.sample(HEADERS, self._random.choice((0, 0, 1, 2)))
+        length = len(body) + self._random.choice((0,) * 20 + (-1, 1))
+        headers += [f"Content-Length: {max(length, 0)}".encode(), b"Connection: close"]
+        return line + b" HTTP/1.1\r\n" + b"\r\n".join(headers) + b"\r\n\r\n" + body
+
+    def _key(self) -> bytes:
+        return self._random.choice((self._token.encode(), self._token.encode(), ADMIN.encode(), b"\xff", b""))
+
+    def _mutated(self, value: object) -> object:
+        if self._random.random() < 0.15:
+            return self._random.choice(VALUES)
+        if isinstance(value, dict):
+            return {key: self._mutated(item) for key, item in value.items() if self._random.random() < 0.95}
+        return [self._mutated(item) for item in value] if isinstance(value, list) else value
+
+    def _inserted(self, data: bytes) -> bytes:
+        at = self._random.randrange(len(data) + 1)
+        return data[:at] + self._random.choice(BYTES) + data[at + self._random.randrange(3) :]
+
+
+async def exchange(service: GatewayService, request: bytes) -> tuple[bytes, float]:
+    """Send a request on a connection of its own; returns the start of the answer and the seconds to its end."""
+    started = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
+    answer = b""
+    try:
+        writer.write(request)
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
+    finally:
+        writer.close()
+    return answer, time.perf_counter() - started
+
+
+@contextlib.asynccontextmanager
+async def backend() -> AsyncIterator[str]:
+    """A model API that answers everything with an empty object, so that each 500 is the gateway's own."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        await reader.readexactly(int(length[1]) if length else 0)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Type: application/json\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=pytest.mark.soak)])
+async def test_no_mutated_request_is_answered_with_500_or_holds_up_others(serving, count: int):
+    async with backend() as url, serving(backend=url, headers_s=1.0, body_s=1.0) as service:
+        await service.store.enqueue([Rollout(rollout_id=new_rollout_id(), task={})])
+        attempt = (await service.store.claim(worker="w", lease_s=3600))[0].attempt
+        token = service.tokens.issue(attempt.rollout_id, attempt.attempt_id, expires_at=time.time() + 3600)
+        mutator = Mutator(seed=count, token=token)
+        known = samples(attempt.rollout_id, attempt.attempt_id)
+        requests = iter([(mutator, known[number % len(known)]) for number in range(count)])
+        failed: list[tuple[bytes, bytes]] = []
+        waits: list[float] = []
+
+        async def send() -> None:
+            for own, sample in requests:
+                request = own.request(sample)
+                answer, _ = await exchange(service, request)
+                if b" 500 " in answer[:20]:
+                    failed.append((request[:500], answer[-500:]))
+
+        sending = [asyncio.create_task(send()) for _ in range(AT_ONCE)]
+        while not all(task.done() for task in sending):
+            answer, wait_s = await exchange(service, b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
+            waits.append(wait_s)
+            await asyncio.sleep(0.1)
+        await asyncio.gather(*sending)
+        assert [] == failed
+        assert max(waits) < MAX_WAIT_S
