@@ -17,6 +17,7 @@ from agl.tracing import SpanRecorder
 from agl_run.importing import install_tracers
 from agl_run.runners.agent import AgentSpec, LoadedAgent
 from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.connections import separate_loops
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
 from agl_run.runners.result import describe_error
 
@@ -38,6 +39,7 @@ def main() -> None:
         write(frame(ChildReady(error=described.message if is_ours else f"{described.type}: {described.message}")))
         return
     write(frame(ChildReady()))
+    separate_loops()
     try:
         asyncio.run(_serve(source, write, start, agent, tracers))
     finally:
