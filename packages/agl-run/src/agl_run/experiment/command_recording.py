@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -33,6 +32,7 @@ from agl.schemas import (
 )
 from agl.stores import all_spans
 from agl.tracing import AttemptTokens, load_secret
+from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.setup import client_environment
@@ -124,7 +124,8 @@ async def record_command(
         store: Store = manager.build(manager.store_entry(store_url.partition("://")[0]), url=store_url)
         stack.push_async_callback(store.close)
         claim = await _claim(store, command, timeout_s)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-")))
+        remove_abandoned()
+        folder = stack.enter_context(own_folder())
         root = _root(claim)
         spool = Spool(folder / "spool", root)
         try:

@@ -5,10 +5,11 @@ REST PROGRAM ARGUMENT...``. CONTROL is one end of a socket pair whose other end 
 GRACE the seconds between asking and killing, REST says whether descendants that outlive the program are stopped
 (``stop``) or left alone (``leave``).
 
-The keeper answers one byte string when the program runs (``+``) or could not be started (the number of the error). It
-stops everything when the socket closes, kills everything at once when it reads a byte, and ends as its program ended.
-On Linux it adopts descendants whose parent ended, also those in sessions of their own, and takes its program with it
-when it is killed itself; elsewhere it reaches those that are still below it.
+The keeper answers when the program runs (``+``) or could not be started (the number of the error), and before it ends
+(``.``), so that the owner knows of a keeper that was killed and left the program's children behind. It stops
+everything when the socket closes, kills everything at once when it reads a byte, and ends as its program ended. On
+Linux it adopts descendants whose parent ended, also those in sessions of their own, and takes its program with it when
+it is killed itself; elsewhere it reaches those that are still below it.
 """
 
 import ctypes
@@ -50,6 +51,7 @@ def main(control: int, owner: int, grace_s: float, rest: str, words: list[str]) 
     if is_stopped or rest == "stop":
         ended = _end_descendants(grace_s, pid)
         code = ended if code is None else code
+    _tell(control, b".")
     return 0 if code is None else code
 
 

@@ -1,7 +1,8 @@
 """Programs that end with their descendants: on request, and when this process ends, by ``kill -9`` as well.
 
-Each program runs below a keeper, a small process that watches this one; see :mod:`agl_run.runners.keeper`. Windows has
-no keepers: there a program and its children are stopped on request only.
+Each program runs below a keeper, a small process that watches this one; see :mod:`agl_run.runners.keeper`. A keeper
+that is killed takes its program with it, and this process kills the program's session; descendants in sessions of their
+own then go on. Windows has no keepers: there a program and its children are stopped on request only.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ class KeptProcess:
         self.process = process
         self._control = control
         self._is_leader = is_leader
+        self._watch: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -91,6 +93,12 @@ class KeptProcess:
         answer = await asyncio.get_running_loop().sock_recv(self._control, 16)
         if answer.isdigit():
             raise OSError(int(answer), os.strerror(int(answer)), name)
+        self._watch = asyncio.create_task(self._watch_keeper(self._control))
+
+    async def _watch_keeper(self, control: socket.socket) -> None:
+        """Kill what a keeper that was killed left behind; it holds the program's pipes open."""
+        if not await asyncio.get_running_loop().sock_recv(control, 16):
+            self._kill_keeper()
 
     @property
     def returncode(self) -> int | None:
@@ -113,6 +121,9 @@ class KeptProcess:
         if self._control is not None:
             with suppress(OSError):
                 self._control.send(request)
+            if self._watch is not None:
+                self._watch.cancel()
+                await asyncio.gather(self._watch, return_exceptions=True)  # its loop forgets the socket
             self._control.close()
         if self.returncode is None:
             if sys.platform == "win32":
