@@ -20,6 +20,7 @@ from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.connections import separate_loops
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
 from agl_run.runners.result import describe_error
+from agl_run.runners.setup import client_environment, environment
 
 FLUSH_S = 1.0
 
@@ -97,10 +98,16 @@ async def _serve(
             replay=message.replay,
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
-        outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
+        with environment(_credentials(start, message.token)):
+            outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
         flusher.cancel()
         write(frame(ChildDone(outcome=outcome)))
     executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _credentials(start: ChildStart, token: str) -> dict[str, str]:
+    """Return the variables with which any client, and any program that the agent starts, reaches the gateway."""
+    return client_environment(f"{start.gateway_url}/v1", token) if start.gateway_url else {}
 
 
 async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:
