@@ -153,12 +153,14 @@ def wait_for_a_step(file: Path, process: "subprocess.Popen[str]") -> None:
 
 
 def children_of(pid: int) -> list[int]:
-    """Direct children of a process."""
+    """The worker children of a process, and their keepers."""
     listing = subprocess.run(
         ["ps", "-ww", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
     rows = [line.split(None, 2) for line in listing.splitlines()]
-    return [int(row[0]) for row in rows if int(row[1]) == pid and "agl_run.runners.child" in row[2]]
+    ours = [(int(row[0]), int(row[1])) for row in rows if "agl_run.runners.child" in row[2]]
+    keepers = [one for one, parent in ours if parent == pid]
+    return [*keepers, *(one for one, parent in ours if parent in keepers)]
 
 
 def kill(pid: int) -> int:

@@ -1,7 +1,10 @@
 """``agl exec``: any program is recorded once, with its output and exit status passed through."""
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,3 +110,76 @@ def test_calls_that_the_programs_framework_saw_and_that_were_not_recorded_are_re
         "pigeon.ChatPigeon (1). A Python program is recorded where its clients use httpx"
     ) in err
     assert "no model call was seen" not in err
+
+
+FAMILY = """
+import os, subprocess, sys, time
+waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
+children = [subprocess.Popen(waiting), subprocess.Popen(waiting, start_new_session=True)]
+with open("pids.new", "w") as file:
+    file.write(" ".join(str(pid) for pid in (os.getpid(), *(child.pid for child in children))))
+os.rename("pids.new", "pids")
+time.sleep(60)
+"""
+"""A program with a child of its own, and another one in a session of its own."""
+
+
+def until(condition: Callable[[], object], *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.02)
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+
+
+@needs_proc
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_program_that_is_interrupted_ends_with_its_descendants_and_settles_its_attempt(
+    agl: StartAgl, tmp_path: Path, number: signal.Signals, name: str
+) -> None:
+    process = agl("exec", "--", sys.executable, "-c", FAMILY, cwd=tmp_path)
+    until((tmp_path / "pids").exists, seconds=30)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+
+    assert 128 + number == process.returncode
+    assert 1 == len(err.splitlines()), err
+    assert err.startswith(f"agl: stopped by {name} after "), err
+    assert [] == alive(pids)
+    assert "failed" == latest(agl, tmp_path)["status"]
+
+
+@needs_proc
+def test_program_ends_with_its_descendants_when_agl_is_killed(agl: StartAgl, tmp_path: Path) -> None:
+    process = agl("exec", "--", sys.executable, "-c", FAMILY, cwd=tmp_path)
+    until((tmp_path / "pids").exists, seconds=30)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+
+    os.kill(process.pid, signal.SIGKILL)
+
+    until(lambda: not alive(pids), seconds=5)
+    process.communicate(timeout=10)
+
+
+def test_program_beyond_its_time_is_stopped_and_its_record_says_so(agl: StartAgl, tmp_path: Path) -> None:
+    code, _, err = record(agl, tmp_path, "--timeout", "0.5", "--", sys.executable, "-c", "import time; time.sleep(60)")
+
+    assert 124 == code
+    assert "agl: stopped after 0.5 s" in err
+    assert "Error" not in err
+    assert "failed" == latest(agl, tmp_path)["status"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="ends a process by a signal")
+def test_program_that_a_signal_kills_has_the_exit_status_of_a_shell(agl: StartAgl, tmp_path: Path) -> None:
+    code, _, err = record(agl, tmp_path, "--", sys.executable, "-c", "import os; os.kill(os.getpid(), 15)")
+
+    assert 143 == code, err

@@ -140,13 +140,15 @@ def test_child_that_died_while_it_waited_is_replaced() -> None:
     assert "succeeded" == asyncio.run(run())
 
 
-def test_program_of_an_agent_finds_no_key_of_the_store_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_of_an_agent_finds_no_key_of_the_store_or_of_a_policy_in_its_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AGL_SECRET", "y" * 32)
     monkeypatch.setenv("AGL_TOKEN", "an-admin-token")
+    monkeypatch.setenv("AGL_POLICY_KEY", "a-policy-key")
     monkeypatch.setenv("AGL_OTHER", "inherited")
-    code = (
-        "import os; print(*sorted(os.environ.get(f'AGL_{name}', 'none')[:5] for name in ('SECRET', 'TOKEN', 'OTHER')))"
-    )
+    names = ("SECRET", "TOKEN", "POLICY_KEY", "OTHER")
+    code = f"import os; print(*sorted(os.environ.get('AGL_' + name, 'none')[:5] for name in {names!r}))"
 
     async def run() -> object:
         store = MemoryStore()
@@ -156,4 +158,4 @@ def test_program_of_an_agent_finds_no_key_of_the_store_in_its_environment(monkey
         outcome = await runner.execute((await store.claim(worker="w"))[0])
         return outcome.spans[0].attributes["agl.output"]
 
-    assert "agl_W inher none\n" == asyncio.run(run())
+    assert "agl_W inher none none\n" == asyncio.run(run())

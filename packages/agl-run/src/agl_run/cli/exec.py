@@ -5,6 +5,7 @@ Python program is recorded from within.
 """
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import click
 
 from agl import PluginManager
 from agl_run.cli.context import pass_manager
-from agl_run.experiment.command_recording import RecordedRun, record_command
+from agl_run.experiment.command_recording import RecordedRun, StopRequest, record_command
 from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
@@ -35,20 +36,41 @@ _RECORDED = (
 def exec_(
     manager: PluginManager, url: str | None, upstream: str | None, timeout_s: float | None, command: tuple[str, ...]
 ) -> None:
-    """Run COMMAND once and record its model calls; its output and exit status pass through."""
+    """Run COMMAND once and record its model calls; its output and exit status pass through.
+
+    Ctrl-C and SIGTERM end COMMAND with all that it started, and keep its record; the exit status is 130 or 143.
+    """
     started = time.monotonic()
-    run: RecordedRun = asyncio.run(
-        record_command(
-            command, manager=manager, store_url=url or DEFAULT_STORE, upstream=upstream or "", timeout_s=timeout_s
-        )
+    request = StopRequest()
+    recording = record_command(
+        command,
+        manager=manager,
+        store_url=url or DEFAULT_STORE,
+        upstream=upstream or "",
+        timeout_s=timeout_s,
+        request=request,
     )
+    try:
+        run: RecordedRun = asyncio.run(recording)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        number = request.number or signal.SIGINT
+        click.echo(f"agl: {_stopped(number.name)} before the recording was complete", err=True)
+        sys.exit(128 + number)
     seconds = time.monotonic() - started
+    if run.stopped_by:
+        kept = f"{run.calls} model calls are recorded; look with: agl show {run.rollout_id}"
+        click.echo(f"agl: {_stopped(run.stopped_by)} after {seconds:.1f} s; {kept}", err=True)
+        sys.exit(run.exit_code)
     click.echo(
         f"agl: recorded {run.calls} model calls in {seconds:.1f} s; look with: agl show {run.rollout_id}", err=True
     )
     for line in _missed(run):
         click.echo(f"agl: {line}", err=True)
     sys.exit(run.exit_code)
+
+
+def _stopped(by: str) -> str:
+    return "stopped by Ctrl-C" if by == "SIGINT" else f"stopped by {by}"
 
 
 def _missed(run: RecordedRun) -> Iterator[str]:

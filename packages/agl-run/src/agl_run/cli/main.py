@@ -74,7 +74,16 @@ def cli(debug: bool, no_plugins: bool) -> None:
     """Train AI agents from their own runs."""
 
 
+class _VisibleFormatter(logging.Formatter):
+    """Escapes the control characters of agents' and models' text, in tracebacks too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def main() -> None:
     """Entry point of the ``agl`` command."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     cli(prog_name="agl")

@@ -1,9 +1,17 @@
-"""Runs an experiment's coroutine from a script, from a notebook, and beside the event loop of an async program."""
+"""Runs an experiment's coroutine from a script, from a notebook, and beside the event loop of an async program.
+
+All of them run on one event loop, in a thread of its own, for as long as the process lives: an asynchronous client
+belongs to the loop that it was first used on, so one that an agent's module keeps also works in the next experiment.
+"""
 
 import asyncio
+import atexit
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import cache
+from os import getpid
 from typing import Any, Generic, TypeVar
 
 from agl.errors import ConfigError
@@ -14,12 +22,13 @@ Work = Callable[[], Coroutine[Any, Any, T]]
 
 
 def require_blocking(method: str) -> None:
-    """Refuse to block the event loop of an async program; a notebook's loop may be blocked.
+    """Refuse to block the event loop of an async program, or of an agent; a notebook's loop may be blocked.
 
     Raises:
         ConfigError: A loop runs here; names the method to await instead.
     """
-    if _is_in_loop() and not _is_notebook():
+    running = _running_loop()
+    if running is not None and (not _is_notebook() or running is _home(getpid()).loop):
         raise ConfigError(
             f"Trainer.{method}() blocks until it is done, and an event loop runs here; "
             f"write: await trainer.{method}_async(...)"
@@ -27,24 +36,23 @@ def require_blocking(method: str) -> None:
 
 
 def run_blocking(work: Work[T]) -> T:
-    """Run a coroutine to its end: on a new loop here, or in another thread if a loop already runs here."""
-    return _ThreadRun(work).wait() if _is_in_loop() else asyncio.run(work())
+    """Run a coroutine to its end on the process's loop for experiments, and block until then."""
+    return _Run(work).wait()
 
 
 async def run_beside(work: Work[T]) -> T:
-    """Run a coroutine on an event loop of its own in another thread, so that it never delays the caller's loop.
+    """Run a coroutine on the process's loop for experiments, so that it never delays the caller's loop.
 
     Cancelling this stops the work and waits for its end.
     """
-    return await _ThreadRun(work).wait_async()
+    return await _Run(work).wait_async()
 
 
-def _is_in_loop() -> bool:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
-        asyncio.get_running_loop()
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 def _is_notebook() -> bool:
@@ -52,58 +60,84 @@ def _is_notebook() -> bool:
     return kernel is not None and kernel.IPKernelApp.initialized()
 
 
-class _ThreadRun(Generic[T]):
-    """A coroutine that runs on an event loop of its own in a thread."""
+class _Home:
+    """An event loop in a thread, until the interpreter ends."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="agl-trainer", daemon=True)
+        self._thread.start()
+        atexit.register(self._close)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while not self._is_over:
+            with suppress(KeyboardInterrupt, SystemExit):  # a task's own; raised again where its result is asked for
+                self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    def _close(self) -> None:
+        def end() -> None:
+            self._is_over = True
+            self.loop.stop()
+
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(end)
+            self._thread.join(1.0)
+
+
+@cache
+def _home(process: int) -> _Home:
+    """Return the loop of this process; a forked child gets one of its own, because no thread survives a fork."""
+    del process
+    return _Home()
+
+
+class _Run(Generic[T]):
+    """A coroutine that runs on the process's loop for experiments."""
 
     def __init__(self, work: Work[T]) -> None:
         self._work = work
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop = _home(getpid()).loop
         self._task: asyncio.Task[T] | None = None
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="agl-trainer", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
+        self._loop.call_soon_threadsafe(self._start)
 
     def wait(self) -> T:
         """Block until it ends; an interrupt stops it first."""
         try:
-            while self._thread.is_alive():
-                self._thread.join(0.2)
+            while not self._ended.wait(0.2):  # waits without a limit ignore Ctrl-C on Windows
+                pass
         except KeyboardInterrupt:
             self._cancel()
-            self._thread.join()
+            self._ended.wait()
             raise
         return self._outcome()
 
     async def wait_async(self) -> T:
         """Wait without blocking the loop; cancelling stops the work."""
         try:
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._ended.wait)
         except asyncio.CancelledError:
             self._cancel()
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._ended.wait)
             raise
         return self._outcome()
 
-    def _run(self) -> None:
-        async def main() -> None:
-            self._loop = asyncio.get_running_loop()
-            self._task = asyncio.ensure_future(self._work())
-            self._ready.set()
-            await asyncio.wait({self._task})
-
-        try:
-            asyncio.run(main())
-        except (KeyboardInterrupt, SystemExit):
-            pass  # raised again where the result is asked for
-        finally:
-            self._ready.set()
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._work())
+        self._task.add_done_callback(lambda _: self._ended.set())
 
     def _cancel(self) -> None:
-        self._ready.wait()
-        if self._loop is not None and self._task is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._task.cancel)
+        def cancel() -> None:
+            if self._task is not None:
+                self._task.cancel()
+
+        self._loop.call_soon_threadsafe(cancel)
 
     def _outcome(self) -> T:
         if self._task is None:
-            raise RuntimeError("the thread that runs the experiment could not start an event loop")
+            raise RuntimeError("the experiment was never started")
         return self._task.result()

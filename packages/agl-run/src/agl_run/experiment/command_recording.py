@@ -3,13 +3,13 @@
 import asyncio
 import os
 import shutil
+import signal
 import sys
-import tempfile
 import time
-from asyncio.subprocess import Process
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -32,6 +32,8 @@ from agl.schemas import (
 )
 from agl.stores import all_spans
 from agl.tracing import AttemptTokens, load_secret
+from agl_run.runners.folders import own_folder, remove_abandoned
+from agl_run.runners.kept import KeptProcess
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.setup import client_environment
 from agl_run.runners.spool import Spool
@@ -47,13 +49,55 @@ class RecordedRun(Record, frozen=True, kw_only=True):
         rollout_id: The rollout's id.
         calls: Number of recorded model calls.
         agreement: The model calls that only the program's framework, or only the recording, saw.
-        exit_code: The program's exit status.
+        exit_code: The program's exit status; 124 beyond its time limit, 128 plus the number of a signal.
+        stopped_by: Name of the signal to this process that ended the program, ``""`` if it ended otherwise.
     """
 
     rollout_id: str
     calls: int
     agreement: Agreement
     exit_code: int
+    stopped_by: str = ""
+
+
+class StopRequest:
+    """Turns SIGINT, SIGTERM and SIGHUP into the cancellation of the current task, and remembers the signal.
+
+    Attributes:
+        number: The first signal that arrived.
+    """
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self._task: asyncio.Task[Any] | None = None
+
+    def listen(self) -> None:
+        """Begin to listen; where signals cannot be handled, as on Windows, asyncio's own Ctrl-C remains."""
+        self._task = asyncio.current_task()
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            for number in _STOPPING:
+                asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+
+    def end(self) -> None:
+        """Give the signals back; the next one ends this process."""
+        with suppress(NotImplementedError, RuntimeError, ValueError):
+            for number in _STOPPING:
+                asyncio.get_running_loop().remove_signal_handler(number)
+
+    def is_answered(self) -> bool:
+        """Return whether a cancellation of the current task was this request's, and take it back then."""
+        if self.number is None or self._task is None:
+            return False
+        self._task.uncancel()
+        return True
+
+    def _stop(self, number: signal.Signals) -> None:
+        if self.number is None and self._task is not None:
+            self.number = number
+            self._task.cancel()
+
+
+_STOPPING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 async def record_command(
@@ -63,18 +107,25 @@ async def record_command(
     store_url: str,
     upstream: str = "",
     timeout_s: float | None = None,
+    request: StopRequest | None = None,
 ) -> RecordedRun:
     """Run a program once, pass its output through, and record its model calls.
 
+    A signal to stop ends the program with all its descendants; its record up to then is kept.
+
     Raises:
         RunError: The program cannot be started; no rollout is kept then.
+        asyncio.CancelledError: A signal arrived before the program started; no rollout is kept then.
     """
     _require_program(command[0])
+    request = request or StopRequest()
+    request.listen()
     async with AsyncExitStack() as stack:
         store: Store = manager.build(manager.store_entry(store_url.partition("://")[0]), url=store_url)
         stack.push_async_callback(store.close)
         claim = await _claim(store, command, timeout_s)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-")))
+        remove_abandoned()
+        folder = stack.enter_context(own_folder())
         root = _root(claim)
         spool = Spool(folder / "spool", root)
         try:
@@ -85,10 +136,10 @@ async def record_command(
             raise
         renewing = asyncio.create_task(_renew(store, claim.attempt.attempt_id))
         stack.callback(renewing.cancel)
-        status, code = await _end_of(process, timeout_s)
+        status, code, error = await _end_of(process, timeout_s, request)
+        request.end()
         if gateway is not None:
             await gateway.settle(claim.attempt.attempt_id)
-        error = None if status == "succeeded" else ErrorInfo(type="ProcessExit", message=f"exit status {code}")
         closed = msgspec.structs.replace(root, end_ns=time.time_ns(), status="ok" if code == 0 else "error")
         outcome = Outcome(
             attempt_id=claim.attempt.attempt_id, status=status, error=error, spans=(closed, *spool.read())
@@ -100,6 +151,7 @@ async def record_command(
             calls=sum(span.call is not None for span in spans),
             agreement=find_disagreement(spans, attempt_id=claim.attempt.attempt_id),
             exit_code=code,
+            stopped_by="" if request.number is None else request.number.name,
         )
 
 
@@ -126,7 +178,7 @@ async def _claim(store: Store, command: Sequence[str], timeout_s: float | None) 
                 task={"command": list(command)},
                 experiment=experiment,
                 mode="test",
-                retry=RetryPolicy(timeout_s=timeout_s, max_losses=0),
+                retry=RetryPolicy(timeout_s=timeout_s, grace_s=LEASE_S, max_losses=0),  # this process decides
                 created_at=time.time(),
             )
         ]
@@ -175,30 +227,30 @@ async def _capture(
     return gateway, {**spool.environment(gateway_url=url, token=token), **client_environment(f"{url}/v1", token)}
 
 
-async def _start(command: Sequence[str], environment: dict[str, str]) -> Process:
+async def _start(command: Sequence[str], environment: dict[str, str]) -> KeptProcess:
     try:
-        return await asyncio.create_subprocess_exec(*command, env=environment)
+        return await KeptProcess.start(command, environment=environment, stops_rest=False, has_session=False)
     except OSError as error:
         raise RunError(f"cannot start {command[0]!r}: {error}") from error
 
 
-async def _end_of(process: Process, timeout_s: float | None) -> tuple[AttemptStatus, int]:
+async def _end_of(
+    process: KeptProcess, timeout_s: float | None, request: StopRequest
+) -> tuple[AttemptStatus, int, ErrorInfo | None]:
+    """Wait for the program's end, or end it."""
     try:
         code = await asyncio.wait_for(process.wait(), timeout_s)
     except TimeoutError:
-        await _end(process)
         print(f"agl: stopped after {timeout_s:g} s", file=sys.stderr)
-        return "timeout", 124
+        return "timeout", 124, ErrorInfo(type="TimeoutError", message="exit status 124")
     except asyncio.CancelledError:
-        await _end(process)
-        raise
-    return ("succeeded" if code == 0 else "failed"), code
-
-
-async def _end(process: Process) -> None:
-    process.terminate()
-    try:
-        await asyncio.wait_for(process.wait(), 2.0)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
+        if not request.is_answered() or request.number is None:
+            raise
+        text = f"stopped by {request.number.name}"
+        return "failed", 128 + request.number, ErrorInfo(type="Interrupted", message=text)
+    finally:
+        await process.stop()
+    code = code if code >= 0 else 128 - code
+    if code == 0:
+        return "succeeded", 0, None
+    return "failed", code, ErrorInfo(type="ProcessExit", message=f"exit status {code}")

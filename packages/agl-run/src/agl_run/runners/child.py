@@ -17,8 +17,10 @@ from agl.tracing import SpanRecorder
 from agl_run.importing import install_tracers
 from agl_run.runners.agent import AgentSpec, LoadedAgent
 from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.connections import separate_loops
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_to_child
 from agl_run.runners.result import describe_error
+from agl_run.runners.setup import client_environment, environment
 
 FLUSH_S = 1.0
 
@@ -38,6 +40,7 @@ def main() -> None:
         write(frame(ChildReady(error=described.message if is_ours else f"{described.type}: {described.message}")))
         return
     write(frame(ChildReady()))
+    separate_loops()
     try:
         asyncio.run(_serve(source, write, start, agent, tracers))
     finally:
@@ -95,10 +98,16 @@ async def _serve(
             replay=message.replay,
         )
         flusher = asyncio.create_task(_flush_loop(recorder, write))
-        outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
+        with environment(_credentials(start, message.token)):
+            outcome = await run_attempt(agent, message.rollout, message.attempt, scope=scope)
         flusher.cancel()
         write(frame(ChildDone(outcome=outcome)))
     executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _credentials(start: ChildStart, token: str) -> dict[str, str]:
+    """Return the variables with which any client, and any program that the agent starts, reaches the gateway."""
+    return client_environment(f"{start.gateway_url}/v1", token) if start.gateway_url else {}
 
 
 async def _flush_loop(recorder: SpanRecorder, write: _Writer) -> None:

@@ -7,15 +7,9 @@ prints is a JSON object with a ``reward`` (a number or a dict of numbers), that 
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -34,14 +28,13 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import AttemptTokens, make_reward_span, redact
+from agl_run.runners.folders import own_folder, remove_abandoned
+from agl_run.runners.kept import KeptProcess
 from agl_run.runners.printed import PrintedText
 from agl_run.runners.result import describe_error, read_result
 from agl_run.runners.setup import ADMIN_TOKEN_ENV, RunSetup, environment_for_agents
 from agl_run.runners.spool import Spool
 from agl_run.runners.tokens import issue_token
-
-KILL_GRACE_S = 2.0
-"""Seconds between asking a program to stop and killing it."""
 
 
 class CommandRunner:
@@ -54,15 +47,16 @@ class CommandRunner:
             )
         self._setup = setup
         self._tokens = AttemptTokens(setup.secret)
-        self._running: set[asyncio.subprocess.Process] = set()
+        self._running: set[KeptProcess] = set()
 
     async def start(self) -> None:
-        """Do nothing: attempts share no state."""
+        """Remove what killed runners left behind; attempts share no state."""
+        remove_abandoned()
 
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt."""
-        with tempfile.TemporaryDirectory(prefix="agl-") as folder:
-            return await self._execute(claim.rollout, claim.attempt, Path(folder))
+        with own_folder() as folder:
+            return await self._execute(claim.rollout, claim.attempt, folder)
 
     async def _execute(self, rollout: Rollout, attempt: Attempt, folder: Path) -> Outcome:
         task = to_json(rollout.visible_task)
@@ -78,19 +72,19 @@ class CommandRunner:
         spool = Spool(folder / "spool", root)
         environment = self._environment(rollout, attempt, folder, root, spool)
         try:
-            process = await self._spawn(folder, environment)
+            kept = await self._spawn(folder, environment)
         except OSError as error:
             return Outcome(
                 attempt_id=attempt.attempt_id,
                 status="failed",
                 error=describe_error(RunError(f"cannot start {self._setup.agent.command[0]!r}: {error}")),
             )
-        self._running.add(process)
+        self._running.add(kept)
         try:
-            status, error, output = await self._watch(process, task, rollout.retry.timeout_s)
+            status, error, output = await self._watch(kept.process, task, rollout.retry.timeout_s)
         finally:
-            await stop_process(process)
-            self._running.discard(process)
+            await kept.stop()
+            self._running.discard(kept)
         return _outcome(root, status, error, output, spool.read())
 
     def _environment(
@@ -110,9 +104,10 @@ class CommandRunner:
             "TRACEPARENT": f"00-{root.trace_id}-{root.span_id}-01",
         }
 
-    async def _spawn(self, folder: Path, environment: dict[str, str]) -> asyncio.subprocess.Process:
+    async def _spawn(self, folder: Path, environment: dict[str, str]) -> KeptProcess:
         words = [word.replace("{task}", str(folder / "task.json")) for word in self._setup.agent.command]
-        return await spawn_process(words, environment, cwd=self._setup.agent.folder or None)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        return await KeptProcess.start(words, environment=environment, cwd=self._setup.agent.folder or None, **pipes)
 
     async def _watch(
         self, process: asyncio.subprocess.Process, task: bytes, limit: float | None
@@ -134,7 +129,7 @@ class CommandRunner:
 
     async def stop(self) -> None:
         """Stop every running program."""
-        await asyncio.gather(*(stop_process(process) for process in list(self._running)))
+        await asyncio.gather(*(kept.stop() for kept in list(self._running)))
 
 
 async def _converse(
@@ -156,45 +151,6 @@ async def _feed(process: asyncio.subprocess.Process, task: bytes) -> None:
         stdin.write(task)
         await stdin.drain()
     stdin.close()
-
-
-async def spawn_process(
-    words: list[str], environment: dict[str, str], *, cwd: str | None = None
-) -> asyncio.subprocess.Process:
-    """Start a program with its pipes, in its own process group, so that its children are stopped with it."""
-    group: dict[str, Any] = (
-        {"creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)}
-        if sys.platform == "win32"
-        else {"start_new_session": True}
-    )
-    return await asyncio.create_subprocess_exec(
-        *words,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
-        cwd=cwd,
-        **group,
-    )
-
-
-async def stop_process(process: asyncio.subprocess.Process) -> None:
-    """Ask a program and its children to stop, then kill them; returns at once if it has ended."""
-    if process.returncode is None:
-        _signal_group(process, "SIGTERM")
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), KILL_GRACE_S)
-    if process.returncode is None:
-        _signal_group(process, "SIGKILL")
-        await process.wait()
-
-
-def _signal_group(process: asyncio.subprocess.Process, name: str) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        if sys.platform == "win32":
-            subprocess.run(["taskkill", "/F", "/T", "/PID", str(process.pid)], check=False, capture_output=True)
-        else:
-            os.killpg(process.pid, getattr(signal, name))
 
 
 def _outcome(root: Span, status: AttemptStatus, error: ErrorInfo | None, output: str, spooled: list[Span]) -> Outcome:

@@ -1,8 +1,9 @@
 """The `async` runner: many attempts at once in this process.
 
-Coroutine agents share the event loop, plain functions get a thread each. A coroutine past its time limit is
-cancelled, a thread gets an exception raised in it. Code that swallows both, or that blocks in C, keeps running without
-model calls: use the `process` runner for such agents.
+Coroutine agents share the event loop, plain functions get a thread each, and each loop that a thread runs gets
+connections of its own in a shared ``httpx`` client. A coroutine past its time limit is cancelled, a thread gets an
+exception raised in it. Code that swallows both, or that blocks in C, keeps running without model calls: use the
+`process` runner for such agents.
 """
 
 import asyncio
@@ -14,10 +15,11 @@ import msgspec
 
 from agl.errors import ConfigError, StoreError
 from agl.schemas import Claim, Outcome
-from agl.tracing import AttemptTokens, SpanRecorder
+from agl.tracing import AttemptTokens, SpanRecorder, Undo
 from agl_run.importing import install_tracers
 from agl_run.replay.script import load_script
 from agl_run.runners.attempt import AttemptScope, run_attempt
+from agl_run.runners.connections import separate_loops
 from agl_run.runners.setup import RunSetup
 from agl_run.runners.tokens import issue_token
 
@@ -45,11 +47,13 @@ class AsyncRunner:
         self._environment: list[str] = []
         self._executor: ThreadPoolExecutor | None = None
         self._flusher: asyncio.Task[None] | None = None
+        self._unpatch: Undo | None = None
 
     async def start(self) -> None:
         """Install the tracers and make the thread pool."""
         self._set_environment()
         install_tracers(self._setup.tracers)
+        self._unpatch = separate_loops()
         self._executor = ThreadPoolExecutor(self._setup.concurrency, thread_name_prefix="agl-agent")
         self._flusher = asyncio.create_task(self._flush_loop())
 
@@ -113,6 +117,9 @@ class AsyncRunner:
             await asyncio.gather(self._flusher, return_exceptions=True)
         for _, tracer in self._setup.tracers:
             tracer.uninstall()
+        if self._unpatch is not None:
+            self._unpatch()
+            self._unpatch = None
         for name in self._environment:
             os.environ.pop(name, None)
         self._environment.clear()

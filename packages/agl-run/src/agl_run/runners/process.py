@@ -1,17 +1,18 @@
 """The `process` runner: every attempt in a child process of its own, which is killed when it does not stop.
 
 Children are started fresh (no fork), keep their agent loaded, and run one attempt after another. A child that exits,
-crashes or is killed takes only its own attempt with it.
+crashes or is killed takes only its own attempt with it. What an agent started ends with its child, and children end
+with this process, however it ends.
 """
 
 import asyncio
 import sys
-from contextlib import suppress
 
 from agl.errors import ConfigError, RunError
 from agl.schemas import Claim, ErrorInfo, Outcome
 from agl.tracing import AttemptTokens
 from agl_run.replay.script import load_script
+from agl_run.runners.kept import KeptProcess
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
 from agl_run.runners.setup import RunSetup, environment_for_agents
 from agl_run.runners.tokens import issue_token
@@ -135,22 +136,21 @@ class _KilledAtStartError(RunError):
 class _Child:
     """One child process and its pipes."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, kept: KeptProcess) -> None:
+        self._kept = kept
+        self._process = kept.process
 
     @classmethod
     async def spawn(cls, setup: RunSetup) -> "_Child":
         environment = {**environment_for_agents(), **setup.plugins, **setup.environment()}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "agl_run.runners.child",
+        kept = await KeptProcess.start(
+            [sys.executable, "-m", "agl_run.runners.child"],
+            environment=environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=environment,
             limit=2**26,
         )
-        return cls(process)
+        return cls(kept)
 
     async def greet(self, setup: RunSetup) -> None:
         start = ChildStart(
@@ -193,10 +193,7 @@ class _Child:
         return await self._process.wait()
 
     async def kill(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-        await self._process.wait()
+        await self._kept.kill()
 
 
 def _describe_exit(code: int) -> str:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from agl.contracts import Store, Tracer, Upstream
+from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
 from agl.schemas import NamedResources, Rollout
 from agl.tracing import SECRET_ENV
 from agl_run.runners.agent import AgentSpec
@@ -71,8 +71,9 @@ class RunSetup:
 
 
 def environment_for_agents() -> dict[str, str]:
-    """Return this process's environment without the keys of the store, which an agent's process does not need."""
-    return {name: value for name, value in os.environ.items() if name not in (SECRET_ENV, ADMIN_TOKEN_ENV)}
+    """Return this process's environment without the keys of the store and of policies, which are not for agents."""
+    hidden = (SECRET_ENV, ADMIN_TOKEN_ENV, POLICY_KEY_ENV)
+    return {name: value for name, value in os.environ.items() if name not in hidden}
 
 
 @contextmanager

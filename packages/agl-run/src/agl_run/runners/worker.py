@@ -250,8 +250,9 @@ def _as_stored(recorded: Sequence[Span], added: Sequence[Span]) -> list[Span]:
 _NO_CALLS = (
     "the agent finished and no model call was seen. Expected at least one call to a configured policy. Check that the "
     "agent's client uses the model name of a [policy.*] section or OPENAI_BASE_URL, and that it calls the model "
-    "through httpx (the openai and anthropic clients do); other clients need the base URL from resources or from the "
-    "environment"
+    "through httpx (the openai and anthropic clients do). Other clients, and programs that the agent starts, need "
+    "base_url and api_key of the agent's argument llm; with a gateway, the environment of the 'process' and 'command' "
+    "runners has both"
 )
 
 

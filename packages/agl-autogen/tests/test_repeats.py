@@ -1,0 +1,55 @@
+"""Clients that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from autogen_agentchat.agents import AssistantAgent
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+from agl_testing.model_server import ScriptedModelServer
+from agl_testing.repeats import check_repeats
+
+from . import agents
+
+Make = Callable[[OpenAIChatCompletionClient], Callable[[Any], Any]]
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """Collect connections of loops that ended where their warnings are expected."""
+    yield
+    gc.collect()
+
+
+async def ask(client: OpenAIChatCompletionClient, question: str) -> float:
+    for _ in range(2):
+        await AssistantAgent("calc", model_client=client).run(task=question)
+    return 1.0
+
+
+def own_loop(client: OpenAIChatCompletionClient) -> Callable[[Any], Any]:
+    """Starts a loop for each rollout."""
+    return lambda task: asyncio.run(ask(client, task["marker"]))
+
+
+def coroutine(client: OpenAIChatCompletionClient) -> Callable[[Any], Any]:
+    async def agent(task: Any) -> float:
+        return await ask(client, task["marker"])
+
+    return agent
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the client outlives the test
+@pytest.mark.parametrize("gateway", ["none", "auto"])
+@pytest.mark.parametrize("make", [own_loop, coroutine])
+def test_shared_clients_work_in_every_rollout_of_every_run(
+    make: Make, gateway: str, model_server: ScriptedModelServer, tmp_path: Path
+):
+    settings: Any = {"model": "scripted", "base_url": model_server.base_url, "api_key": "none", "max_retries": 0}
+    client = OpenAIChatCompletionClient(**settings, model_info=agents.INFO)
+
+    check_repeats(make(client), model_server, tracers=["autogen"], gateway=gateway, folder=tmp_path, calls=2)

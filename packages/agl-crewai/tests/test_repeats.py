@@ -1,0 +1,42 @@
+"""Models that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import crewai
+import pytest
+
+from agl_testing.model_server import ScriptedModelServer
+from agl_testing.repeats import check_repeats
+
+from . import agents
+
+Make = Callable[[crewai.LLM], Callable[[Any], Any]]
+
+
+def blocking(model: crewai.LLM) -> Callable[[Any], Any]:
+    def agent(task: Any) -> float:
+        agents.crew_of(task, model).kickoff()
+        return 1.0
+
+    return agent
+
+
+def coroutine(model: crewai.LLM) -> Callable[[Any], Any]:
+    async def agent(task: Any) -> float:
+        await agents.crew_of(task, model).akickoff()
+        return 1.0
+
+    return agent
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # CrewAI's own, of its own parts
+@pytest.mark.parametrize("gateway", ["none", "auto"])
+@pytest.mark.parametrize("make", [blocking, coroutine])
+def test_shared_models_work_in_every_rollout_of_every_run(
+    make: Make, gateway: str, model_server: ScriptedModelServer, tmp_path: Path
+):
+    model = crewai.LLM(model="scripted", provider="openai", base_url=model_server.base_url, api_key="none")
+
+    check_repeats(make(model), model_server, tracers=["crewai"], gateway=gateway, folder=tmp_path)

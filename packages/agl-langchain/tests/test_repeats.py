@@ -1,0 +1,57 @@
+"""Models that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_openai import ChatOpenAI
+
+from agl_testing.model_server import ScriptedModelServer
+from agl_testing.repeats import check_repeats
+
+Make = Callable[[ChatOpenAI], Callable[[Any], Any]]
+
+
+def blocking(model: ChatOpenAI) -> Callable[[Any], Any]:
+    def agent(task: Any) -> float:
+        for _ in range(2):
+            model.invoke(task["marker"])
+        return 1.0
+
+    return agent
+
+
+def own_loop(model: ChatOpenAI) -> Callable[[Any], Any]:
+    """Starts a loop for each rollout; LangChain's asynchronous clients are shared by the process."""
+
+    async def twice(question: str) -> None:
+        for _ in range(2):
+            await model.ainvoke(question)
+
+    def agent(task: Any) -> float:
+        asyncio.run(twice(task["marker"]))
+        return 1.0
+
+    return agent
+
+
+def coroutine(model: ChatOpenAI) -> Callable[[Any], Any]:
+    async def agent(task: Any) -> float:
+        await asyncio.gather(*(model.ainvoke(task["marker"]) for _ in range(2)))
+        return 1.0
+
+    return agent
+
+
+@pytest.mark.parametrize("gateway", ["none", "auto"])
+@pytest.mark.parametrize("make", [blocking, own_loop, coroutine])
+def test_shared_models_work_in_every_rollout_of_every_run(
+    make: Make, gateway: str, server: ScriptedModelServer, tmp_path: Path
+):
+    settings: Any = {"model": "scripted", "base_url": server.base_url, "api_key": "none", "max_retries": 0}
+
+    check_repeats(
+        make(ChatOpenAI(**settings)), server, tracers=["langchain"], gateway=gateway, folder=tmp_path, calls=2
+    )

@@ -1,0 +1,65 @@
+"""Agents and clients that a program keeps in its modules, in eight rollouts at once and in one run after the other."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Agent, Runner
+from openai import AsyncOpenAI
+
+from agl_testing.model_server import ScriptedModelServer
+from agl_testing.repeats import check_repeats
+
+from . import programs
+
+HELPER = Agent[Any](name="helper", model="scripted")
+"""An agent whose calls go through the client that the SDK shares within a process."""
+
+Make = Callable[[AsyncOpenAI], Callable[[Any], Any]]
+
+
+def run_sync(_: AsyncOpenAI) -> Callable[[Any], Any]:
+    def agent(task: Any) -> float:
+        for question in (task["marker"], f"{task['marker']} again"):
+            Runner.run_sync(HELPER, question)
+        return 1.0
+
+    return agent
+
+
+def own_loop(client: AsyncOpenAI) -> Callable[[Any], Any]:
+    """Starts a loop for each rollout, with a client of the program's own."""
+
+    async def twice(question: str) -> None:
+        for _ in range(2):
+            await Runner.run(programs.helper(client), question)
+
+    def agent(task: Any) -> float:
+        asyncio.run(twice(task["marker"]))
+        return 1.0
+
+    return agent
+
+
+def coroutine(client: AsyncOpenAI) -> Callable[[Any], Any]:
+    async def agent(task: Any) -> float:
+        await asyncio.gather(*(Runner.run(programs.helper(client), task["marker"]) for _ in range(2)))
+        return 1.0
+
+    return agent
+
+
+# `run_sync` finalises the generators of its thread's loop, then uses the loop again; asyncio warns of that.
+@pytest.mark.filterwarnings("ignore:asynchronous generator:ResourceWarning")
+@pytest.mark.parametrize("gateway", ["none", "auto"])
+@pytest.mark.parametrize("make", [run_sync, own_loop, coroutine])
+def test_shared_clients_work_in_every_rollout_of_every_run(
+    make: Make, gateway: str, server: ScriptedModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    client = AsyncOpenAI(max_retries=0)
+
+    check_repeats(make(client), server, tracers=["openai-agents"], gateway=gateway, folder=tmp_path, calls=2)

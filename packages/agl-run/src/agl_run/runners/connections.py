@@ -1,0 +1,90 @@
+"""Gives every event loop connections of its own in a shared ``httpx`` client, while rollouts run.
+
+A connection belongs to the event loop that opened it. Agents that are plain functions run in threads, and call
+asynchronous clients on a loop of each thread (``Runner.run_sync``, ``asyncio.run``), although the client is often one
+for the whole process: the OpenAI Agents SDK and LangChain share theirs, and programs keep one in a module. Here the
+client's pool of connections gets a twin for each loop. Its limits count for each loop.
+
+This covers ``httpx`` and ``httpx2``, through the pools of ``httpcore`` and ``httpcore2``; clients of other libraries
+(``aiohttp``) are left as they are. Outside of rollouts nothing changes.
+"""
+
+import asyncio
+import copy
+import importlib
+from collections.abc import Callable
+from functools import wraps
+from importlib.util import find_spec
+from typing import Any
+
+from agl.tracing import Undo, current, patch
+
+_MODULES = ("httpcore", "httpcore2")
+_TWINS = "_agl_twins"
+_IS_TWIN = "_agl_is_twin"
+
+
+def separate_loops() -> Undo:
+    """Separate the connections of event loops from now on, until the returned function is called."""
+    undo: list[Undo] = []
+    for name in _MODULES:
+        if find_spec(name) is not None:
+            pool = importlib.import_module(name).AsyncConnectionPool
+            undo += [patch(pool, "handle_async_request", _request), patch(pool, "aclose", _close)]
+
+    def revert() -> None:
+        while undo:
+            undo.pop()()
+
+    return revert
+
+
+def _request(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def handle_async_request(self: Any, request: Any) -> Any:
+        pool = self if current() is None else _twin(self)
+        return await original(pool, request)
+
+    return handle_async_request
+
+
+def _close(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def aclose(self: Any) -> None:
+        twin = self.__dict__.get(_TWINS, {}).pop(_running_loop(), None)
+        if twin is not None:
+            await original(twin)
+        await original(self)
+
+    return aclose
+
+
+def _twin(pool: Any) -> Any:
+    """Return the pool's twin for the running loop, and forget those of closed loops."""
+    loop = _running_loop()
+    if loop is None or hasattr(pool, _IS_TWIN):
+        return pool
+    twins: dict[asyncio.AbstractEventLoop, Any] = pool.__dict__.setdefault(_TWINS, {})
+    if loop not in twins:
+        for other in [one for one in list(twins) if one.is_closed()]:
+            twins.pop(other, None)
+        twins[loop] = _copy(pool)
+    return twins[loop]
+
+
+def _copy(pool: Any) -> Any:
+    twin = copy.copy(pool)
+    twin.__dict__.pop(_TWINS, None)
+    setattr(twin, _IS_TWIN, True)
+    # The only state of a pool that changes; httpcore has no public way to make another one like it.
+    twin._connections, twin._requests = [], []
+    twin._optional_thread_lock = type(pool._optional_thread_lock)()
+    return twin
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return asyncio's loop, ``None`` under another library such as trio."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

@@ -1,0 +1,58 @@
+"""Temporary folders that do not outlive a killed process: the next one on this machine removes them.
+
+The owner holds an operating system lock on a file beside its folder, which the system releases when the owner ends. A
+folder whose lock can be taken has no owner any more. Process ids could not tell: they are used again, and containers
+that share ``/tmp`` have equal ones.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+_PREFIX = "agl-run-"
+_LOCK = ".lock"
+
+
+@contextmanager
+def own_folder() -> Generator[Path]:
+    """Make a temporary folder, and remove it with everything in it at the end, or after a kill by another process."""
+    path, lock = _make()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def _make() -> tuple[Path, FileLock]:
+    """Make a folder and hold its lock, unless another process took it for abandoned before it was locked."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        file = path.with_name(path.name + _LOCK)
+        lock = _lock_of(file)
+        with suppress(Timeout):
+            lock.acquire()
+            if file.exists() and path.exists():
+                return path, lock
+            lock.release()
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of this user whose owners have ended."""
+    for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_LOCK}"):
+        with suppress(OSError, Timeout):  # another user's, or in use, or gone meanwhile
+            if hasattr(os, "getuid") and file.lstat().st_uid != os.getuid():
+                continue
+            with _lock_of(file):
+                shutil.rmtree(file.with_name(file.name.removesuffix(_LOCK)), ignore_errors=True)
+                file.unlink(missing_ok=True)
+
+
+def _lock_of(file: Path) -> FileLock:
+    return FileLock(file, timeout=0, thread_local=False, fallback_to_soft=False)
