@@ -140,7 +140,7 @@ def test_child_that_died_while_it_waited_is_replaced() -> None:
     assert "succeeded" == asyncio.run(run())
 
 
-def test_program_of_an_agent_finds_no_key_of_the_store_or_of_a_policy_in_its_environment(
+def test_program_of_an_agent_finds_no_key_but_its_own_in_its_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AGL_SECRET", "y" * 32)
