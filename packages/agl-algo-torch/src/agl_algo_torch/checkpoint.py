@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -24,7 +25,6 @@ from agl_algo_torch.typed_torch import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -119,6 +119,24 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
                 "exp_avg_sq": moments[f"{name}/exp_avg_sq"].to(parameter.device),
             }
     return int(state["updates"])
+
+
+def keep_start(origin: Weights, target: Path) -> Weights:
+    """Keep the files of `origin` in `target`, where no other algorithm removes them; returns the resource of the copy.
+
+    Files are linked where the file system can, so the copy costs no space while the original exists.
+    """
+    source = Path(origin.uri)
+
+    def fill(directory: Path) -> None:
+        for path in source.iterdir():
+            try:
+                os.link(path, directory / path.name)
+            except OSError:  # another file system, or one without links
+                shutil.copy2(path, directory / path.name)
+
+    write_directory(target.absolute(), fill)
+    return msgspec.structs.replace(origin, uri=str(target.absolute()))
 
 
 def step_directory(parent: Path, step: int) -> Path:

@@ -132,6 +132,54 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
     return cast("nn.Module", get_peft_model(cast("Any", model), config))
 
 
+def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) -> nn.Module:
+    """Return `model` with the adapter in `path`, to train on; without settings merged, with all weights to train.
+
+    Raises ConfigError when the adapter is not the one that the settings describe, or peft is missing.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"The weights {path} are a LoRA adapter, but peft is not installed. "
+            "Run: pip install 'agl-algo-torch[lora]'."
+        ) from error
+    adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=settings is not None)
+    if settings is None:
+        return cast("nn.Module", adapted.merge_and_unload()).eval().requires_grad_(requires_grad=True)
+    found = adapted.peft_config["default"]
+    _check_adapter(adapted, found, settings, path)
+    return cast("nn.Module", adapted)
+
+
+def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) -> None:
+    """Raise ConfigError unless the adapter has the rank, the alpha and the targets that were asked for."""
+    targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
+    every = settings.targets == ("all-linear",)
+    fits = not _left_out(adapted) if every else set(settings.targets) == set(targets)
+    if fits and (settings.rank, settings.alpha) == (found.r, found.lora_alpha):
+        return
+    raise ConfigError(
+        f"The policy starts from a LoRA adapter of rank {found.r} and alpha {found.lora_alpha:g} on "
+        f"{', '.join(targets)} ({path}), and lora_rank = {settings.rank}, lora_alpha = {settings.alpha:g}, "
+        f"lora_targets = {list(settings.targets)} ask for another. Give the adapter's own values to train it on, or "
+        "lora_rank = 0 to merge it and train all weights."
+    )
+
+
+def _left_out(adapted: Any) -> list[str]:
+    """Return the linear layers without an adapter, except for the head."""
+    base = adapted.get_base_model()
+    head = base.get_output_embeddings()
+    adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight")]
+    inside = {id(part) for adapter in adapters for _, part in modules(adapter)}
+    return [
+        name
+        for name, module in modules(base)
+        if isinstance(module, nn.Linear) and module is not head and id(module) not in inside
+    ]
+
+
 def has_lora(model: nn.Module) -> bool:
     """Return true when `model` carries adapters made by `add_lora`."""
     return hasattr(model, "peft_config")
@@ -184,18 +232,37 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Reference:
-    """The frozen policy that a KL penalty or DPO compares with.
+    """The frozen policy that a KL penalty or DPO compares with: `model` as it is when this is constructed.
 
-    Under LoRA it is the base model with its adapters off, which takes no memory; otherwise a copy of the weights.
+    Under LoRA it keeps the adapters' tensors, which take the place of the trained ones while it is asked; otherwise
+    it keeps a copy of the weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._copy = None if has_lora(model) else copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self._adapters = {name: tensor.clone() for name, tensor in trainable_state(model).items()}
+        if self._copy is not None:
+            self._adapters.clear()
 
     @contextmanager
     def active(self) -> Generator[nn.Module]:
-        """Yield the reference; under LoRA the adapters are off inside the block."""
-        manager = nullcontext() if self._copy is not None else cast("Any", self._model).disable_adapter()
-        with manager, torch.no_grad():
+        """Yield the reference; under LoRA the trained adapters are out of place inside the block."""
+        with torch.no_grad(), nullcontext() if self._copy is not None else self._swapped():
             yield self._copy if self._copy is not None else self._model
+
+    @contextmanager
+    def _swapped(self) -> Generator[None]:
+        """Put the kept adapters in place for the block.
+
+        Tensors are exchanged and not overwritten: a graph that was recorded before still needs the trained ones.
+        """
+        own = {name: p for name, p in self._model.named_parameters() if name in self._adapters}
+        trained = {name: p.data for name, p in own.items()}
+        try:
+            for name, p in own.items():
+                p.data = self._adapters[name]
+            yield
+        finally:
+            for name, p in own.items():
+                p.data = trained[name]
