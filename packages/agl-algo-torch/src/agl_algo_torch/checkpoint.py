@@ -19,7 +19,7 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights, write_probe
-from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
+from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
 from agl_algo_torch.probe import make_probe
 from agl_algo_torch.typed_torch import read_tensors, write_tensors
 
@@ -60,10 +60,12 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write the files that a policy serves and return the resource that names them.
 
-    Full weights become a Hugging Face directory with the tokenizer, LoRA a peft adapter that names its base model.
+    Full weights become a Hugging Face directory with the tokenizer, in the type that the model computes in; LoRA a
+    peft adapter that names its base model.
     A probe beside them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
     of these weights can be checked.
     """
+    loaded = without_master(loaded)
     model = cast("Any", loaded.model)
 
     def fill(directory: Path) -> None:

@@ -31,6 +31,8 @@ class LearnerSettings:
     """Device, precision and optimizer of a model in training.
 
     Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
+    `dtype` is the type that the model computes in and in which full weights are exported. Weights in training are
+    float32 whatever it is, in checkpoints too; under LoRA the frozen base has it.
     """
 
     optim: OptimSettings
@@ -128,8 +130,9 @@ def mean(values: Sequence[float]) -> float:
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
     """Load the weights as the settings ask: with a new adapter, with the published one, or all of them to train."""
     seed_everything(0)  # adapters start from the same random matrices on every start
+    path = origin.uri if origin.format == "hf" else origin.base_model
+    # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
+    loaded = load_model(path, device=settings.device, dtype=settings.dtype, is_master=settings.lora is None)
     if origin.format == "hf":
-        loaded = load_model(origin.uri, device=settings.device, dtype=settings.dtype)
         return replace(loaded, model=add_lora(loaded.model, settings.lora)) if settings.lora else loaded
-    loaded = load_model(origin.base_model, device=settings.device, dtype=settings.dtype)
     return replace(loaded, model=open_adapter(loaded.model, origin.uri, settings=settings.lora))

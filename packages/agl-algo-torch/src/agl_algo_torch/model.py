@@ -9,8 +9,8 @@ Limits: one device; quantised base weights can be loaded, but their LoRA cannot 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from torch import Tensor
+
+_COMPUTED = "agl_computed_dtype"
+"""Attribute of a master: the type that it computes in."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,8 +79,11 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> LoadedModel:
+def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_master: bool = False) -> LoadedModel:
     """Load model and tokenizer from a directory or hub name, in evaluation mode.
+
+    A master holds its weights in float32 and computes in `dtype` inside `computing`. An update of AdamW is about `lr`,
+    and bfloat16 rounds it away where the weight is more than 256 times as large.
 
     Raises ConfigError when `dtype` is unknown, the model cannot be read or has no chat template.
     """
@@ -85,13 +91,13 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
-    where = pick_device(device)
+    where, held = pick_device(device), torch.float32 if is_master else DTYPES[dtype]
     try:
         if _is_absent(path):  # otherwise transformers would ask the hub for it, several times
             raise OSError("there is no such directory")
         with no_bars():
             tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=DTYPES[dtype])
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=held)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {path!r} cannot be loaded: {error}. "
@@ -102,7 +108,27 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
             f"The tokenizer of {path!r} has no chat template, so messages cannot be turned into tokens. "
             "Use an instruction-tuned model, or add chat_template.jinja beside its tokenizer.json."
         )
+    if held != DTYPES[dtype]:
+        setattr(model, _COMPUTED, DTYPES[dtype])
     return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
+
+
+def computing(model: nn.Module) -> AbstractContextManager[None]:
+    """Return the context in which a master computes in its `dtype`; one that changes nothing for other models."""
+    dtype = getattr(model, _COMPUTED, None)
+    if dtype is None:
+        return nullcontext()
+    return cast("AbstractContextManager[None]", torch.autocast(next(model.parameters()).device.type, dtype=dtype))
+
+
+def without_master(loaded: LoadedModel) -> LoadedModel:
+    """Return the model as it is served: a copy in the type that a master computes in, any other model itself."""
+    dtype = getattr(loaded.model, _COMPUTED, None)
+    if dtype is None:
+        return loaded
+    served = copy.deepcopy(loaded.model).to(dtype)
+    delattr(served, _COMPUTED)
+    return replace(loaded, model=served)
 
 
 def _is_absent(model: str) -> bool:
