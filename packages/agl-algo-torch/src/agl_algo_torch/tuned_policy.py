@@ -130,20 +130,27 @@ class TunedPolicy:
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
-    """Return the tasks of a step: every epoch is a shuffle that follows from seed, algorithm and epoch.
+    """Return the tasks of a step, none of them twice: every epoch is a shuffle that follows from seed, name and epoch.
 
     No task comes twice before every other came once. `count` is cut to the number of tasks. The result depends on the
     step's number alone, so a repeated or resumed step draws the same tasks.
     """
     tasks: Sequence[Json] = context.train
-    first = (step - 1) * count
-    chosen: list[Json] = []
-    for position in range(first, first + min(count, len(tasks))):
-        epoch, index = divmod(position, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
-        chosen.append(tasks[order[index]])
-    return chosen
+    count = min(count, len(tasks))
+    first, order = (step - 1) * count, list[int]()
+    for epoch in range(-(-(first + count) // len(tasks))):  # rounded up
+        fresh = list(range(len(tasks)))
+        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(fresh)
+        begun = len(order) % count  # tasks of the step that the epochs before leave unfinished
+        order += _apart(fresh, set(order[len(order) - begun :]), places=count - begun)
+    return [tasks[index] for index in order[first : first + count]]
+
+
+def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
+    """Return `fresh` with nothing of `taken` in the first `places`, and its order otherwise as it was."""
+    head = [index for index in fresh if index not in taken][:places]
+    early = set(head)
+    return [*head, *(index for index in fresh if index not in early)]
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:
