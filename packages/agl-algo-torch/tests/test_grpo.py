@@ -194,6 +194,7 @@ def test_final_advantages_are_not_normalised_again() -> None:
         ({"estimator": "gae"}, "estimator = 'gae'.*rloo"),
         ({"aggregation": "mean"}, "aggregation = 'mean'.*token"),
         ({"kl": "k9"}, "kl = 'k9'.*k3"),
+        ({"kl": "k1", "kl_coef": 0.1}, "kl = 'k1', whose gradient is 0 on average.*k3"),
         ({"steps": 0, "epochs": 0}, "steps.*epochs.*at least 1"),
         ({"group_size": 1}, "group_size is 1"),
         ({"clip_dual": 0.5}, "clip_dual.*above 1"),

@@ -39,8 +39,8 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
-    KLS,
     Aggregation,
+    check_penalty,
     entropy,
     kl_estimate,
     policy_loss,
@@ -73,7 +73,7 @@ class GRPO:
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
-        kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
@@ -114,7 +114,8 @@ class GRPO:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS))
+        check_penalty("grpo", kl)
         off_or_above_one("grpo", clip_dual=clip_dual)
         at_least_one(
             "grpo",

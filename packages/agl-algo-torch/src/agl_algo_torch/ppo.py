@@ -40,8 +40,8 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
-    KLS,
     Aggregation,
+    check_penalty,
     entropy,
     kl_estimate,
     policy_loss,
@@ -83,7 +83,7 @@ class PPO:
         updates_per_step: Parts that a step's rollouts are dealt into; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
-        kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
@@ -131,7 +131,8 @@ class PPO:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        one_of("ppo", aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        one_of("ppo", aggregation=(aggregation, AGGREGATIONS))
+        check_penalty("ppo", kl)
         off_or_above_one("ppo", clip_dual=clip_dual)
         at_least_one(
             "ppo",
