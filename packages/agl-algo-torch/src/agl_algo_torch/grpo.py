@@ -68,7 +68,8 @@ class GRPO:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
         group_size: Rollouts per task, whose rewards are compared.
-        estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++` or `reinforce++-baseline`.
+        estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++` or `reinforce++-baseline`; a credit that gives finished
+            advantages leaves it nothing to do, which the first such step says.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does).
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
@@ -159,6 +160,7 @@ class GRPO:
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="grpo", keep=keep, has_reference=bool(kl_coef))
         self._step = 0
+        self._has_told = False
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
@@ -180,6 +182,7 @@ class GRPO:
 
         # 2. Advantages: one number per call, spread over the call's tokens.
         batch = prepare(collected.groups(), credit=context.credit, estimator=self._estimator)
+        self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | {"collect_s": collect_s}
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
@@ -220,6 +223,15 @@ class GRPO:
     async def close(self) -> None:
         """Drop the model and the reference."""
         self._tuned.close()
+
+    def _tell_unused(self, final: int, calls: int) -> None:
+        """Say once that the credit leaves the estimator nothing to do."""
+        if final and not self._has_told:
+            self._has_told = True
+            self._context.say(
+                f"{self._context.name}: the credit gave {final} of {calls} calls finished advantages, in which "
+                f'estimator = "{self._estimator}" has no part'
+            )
 
     async def _train(self, learner: PolicyLearner, samples: list[RowSample]) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""

@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log."""
+    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log.
+
+    `calls` are those with credit, and `final` those of them whose credit was an advantage already.
+    """
 
     samples: list[RowSample]
     metrics: dict[str, float]
+    calls: int
+    final: int
 
 
 def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator) -> PreparedBatch:
@@ -47,7 +52,8 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: E
         # A shared beginning is read in every row and trained in one; a row may have nothing of its own to train.
         rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
-    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples))
+    final = sum(call.is_advantage for calls in credits for call in calls)
+    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples), calls=sum(map(len, credits)), final=final)
 
 
 def _advantages(
