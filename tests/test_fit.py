@@ -55,6 +55,7 @@ class Writer:
         return StepReport(
             step=self._step,
             is_finished=self._step >= self._steps,
+            metrics={"truncated_share": 0.25, "dropped_share": 0.0, "silent_share": 0.5},
             trained=tuple(episode.rollout.rollout_id for episode in episodes),
         )
 
@@ -134,6 +135,7 @@ def test_fit_from_a_script_trains_and_says_what_it_reached(log: Log, agl_plugins
     assert 0 == done.returncode, done.stderr
     assert "result 0.5 0.5 {'writer': 2}" in done.stdout
     assert "validation reward after step 2: 0.500" in done.stdout
+    assert "writer step 1: 25% truncated, 0% dropped, 50% silent" in done.stdout
     assert (tmp_path / "runs" / "agl.db").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith("2 of 2 rollouts made no recorded model call.")

@@ -48,7 +48,7 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.preparation import prepare, rollout_shares
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed_torch import backward
 
@@ -75,6 +75,7 @@ class GRPO:
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
@@ -99,6 +100,7 @@ class GRPO:
         clip_dual: float = 0.0,
         kl: KL = "k3",  # the estimator of the paper's equation 4
         kl_coef: float = 0.0,  # beta, 0.04 in the paper
+        mask_truncated: bool = False,
         tis_cap: float = 2.0,  # C
         lr: float = 1e-6,
         warmup: int = 0,
@@ -142,6 +144,7 @@ class GRPO:
         self._clip_low, self._clip_high, self._clip_dual = clip_low, clip_high, clip_dual
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
+        self._mask_truncated = mask_truncated
         self._token_budget = token_budget
         settings = LearnerSettings(
             optim=OptimSettings(
@@ -181,9 +184,12 @@ class GRPO:
         collect_s = time.perf_counter() - started
 
         # 2. Advantages: one number per call, spread over the call's tokens.
-        batch = prepare(collected.groups(), credit=context.credit, estimator=self._estimator)
+        groups = collected.groups()
+        batch = prepare(groups, credit=context.credit, estimator=self._estimator, mask_truncated=self._mask_truncated)
         self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | {"collect_s": collect_s}
+        loud = {sample.rollout for sample in batch.samples if not sample.is_silent}
+        metrics |= rollout_shares(groups, dropped=collected.dropped, loud=loud)
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 

@@ -49,6 +49,7 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.preparation import rollout_shares, without_truncated
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed_torch import backward
 
@@ -84,6 +85,7 @@ class PPO:
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
@@ -113,6 +115,7 @@ class PPO:
         value_clip: float = 0.5,  # in the unit of the returns
         kl: KL = "k3",
         kl_coef: float = 0.0,
+        mask_truncated: bool = False,
         tis_cap: float = 2.0,
         critic_warmup: int = 0,
         critic_lr: float = 1e-5,
@@ -159,6 +162,7 @@ class PPO:
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
         self._critic_warmup = critic_warmup
+        self._mask_truncated = mask_truncated
         self._token_budget, self._keep = token_budget, keep
         optim = OptimSettings(
             lr=lr,
@@ -207,6 +211,8 @@ class PPO:
         rows = [row for group in collected.groups() for row in self._rows(group)]
         valued = await asyncio.to_thread(self._evaluate, learner, critic, rows)
         metrics |= _value_metrics(valued)
+        loud = {row.sample.rollout for row in valued if not row.sample.is_silent}
+        metrics |= rollout_shares(collected.groups(), dropped=collected.dropped, loud=loud)
 
         # 3. Update policy and critic.
         metrics |= await self._train(learner, critic, valued)
@@ -260,6 +266,8 @@ class PPO:
         found: list[tuple[RowSample, Tensor]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
             returns = {credit.span_id: _return_of(credit) for credit in credits}  # G_k of every call k
+            if self._mask_truncated:
+                returns = without_truncated(episode, returns)
             temperatures = {call.span_id: call.temperature for call in episode.transitions}
             for row in episode.rows:
                 # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
