@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from agl.episodes import EpisodeCredit
-from agl.schemas import Episode, Rollout, Weights
+from agl.errors import ConfigError
+from agl.schemas import Episode, Rollout, Weights, pack_ids
 from agl_algo_torch.grpo import GRPO
+from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.preparation import prepare
 from agl_testing.conformance import AlgorithmScenario
@@ -70,3 +72,31 @@ def test_step_reports_the_shares_of_cut_dropped_and_silent_rollouts(
     groups = 3 if silent else 4  # those that have a gradient: four rollouts of two calls of one token
     assert groups * (8 - mask_truncated) == report.metrics["tokens"]
     assert {"truncated_share": 0.25, "dropped_share": 0.0, "silent_share": silent} == shares
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(0, 0.0), (60, 0.0), (61, -0.025), (80, -0.5), (100, -1.0), (101, -1.0), (900, -1.0)]
+)
+def test_soft_overlong_punishment_is_that_of_the_paper(tokens: int, expected: float) -> None:
+    assert expected == pytest.approx(SoftOverlong(limit=100, buffer=40).punishment(tokens))
+    assert 0.0 == SoftOverlong().punishment(tokens)
+
+
+def test_long_call_loses_reward_and_no_other_call_pays_for_it() -> None:
+    whole, other = group()
+    calls = [
+        msgspec.structs.replace(call, response_ids=pack_ids(range(length)))
+        for call, length in zip(whole.transitions, (10, 100), strict=True)
+    ]
+    long = msgspec.structs.replace(whole, transitions=tuple(calls))
+    soft = SoftOverlong(limit=100, buffer=40)
+    made = prepare([[long, other]], credit=EpisodeCredit(), estimator="dr_grpo", overlong=soft)
+    # The first rollout's values are 0 and -1, its score -1/2; the second's are 1: the mean is 1/4.
+    assert [[-0.25, -1.25], [0.75, 0.75]] == [sample.advantages[3:].tolist() for sample in made.samples]
+
+
+@pytest.mark.parametrize("make", [GRPO, PPO])
+@pytest.mark.parametrize("lengths", [{"overlong_limit": 10}, {"overlong_limit": 10, "overlong_buffer": 11}])
+def test_lengths_that_do_not_go_together_are_refused(make: Callable[..., Any], lengths: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"overlong_limit = 10 and overlong_buffer = \d+; give the most tokens"):
+        make(**lengths)

@@ -48,6 +48,7 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.preparation import prepare, rollout_shares
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed_torch import backward
@@ -76,6 +77,8 @@ class GRPO:
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
+            before, as in DAPO. 0 turns that off.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
@@ -101,6 +104,8 @@ class GRPO:
         kl: KL = "k3",  # the estimator of the paper's equation 4
         kl_coef: float = 0.0,  # beta, 0.04 in the paper
         mask_truncated: bool = False,
+        overlong_limit: int = 0,
+        overlong_buffer: int = 0,
         tis_cap: float = 2.0,  # C
         lr: float = 1e-6,
         warmup: int = 0,
@@ -145,6 +150,8 @@ class GRPO:
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
         self._mask_truncated = mask_truncated
+        self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
+        self._overlong.check("grpo")
         self._token_budget = token_budget
         settings = LearnerSettings(
             optim=OptimSettings(
@@ -185,7 +192,13 @@ class GRPO:
 
         # 2. Advantages: one number per call, spread over the call's tokens.
         groups = collected.groups()
-        batch = prepare(groups, credit=context.credit, estimator=self._estimator, mask_truncated=self._mask_truncated)
+        batch = prepare(
+            groups,
+            credit=context.credit,
+            estimator=self._estimator,
+            mask_truncated=self._mask_truncated,
+            overlong=self._overlong,
+        )
         self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | {"collect_s": collect_s}
         loud = {sample.rollout for sample in batch.samples if not sample.is_silent}

@@ -49,6 +49,7 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.preparation import rollout_shares, without_truncated
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed_torch import backward
@@ -86,6 +87,8 @@ class PPO:
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
+            before, as in DAPO. 0 turns that off.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
@@ -116,6 +119,8 @@ class PPO:
         kl: KL = "k3",
         kl_coef: float = 0.0,
         mask_truncated: bool = False,
+        overlong_limit: int = 0,
+        overlong_buffer: int = 0,
         tis_cap: float = 2.0,
         critic_warmup: int = 0,
         critic_lr: float = 1e-5,
@@ -163,6 +168,8 @@ class PPO:
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
         self._critic_warmup = critic_warmup
         self._mask_truncated = mask_truncated
+        self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
+        self._overlong.check("ppo")
         self._token_budget, self._keep = token_budget, keep
         optim = OptimSettings(
             lr=lr,
@@ -265,6 +272,8 @@ class PPO:
         """Return the trained rows of a group, each with the reward at its tokens, [T]."""
         found: list[tuple[RowSample, Tensor]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
+            if self._overlong.limit:
+                credits = self._overlong.applied(episode, credits)
             returns = {credit.span_id: _return_of(credit) for credit in credits}  # G_k of every call k
             if self._mask_truncated:
                 returns = without_truncated(episode, returns)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from agl.contracts import Credit
     from agl.schemas import CallCredit, Episode
+    from agl_algo_torch.overlong import SoftOverlong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,16 +38,24 @@ class PreparedBatch:
 
 
 def prepare(
-    groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator, mask_truncated: bool = False
+    groups: Sequence[Sequence[Episode]],
+    *,
+    credit: Credit,
+    estimator: Estimator,
+    mask_truncated: bool = False,
+    overlong: SoftOverlong | None = None,
 ) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
     A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out. With
-    `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained.
+    `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained; `overlong`
+    takes its punishment off the credit of long ones.
     """
     episodes = [episode for group in groups for episode in group]
     # Credit sees one group at a time: a credit may compare rollouts of one task, and no others.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
+    if overlong is not None and overlong.limit:
+        credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
     advantages = _advantages(credits, places=places, estimator=estimator)
     samples: list[RowSample] = []
