@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import agl
 from agl import PluginManager
-from agl.algorithms import algorithm
+from agl.algorithms import algorithm, component
 from agl.stores import MemoryStore
 from agl_run import Quiet, policy
 from agl_testing.team_world_run import TeamPlugin, play, tasks
@@ -128,7 +128,7 @@ def play_team(credit: str, *, lr: float, steps: int, seed: int = 0, is_chained: 
         trainer = agl.Trainer(
             algorithm=algorithm("team-gradient", tunes="team", lr=lr, steps=steps, group_size=GROUP),
             policies={"team": policy("team-table", seed=seed)},
-            credit=credit,
+            credit=component(credit, baseline="counterfactual") if credit in REPLAYING else credit,
             gateway="none",
             plugins=plugins,
             store=store,

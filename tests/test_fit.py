@@ -1,6 +1,7 @@
 """``Trainer.fit`` and ``dev`` as people call them: from a script, awaited, with every schedule and policy."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ class Writer:
         return StepReport(
             step=self._step,
             is_finished=self._step >= self._steps,
+            metrics={"truncated_share": 0.25, "dropped_share": 0.0, "silent_share": 0.5},
             trained=tuple(episode.rollout.rollout_id for episode in episodes),
         )
 
@@ -133,9 +135,68 @@ def test_fit_from_a_script_trains_and_says_what_it_reached(log: Log, agl_plugins
     assert 0 == done.returncode, done.stderr
     assert "result 0.5 0.5 {'writer': 2}" in done.stdout
     assert "validation reward after step 2: 0.500" in done.stdout
+    assert "writer step 1: 25% truncated, 0% dropped, 50% silent" in done.stdout
     assert (tmp_path / "runs" / "agl.db").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith("2 of 2 rollouts made no recorded model call.")
+
+
+OF_PROMPT = """
+[experiment]
+name = "halves"
+agent = "agent:guess"
+train = "train.jsonl"
+val = "val.jsonl"
+validate_every = 1
+
+[resource.prompt]
+template = "none"
+
+[[algorithm]]
+use = "writer"
+tunes = "prompt"
+params = {{ steps = 3, fails_at = {fails_at} }}
+"""
+
+
+def run_file(folder: Path, agl_plugins: PluginFolder, *options: str, best: str, fails_at: int = 0) -> Any:
+    """Runs an experiment whose prompt scores 1 while it is ``best``, and 0 otherwise."""
+    (folder / "agent.py").write_text("def guess(task, prompt):\n    return float(task['best'] == prompt.template)\n")
+    for name in ("train", "val"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"best": best}))
+    (folder / "experiment.toml").write_text(OF_PROMPT.format(fails_at=fails_at))
+    command = [sys.executable, "-m", "agl", "run", "experiment.toml", "--quiet", *options]
+    return subprocess.run(command, cwd=folder, env=agl_plugins.environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [
+        ("none", "validation reward 0.000 now, 1.000 before the first step"),
+        ("writer 2", "validation reward 0.000 now, 1.000 after step 2"),
+        ("writer 3", ""),
+        ("nothing", ""),
+    ],
+)
+def test_run_says_when_its_end_is_worse_than_its_start_or_its_best(
+    best: str, said: str, log: Log, agl_plugins: PluginFolder, tmp_path: Path
+) -> None:
+    done = run_file(tmp_path, agl_plugins, best=best)
+
+    assert 0 == done.returncode, done.stderr
+    lines = [line for line in done.stdout.splitlines() if "worse" in line]
+    assert [f"the end is worse than the best: {said}; agl resources list shows the versions of every step"] * bool(
+        said
+    ) == lines
+
+
+def test_resumed_run_remembers_the_best_of_before(log: Log, agl_plugins: PluginFolder, tmp_path: Path) -> None:
+    assert 0 != run_file(tmp_path, agl_plugins, best="writer 1", fails_at=2).returncode
+
+    done = run_file(tmp_path, agl_plugins, "--resume", best="writer 1")
+
+    assert 0 == done.returncode, done.stderr
+    assert "the end is worse than the best: validation reward 0.000 now, 1.000 after step 1;" in done.stdout
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])

@@ -111,6 +111,12 @@ def test_a_group_is_not_changed_by_what_happens_in_a_silent_one(estimator: str) 
         assert alone == beside[0]
 
 
+@pytest.mark.parametrize("estimator", GROUPED)
+def test_a_huge_reward_in_one_group_does_not_silence_another(estimator: str) -> None:
+    low, high = one_call_each([[0.0, 1.0], [0.0, 1e7]], estimator)[0]
+    assert low < 0.0 < high
+
+
 def test_turn_values_are_compared_with_the_mean_of_rollouts() -> None:
     advantages = estimate(
         torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64),

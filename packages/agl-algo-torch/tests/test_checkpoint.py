@@ -84,7 +84,7 @@ def test_an_exported_adapter_is_opened_and_trained_further(model_dir: Path, tmp_
     train(learner, 2)
     weights = learner.export(tmp_path, step=1, keep=2)
     assert ("lora", str(model_dir)) == (weights.format, weights.base_model)
-    again = PolicyLearner(origin=weights, settings=LearnerSettings(optim=OPTIM, device="cpu"))
+    again = PolicyLearner(origin=weights, settings=settings)
     torch.testing.assert_close(
         learner.loaded.model(input_ids=IDS).logits, again.loaded.model(input_ids=IDS).logits, atol=1e-6, rtol=1e-5
     )

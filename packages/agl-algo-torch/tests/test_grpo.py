@@ -188,12 +188,29 @@ def test_final_advantages_are_not_normalised_again() -> None:
     assert [[-0.5, 7.0], [0.5, 7.0]] == [sample.advantages[3:].tolist() for sample in prepared.samples]
 
 
+def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(model_dir: Path, tmp_path: Path) -> None:
+    bench = AlgorithmBench(scenario_of(model_dir, steps=2, estimator="rloo"), tmp_path / "work", credit=Credit())
+    said: list[str] = []
+
+    async def body() -> None:
+        async with bench:
+            algorithm = bench.scenario.make()
+            await algorithm.setup(replace(bench.context(), say=said.append))
+            await algorithm.step()
+            await algorithm.step()
+
+    asyncio.run(body())
+    (line,) = said
+    assert 'the credit gave 8 of 16 calls finished advantages, in which estimator = "rloo" has no part' in line
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"estimator": "gae"}, "estimator = 'gae'.*rloo"),
         ({"aggregation": "mean"}, "aggregation = 'mean'.*token"),
         ({"kl": "k9"}, "kl = 'k9'.*k3"),
+        ({"kl": "k1", "kl_coef": 0.1}, "kl = 'k1', whose gradient is 0 on average.*k3"),
         ({"steps": 0, "epochs": 0}, "steps.*epochs.*at least 1"),
         ({"group_size": 1}, "group_size is 1"),
         ({"clip_dual": 0.5}, "clip_dual.*above 1"),

@@ -151,7 +151,12 @@ def test_value_loss_takes_the_worse_of_clipped_and_free() -> None:
 
 @pytest.mark.parametrize(
     ("params", "message"),
-    [({"lam": 1.5}, "between 0 and 1"), ({"kl": "k9"}, "kl = 'k9'.*k3"), ({"epochs": 0}, "epochs.*at least 1")],
+    [
+        ({"lam": 1.5}, "between 0 and 1"),
+        ({"kl": "k9"}, "kl = 'k9'.*k3"),
+        ({"kl": "k1", "kl_coef": 0.1}, "kl = 'k1', whose gradient is 0 on average.*k3"),
+        ({"epochs": 0}, "epochs.*at least 1"),
+    ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -172,6 +172,7 @@ def test_the_examples_keys_are_taken(name: str) -> None:
         ({"algorithm.adv_estimator": "gae", "critic.use_dynamic_bsz": True}, r"micro-batches of rows"),
         ({"algorithm.adv_estimator": "remax"}, r"adv_estimator = 'remax': .*use rloo"),
         ({"actor.policy_loss.loss_mode": "cispo"}, r"loss_mode = 'cispo': use vanilla"),
+        ({"actor.kl_loss_type": "kl"}, r"kl_loss_type = 'kl': .*gradient is 0 on average; use low_var_kl"),
         ({"algorithm.adv_estimator": "best"}, r"Invalid enum value 'best'.*algorithm\.adv_estimator"),
         ({"algorithm.rollout_correction.rollout_is": "sequence"}, r"rollout_is = 'sequence'.*use token"),
         ({"algorithm.rollout_correction.bypass_mode": True}, r"bypass_mode = True: .*rollout_is"),

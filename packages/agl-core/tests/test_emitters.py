@@ -12,7 +12,7 @@ import pytest
 from agl import emit_exception, emit_message, emit_object, emit_observation, emit_reward, operation, semconv
 from agl.errors import CaptureError
 from agl.schemas import Reward, Span
-from agl.tracing import ActiveAttempt, SpanRecorder, activate
+from agl.tracing import ActiveAttempt, SpanRecorder, activate, current, make_reward_span
 
 ROOT = "1" * 16
 
@@ -78,6 +78,16 @@ def test_emit_reward_says_what_it_is_about(recorder: SpanRecorder):
 def test_emit_reward_refuses_what_is_no_reward(recorder: SpanRecorder, value: Any, options: dict[str, Any], said: str):
     with pytest.raises(CaptureError, match=said):
         emit_reward(value, **options)
+    assert recorder.drain() == []
+
+
+def test_reward_span_made_by_hand_is_refused_where_it_enters(recorder: SpanRecorder):
+    wrong = Reward(value=1.0, name="judge", dimensions={"goal": math.inf})
+    with pytest.raises(CaptureError, match="the reward 'judge' of rollout 'ro-1' is inf as 'goal'"):
+        make_reward_span("ro-1", "ro-1.1", wrong)
+    made = Span(rollout_id="ro-1", attempt_id="ro-1.1", span_id="b" * 16, name="mine", reward=wrong)
+    with pytest.raises(CaptureError, match="inf as 'goal'"):
+        current().add(made)  # pyright: ignore[reportOptionalMemberAccess]  # the fixture opened one
     assert recorder.drain() == []
 
 

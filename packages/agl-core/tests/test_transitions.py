@@ -94,6 +94,24 @@ def test_transition_carries_sampling_and_version() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "is_truncated"),
+    [
+        ("length", True),
+        ("max_tokens", True),
+        ("MAX_TOKENS", True),
+        ("max_output_tokens", True),
+        ("stop", False),
+        ("tool_calls", False),
+        ("end_turn", False),
+        ("", False),
+    ],
+)
+def test_transition_carries_the_finish_reason_and_knows_a_cut_answer(said: str, is_truncated: bool) -> None:
+    transition = only(call_span(1, finish_reason=said))
+    assert (said, is_truncated) == (transition.finish_reason, transition.is_truncated)
+
+
+@pytest.mark.parametrize(
     ("call", "reason", "words"),
     [
         ({"status_code": 500, "response": (), "error": "boom"}, "error", "HTTP status 500: boom"),

@@ -77,8 +77,8 @@ def shares(credit, prepared):
 
 
 @pytest.mark.parametrize("make", BOTH)
-def test_every_agent_gets_what_it_adds_as_a_final_advantage(make):
-    credit = make()
+def test_agent_gets_what_it_adds_as_a_final_advantage_where_that_is_asked_for(make):
+    credit = make(baseline="counterfactual")
     prepared = prepare(credit, [episode("r1"), episode("r2")], World())
     assert [ADDS, ADDS] == shares(credit, prepared)
     assert all(given.is_advantage for row in credit.assign(prepared) for given in row)
@@ -91,6 +91,21 @@ def test_shares_can_be_returns_that_are_compared_within_the_role(make):
     (row,) = credit.assign(prepared)
     assert [False] * 3 == [given.is_advantage for given in row]
     assert ["g/hero", "g/saboteur", "g/rider"] == [given.baseline for given in row]
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_failure_of_the_only_agent_that_matters_gets_less_than_its_success(make):
+    """Silence earns nothing and so does the failure, so by itself its share of 0 says nothing against it."""
+
+    class Silence(World):
+        def _replayed(self, plan):
+            return Episode(rollout=Rollout(rollout_id="r", task={}, status="succeeded"), attempt=None, reward=0.0)
+
+    given = [episode(f"r{n}", agents=("hero",), reward=reward) for n, reward in enumerate([1.0, 0.0, 0.0])]
+    credit = make()
+    found = shares(credit, prepare(credit, given, Silence()))
+    assert [{"hero": 1.0}, {"hero": -0.5}, {"hero": -0.5}] == found
+    assert all(given.is_advantage for row in credit.assign(prepare(credit, given, Silence())) for given in row)
 
 
 @pytest.mark.parametrize("make", BOTH)

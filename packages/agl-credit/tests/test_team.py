@@ -25,6 +25,9 @@ from agl_testing.team_world_run import TeamGradient, TeamPlugin, play, tasks
 pytest.importorskip("openai", exc_type=ImportError)
 
 
+COUNTERFACTUAL = component("leave-one-out", baseline="counterfactual")
+
+
 class Stopping(TeamGradient):
     """Stops in the middle of a step, after everything was paid for."""
 
@@ -91,7 +94,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Team:
 
 @pytest.mark.parametrize(("name", "per_step"), [("leave-one-out", 8 * 3), ("shapley", 8 * 6 + 4)])
 def test_signs_are_right_and_the_others_answers_come_from_the_record(team: Team, name: str, per_step: int) -> None:
-    team.fit(name, steps=2)
+    team.fit(component(name, baseline="counterfactual"), steps=2)
     assert [1.0, 1.0] == team.metric("signs_right")
     assert [float(per_step)] * 2 == team.metric("replays")
     assert [0.0, 0.0] == team.metric("replays_failed")
@@ -129,7 +132,7 @@ def test_siblings_stand_in_for_each_other(team: Team) -> None:
 
 
 def test_replays_run_in_child_processes_too(team: Team) -> None:
-    team.fit("leave-one-out", agent="agl_testing.team_world_run:play", runner="process")
+    team.fit(COUNTERFACTUAL, agent="agl_testing.team_world_run:play", runner="process")
     assert [1.0] == team.metric("signs_right")
     assert [24.0] == team.metric("replays")
 
@@ -137,11 +140,11 @@ def test_replays_run_in_child_processes_too(team: Team) -> None:
 def test_a_repeated_step_finds_its_replays_paid_for(team: Team) -> None:
     Stopping.is_on = True
     with pytest.raises(RunError, match="stopped"):
-        team.fit("leave-one-out", use="stopping")
+        team.fit(COUNTERFACTUAL, use="stopping")
     before = {rollout.rollout_id for rollout in team.rollouts()}
     assert 8 + 24 == len(before)
     Stopping.is_on = False
-    team.trainer("leave-one-out", use="stopping").fit(play, train_dataset=tasks(), resume=True)
+    team.trainer(COUNTERFACTUAL, use="stopping").fit(play, train_dataset=tasks(), resume=True)
     assert before == {rollout.rollout_id for rollout in team.rollouts()}
     assert [1.0] == team.metric("signs_right")
 
@@ -173,7 +176,7 @@ def test_a_client_that_the_hook_does_not_see_is_an_error_instead_of_a_wrong_cred
 
 
 def test_training_takes_at_most_half_the_steps_of_the_episodes_return(team: Team) -> None:
-    steps = team.fit("leave-one-out", lr=4.0, steps=40).steps["team-gradient"]
+    steps = team.fit(COUNTERFACTUAL, lr=4.0, steps=40).steps["team-gradient"]
     assert steps < 40
     team.store = MemoryStore("memory://")
     team.fit("episode", lr=4.0, steps=2 * steps)

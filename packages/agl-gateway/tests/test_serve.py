@@ -146,7 +146,10 @@ async def test_otlp_spans_join_the_attempt_of_their_token_or_of_their_attributes
     await asyncio.to_thread(_export, serve.url, TOKEN, home, "by-attributes")
     await asyncio.to_thread(_export, serve.url, TOKEN, {}, "homeless")
     await asyncio.to_thread(_export, serve.url, token, {**home, "agl.attempt_id": "ro-other.1"}, "foreign")
+    await asyncio.to_thread(_export, serve.url, token, {}, "not-finite", score=float("nan"))
     spans = await store.spans(rollout_id)
+    inner_of_refused = spans.pop()
+    assert "inner not-finite" == inner_of_refused.name
     assert ["inner by-token", "by-token", "inner by-attributes", "by-attributes"] == [span.name for span in spans]
     inner, outer = spans[:2]
     assert (outer.span_id, outer.trace_id) == (inner.parent_id, inner.trace_id)
@@ -159,14 +162,14 @@ async def test_otlp_spans_join_the_attempt_of_their_token_or_of_their_attributes
     process.communicate()
 
 
-def _export(url: str, token: str, attributes: dict[str, str], name: str) -> None:
+def _export(url: str, token: str, attributes: dict[str, str], name: str, *, score: float = 0.5) -> None:
     exporter = OTLPSpanExporter(
         f"{url}/v1/traces", headers={"authorization": f"Bearer {token}"}, compression=Compression.Gzip
     )
     provider = TracerProvider(resource=Resource(attributes))
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     tracer = provider.get_tracer("test")
-    scores = {"gen_ai.evaluation.score.value": 0.5, "gen_ai.evaluation.name": "judge"}
+    scores = {"gen_ai.evaluation.score.value": score, "gen_ai.evaluation.name": "judge"}
     with (
         tracer.start_as_current_span(name, attributes=scores),
         tracer.start_as_current_span(f"inner {name}", attributes={"list": [1, 2], "flag": True, "text": "x"}) as span,

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.contracts import RewardEmitter, RewardSetup
-from agl.errors import ConfigError
+from agl.errors import ConfigError, RunError
 from agl.schemas import Reward
 from agl_rewards.composite import Composite, CompositePart
 from agl_testing.conformance.reward import RewardConformance
@@ -62,6 +62,11 @@ def test_part_counts_by_the_usual_rule_and_its_dimensions_are_kept() -> None:
 def test_feedback_names_the_part() -> None:
     reward = one(composite(x=(Reward(value=0.0, feedback="bad"), 1.0), y=(1.0, 1.0)), {}, [])
     assert "x: bad" == reward.feedback
+
+
+def test_part_that_is_not_finite_is_refused_by_its_name() -> None:
+    with pytest.raises(RunError, match="the part 'x' of a composite reward returned nan"):
+        one(composite(x=(float("nan"), 1.0), y=(1.0, 1.0)), {}, [])
 
 
 def test_rewards_about_turns_pass_through_beside_the_sum() -> None:

@@ -144,6 +144,37 @@ def test_trainer_takes_a_function_an_instance_or_a_class(reward: Any, expected: 
     assert expected == rewards_of(Trainer(rewards=reward, store="memory://", progress=Quiet()).dev(double, TASKS))
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (float("nan"), "nan"),
+        (Reward(value=float("-inf")), "-inf"),
+        (Reward(value=1.0, dimensions={"goal": float("inf")}), "inf as 'goal'"),
+        ([Reward(value=1.0), Reward(value=float("nan"), name="second")], "nan"),
+    ],
+)
+def test_reward_that_is_not_finite_fails_its_own_rollout_and_names_its_emitter(
+    given: Any, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def judge(rollout: Rollout, spans: Sequence[Span]) -> Any:
+        return given if rollout.task["number"] == 1 else 1.0
+
+    result = in_python(judge)
+
+    assert ["failed", "succeeded"] == [episode.rollout.status for episode in result.episodes]
+    assert [None, 1.0] == rewards_of(result)
+    assert f"the reward emitter 'judge' returned {said}; return a finite number" in caplog.text
+
+
+def test_agents_own_reward_that_is_not_finite_fails_its_rollout_alone() -> None:
+    def agent(task: Any) -> Reward:
+        return Reward(value=float("inf") if task["number"] == 1 else 1.0)
+
+    result = Trainer(store="memory://", progress=Quiet()).dev(agent, TASKS)
+
+    assert ["failed", "succeeded"] == [episode.rollout.status for episode in result.episodes]
+
+
 def test_given_rewards_are_recorded_and_weighed_by_their_names() -> None:
     result = in_python(score, Scaled(3.0), component("exact-match"), reward_weights={"score": 1.0, "Scaled": 2.0})
 

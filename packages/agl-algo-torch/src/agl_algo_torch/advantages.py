@@ -43,7 +43,7 @@ Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-basel
 ESTIMATORS: tuple[str, ...] = get_args(Estimator)
 
 ROUNDING = 1e-6
-"""Scores closer than this, relative to the largest (at least 1), are equal."""
+"""Scores of a group closer than this, relative to its largest (at least 1), are equal."""
 
 WHITEN = 1e-8
 """Added to the count and to the variance when scores are whitened, as VERL does."""
@@ -135,12 +135,11 @@ def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> tuple[Tensor, Tensor]:
 
 def _differs(scores_S: Tensor, group_S: Tensor) -> Tensor:
     """Return for every score if those of its group differ by more than rounding, [S] bool."""
-    # Relative to the largest score of the batch: sums of floats are off by about their size times 1e-16 (or 1e-7).
-    limit = ROUNDING * max(1.0, float(scores_S.abs().max()))
     differs_S = torch.zeros(len(scores_S), dtype=torch.bool)
     for own_S in _members(group_S):
         own = scores_S[own_S]
-        differs_S[own_S] = bool(own.max() - own.min() > limit)
+        # Relative to the group's largest score: sums of floats are off by about their size times 1e-16 (or 1e-7).
+        differs_S[own_S] = bool(own.max() - own.min() > ROUNDING * max(1.0, float(own.abs().max())))
     return differs_S
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agl.errors import ConfigError
 from agl_algo_torch.losses import Aggregation, token_logprobs, token_weight, update_total
+from agl_algo_torch.model import computing
 from agl_algo_torch.typed_torch import from_bytes, integers
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ class MicroBatch:
     def logits(self, model: nn.Module) -> Tensor:
         """Run the model and return the logits of the trained tokens, [M, V]."""
         # Padding is on the right, so positions count from 0 in every row and no position ids are needed.
-        output = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False)
+        with computing(model):
+            output = model(input_ids=self.ids, attention_mask=self.attention, use_cache=False)
         # [B, T, V] -> [B, T - 1, V] -> [M, V]: the logits of position t belong to token t + 1, and those of a row's
         # last token to nothing that was recorded.
         return output.logits[:, :-1][self.predicts]

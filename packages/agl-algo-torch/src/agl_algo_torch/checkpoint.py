@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -18,13 +19,12 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights, write_probe
-from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state
+from agl_algo_torch.model import has_lora, load_trainable_state, no_bars, trainable_state, without_master
 from agl_algo_torch.probe import make_probe
 from agl_algo_torch.typed_torch import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -60,10 +60,12 @@ def write_directory(target: Path, fill: Callable[[Path], None]) -> None:
 def save_served(loaded: LoadedModel, target: Path) -> Weights:
     """Write the files that a policy serves and return the resource that names them.
 
-    Full weights become a Hugging Face directory with the tokenizer, LoRA a peft adapter that names its base model.
+    Full weights become a Hugging Face directory with the tokenizer, in the type that the model computes in; LoRA a
+    peft adapter that names its base model.
     A probe beside them (`agl.schemas.WeightsProbe`) says how probable the model finds a fixed text, so that a server
     of these weights can be checked.
     """
+    loaded = without_master(loaded)
     model = cast("Any", loaded.model)
 
     def fill(directory: Path) -> None:
@@ -119,6 +121,24 @@ def load_training(source: Path, *, model: nn.Module, optimizer: torch.optim.Adam
                 "exp_avg_sq": moments[f"{name}/exp_avg_sq"].to(parameter.device),
             }
     return int(state["updates"])
+
+
+def keep_start(origin: Weights, target: Path) -> Weights:
+    """Keep the files of `origin` in `target`, where no other algorithm removes them; returns the resource of the copy.
+
+    Files are linked where the file system can, so the copy costs no space while the original exists.
+    """
+    source = Path(origin.uri)
+
+    def fill(directory: Path) -> None:
+        for path in source.iterdir():
+            try:
+                os.link(path, directory / path.name)
+            except OSError:  # another file system, or one without links
+                shutil.copy2(path, directory / path.name)
+
+    write_directory(target.absolute(), fill)
+    return msgspec.structs.replace(origin, uri=str(target.absolute()))
 
 
 def step_directory(parent: Path, step: int) -> Path:

@@ -82,7 +82,7 @@ class DPO:
         lr: Peak learning rate; `warmup` shapes it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
     """
 

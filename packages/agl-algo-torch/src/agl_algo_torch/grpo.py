@@ -39,8 +39,8 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
-    KLS,
     Aggregation,
+    check_penalty,
     entropy,
     kl_estimate,
     policy_loss,
@@ -48,7 +48,8 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.preparation import prepare
+from agl_algo_torch.overlong import SoftOverlong
+from agl_algo_torch.preparation import prepare, rollout_shares
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed_torch import backward
 
@@ -68,17 +69,21 @@ class GRPO:
         steps: Steps in all; one step collects once and publishes once.
         tasks_per_step: Groups per step, drawn without repetition until the training tasks are used up.
         group_size: Rollouts per task, whose rewards are compared.
-        estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++` or `reinforce++-baseline`.
+        estimator: `grpo`, `dr_grpo`, `rloo`, `reinforce++` or `reinforce++-baseline`; a credit that gives finished
+            advantages leaves it nothing to do, which the first such step says.
         aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`, as Dr. GRPO does).
         updates_per_step: Optimizer updates that share a step's rollouts; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
-        kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
+            before, as in DAPO. 0 turns that off.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -98,6 +103,9 @@ class GRPO:
         clip_dual: float = 0.0,
         kl: KL = "k3",  # the estimator of the paper's equation 4
         kl_coef: float = 0.0,  # beta, 0.04 in the paper
+        mask_truncated: bool = False,
+        overlong_limit: int = 0,
+        overlong_buffer: int = 0,
         tis_cap: float = 2.0,  # C
         lr: float = 1e-6,
         warmup: int = 0,
@@ -114,7 +122,8 @@ class GRPO:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS))
+        check_penalty("grpo", kl)
         off_or_above_one("grpo", clip_dual=clip_dual)
         at_least_one(
             "grpo",
@@ -140,6 +149,9 @@ class GRPO:
         self._clip_low, self._clip_high, self._clip_dual = clip_low, clip_high, clip_dual
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
+        self._mask_truncated = mask_truncated
+        self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
+        self._overlong.check("grpo")
         self._token_budget = token_budget
         settings = LearnerSettings(
             optim=OptimSettings(
@@ -158,6 +170,7 @@ class GRPO:
         )
         self._tuned = TunedPolicy(settings=settings, algorithm="grpo", keep=keep, has_reference=bool(kl_coef))
         self._step = 0
+        self._has_told = False
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check that one policy with reachable weights is tuned and that there are tasks to train on."""
@@ -178,8 +191,18 @@ class GRPO:
         collect_s = time.perf_counter() - started
 
         # 2. Advantages: one number per call, spread over the call's tokens.
-        batch = prepare(collected.groups(), credit=context.credit, estimator=self._estimator)
+        groups = collected.groups()
+        batch = prepare(
+            groups,
+            credit=context.credit,
+            estimator=self._estimator,
+            mask_truncated=self._mask_truncated,
+            overlong=self._overlong,
+        )
+        self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | {"collect_s": collect_s}
+        loud = {sample.rollout for sample in batch.samples if not sample.is_silent}
+        metrics |= rollout_shares(groups, dropped=collected.dropped, loud=loud)
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 
@@ -219,6 +242,15 @@ class GRPO:
     async def close(self) -> None:
         """Drop the model and the reference."""
         self._tuned.close()
+
+    def _tell_unused(self, final: int, calls: int) -> None:
+        """Say once that the credit leaves the estimator nothing to do."""
+        if final and not self._has_told:
+            self._has_told = True
+            self._context.say(
+                f"{self._context.name}: the credit gave {final} of {calls} calls finished advantages, in which "
+                f'estimator = "{self._estimator}" has no part'
+            )
 
     async def _train(self, learner: PolicyLearner, samples: list[RowSample]) -> dict[str, float]:
         """Do all updates of a step and return their metrics, averaged over the updates that report them."""

@@ -7,14 +7,14 @@ Everything here blocks; algorithms call it in a thread.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
 from agl_algo_torch.checkpoint import load_training, prune, read_origin, save_served, save_training, step_directory
-from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model
+from agl_algo_torch.model import LoadedModel, LoraSettings, add_lora, load_model, open_adapter
 from agl_algo_torch.optim import OptimSettings, apply_gradients, build_optimizer
 from agl_algo_torch.typed_torch import seed_everything
 
@@ -31,6 +31,8 @@ class LearnerSettings:
     """Device, precision and optimizer of a model in training.
 
     Without `lora` the full weights train; `threads` 0 leaves the number of CPU threads to torch.
+    `dtype` is the type that the model computes in and in which full weights are exported. Weights in training are
+    float32 whatever it is, in checkpoints too; under LoRA the frozen base has it.
     """
 
     optim: OptimSettings
@@ -56,8 +58,12 @@ class PolicyLearner:
     def resume(cls, source: Path, *, settings: LearnerSettings) -> PolicyLearner:
         """Open the checkpoint that `save` wrote; continues bit for bit on the same machine and thread count."""
         learner = cls(origin=read_origin(source), settings=settings)
-        learner.updates = load_training(source, model=learner.loaded.model, optimizer=learner.optimizer)
+        learner.load(source)
         return learner
+
+    def load(self, source: Path) -> None:
+        """Continue from the checkpoint that `save` wrote for the same origin and settings."""
+        self.updates = load_training(source, model=self.loaded.model, optimizer=self.optimizer)
 
     def use_threads(self) -> None:
         """Set torch to the configured number of threads in the calling thread; one is fastest for tiny models."""
@@ -122,18 +128,11 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _open(origin: Weights, settings: LearnerSettings) -> LoadedModel:
-    """Load the weights, with a new adapter where the settings ask for one, or with the published adapter."""
+    """Load the weights as the settings ask: with a new adapter, with the published one, or all of them to train."""
     seed_everything(0)  # adapters start from the same random matrices on every start
+    path = origin.uri if origin.format == "hf" else origin.base_model
+    # Under LoRA the base is frozen and the adapters are float32 anyway; else the weights in training are a master.
+    loaded = load_model(path, device=settings.device, dtype=settings.dtype, is_master=settings.lora is None)
     if origin.format == "hf":
-        loaded = load_model(origin.uri, device=settings.device, dtype=settings.dtype)
         return replace(loaded, model=add_lora(loaded.model, settings.lora)) if settings.lora else loaded
-    loaded = load_model(origin.base_model, device=settings.device, dtype=settings.dtype)
-    try:
-        from peft import PeftModel
-    except ImportError as error:
-        raise ConfigError(
-            f"The weights {origin.uri} are a LoRA adapter, but peft is not installed. "
-            "Run: pip install 'agl-algo-torch[lora]'."
-        ) from error
-    adapted = cast("Any", PeftModel).from_pretrained(loaded.model, origin.uri, is_trainable=True)
-    return replace(loaded, model=adapted)
+    return replace(loaded, model=open_adapter(loaded.model, origin.uri, settings=settings.lora))

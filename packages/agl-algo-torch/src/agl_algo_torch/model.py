@@ -9,8 +9,8 @@ Limits: one device; quantised base weights can be loaded, but their LoRA cannot 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
     from torch import Tensor
+
+_COMPUTED = "agl_computed_dtype"
+"""Attribute of a master: the type that it computes in."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -76,8 +79,11 @@ def pick_device(name: str = "auto") -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> LoadedModel:
+def load_model(path: str, *, device: str = "auto", dtype: str = "float32", is_master: bool = False) -> LoadedModel:
     """Load model and tokenizer from a directory or hub name, in evaluation mode.
+
+    A master holds its weights in float32 and computes in `dtype` inside `computing`. An update of AdamW is about `lr`,
+    and bfloat16 rounds it away where the weight is more than 256 times as large.
 
     Raises ConfigError when `dtype` is unknown, the model cannot be read or has no chat template.
     """
@@ -85,13 +91,13 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is unknown for model {path!r}. Use one of: {', '.join(DTYPES)}.")
-    where = pick_device(device)
+    where, held = pick_device(device), torch.float32 if is_master else DTYPES[dtype]
     try:
         if _is_absent(path):  # otherwise transformers would ask the hub for it, several times
             raise OSError("there is no such directory")
         with no_bars():
             tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
-            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=DTYPES[dtype])
+            model = cast("Any", AutoModelForCausalLM).from_pretrained(path, dtype=held)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The model {path!r} cannot be loaded: {error}. "
@@ -102,7 +108,27 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> Lo
             f"The tokenizer of {path!r} has no chat template, so messages cannot be turned into tokens. "
             "Use an instruction-tuned model, or add chat_template.jinja beside its tokenizer.json."
         )
+    if held != DTYPES[dtype]:
+        setattr(model, _COMPUTED, DTYPES[dtype])
     return LoadedModel(name=path, model=model.to(where).eval(), tokenizer=tokenizer, device=where)
+
+
+def computing(model: nn.Module) -> AbstractContextManager[None]:
+    """Return the context in which a master computes in its `dtype`; one that changes nothing for other models."""
+    dtype = getattr(model, _COMPUTED, None)
+    if dtype is None:
+        return nullcontext()
+    return cast("AbstractContextManager[None]", torch.autocast(next(model.parameters()).device.type, dtype=dtype))
+
+
+def without_master(loaded: LoadedModel) -> LoadedModel:
+    """Return the model as it is served: a copy in the type that a master computes in, any other model itself."""
+    dtype = getattr(loaded.model, _COMPUTED, None)
+    if dtype is None:
+        return loaded
+    served = copy.deepcopy(loaded.model).to(dtype)
+    delattr(served, _COMPUTED)
+    return replace(loaded, model=served)
 
 
 def _is_absent(model: str) -> bool:
@@ -130,6 +156,54 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     return cast("nn.Module", get_peft_model(cast("Any", model), config))
+
+
+def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) -> nn.Module:
+    """Return `model` with the adapter in `path`, to train on; without settings merged, with all weights to train.
+
+    Raises ConfigError when the adapter is not the one that the settings describe, or peft is missing.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise ConfigError(
+            f"The weights {path} are a LoRA adapter, but peft is not installed. "
+            "Run: pip install 'agl-algo-torch[lora]'."
+        ) from error
+    adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=settings is not None)
+    if settings is None:
+        return cast("nn.Module", adapted.merge_and_unload()).eval().requires_grad_(requires_grad=True)
+    found = adapted.peft_config["default"]
+    _check_adapter(adapted, found, settings, path)
+    return cast("nn.Module", adapted)
+
+
+def _check_adapter(adapted: Any, found: Any, settings: LoraSettings, path: str) -> None:
+    """Raise ConfigError unless the adapter has the rank, the alpha and the targets that were asked for."""
+    targets = cast("tuple[str, ...]", tuple(sorted(found.target_modules)))
+    every = settings.targets == ("all-linear",)
+    fits = not _left_out(adapted) if every else set(settings.targets) == set(targets)
+    if fits and (settings.rank, settings.alpha) == (found.r, found.lora_alpha):
+        return
+    raise ConfigError(
+        f"The policy starts from a LoRA adapter of rank {found.r} and alpha {found.lora_alpha:g} on "
+        f"{', '.join(targets)} ({path}), and lora_rank = {settings.rank}, lora_alpha = {settings.alpha:g}, "
+        f"lora_targets = {list(settings.targets)} ask for another. Give the adapter's own values to train it on, or "
+        "lora_rank = 0 to merge it and train all weights."
+    )
+
+
+def _left_out(adapted: Any) -> list[str]:
+    """Return the linear layers without an adapter, except for the head."""
+    base = adapted.get_base_model()
+    head = base.get_output_embeddings()
+    adapters = [module for _, module in modules(base) if hasattr(module, "get_delta_weight")]
+    inside = {id(part) for adapter in adapters for _, part in modules(adapter)}
+    return [
+        name
+        for name, module in modules(base)
+        if isinstance(module, nn.Linear) and module is not head and id(module) not in inside
+    ]
 
 
 def has_lora(model: nn.Module) -> bool:
@@ -184,18 +258,37 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class Reference:
-    """The frozen policy that a KL penalty or DPO compares with.
+    """The frozen policy that a KL penalty or DPO compares with: `model` as it is when this is constructed.
 
-    Under LoRA it is the base model with its adapters off, which takes no memory; otherwise a copy of the weights.
+    Under LoRA it keeps the adapters' tensors, which take the place of the trained ones while it is asked; otherwise
+    it keeps a copy of the weights.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._copy = None if has_lora(model) else copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
+        self._adapters = {name: tensor.clone() for name, tensor in trainable_state(model).items()}
+        if self._copy is not None:
+            self._adapters.clear()
 
     @contextmanager
     def active(self) -> Generator[nn.Module]:
-        """Yield the reference; under LoRA the adapters are off inside the block."""
-        manager = nullcontext() if self._copy is not None else cast("Any", self._model).disable_adapter()
-        with manager, torch.no_grad():
+        """Yield the reference; under LoRA the trained adapters are out of place inside the block."""
+        with torch.no_grad(), nullcontext() if self._copy is not None else self._swapped():
             yield self._copy if self._copy is not None else self._model
+
+    @contextmanager
+    def _swapped(self) -> Generator[None]:
+        """Put the kept adapters in place for the block.
+
+        Tensors are exchanged and not overwritten: a graph that was recorded before still needs the trained ones.
+        """
+        own = {name: p for name, p in self._model.named_parameters() if name in self._adapters}
+        trained = {name: p.data for name, p in own.items()}
+        try:
+            for name, p in own.items():
+                p.data = self._adapters[name]
+            yield
+        finally:
+            for name, p in own.items():
+                p.data = trained[name]

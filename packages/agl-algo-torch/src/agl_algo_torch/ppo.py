@@ -40,8 +40,8 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.losses import (
     AGGREGATIONS,
     KL,
-    KLS,
     Aggregation,
+    check_penalty,
     entropy,
     kl_estimate,
     policy_loss,
@@ -49,6 +49,8 @@ from agl_algo_torch.losses import (
 )
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.overlong import SoftOverlong
+from agl_algo_torch.preparation import rollout_shares, without_truncated
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
 from agl_algo_torch.typed_torch import backward
 
@@ -83,14 +85,17 @@ class PPO:
         updates_per_step: Parts that a step's rollouts are dealt into; `epochs` passes over them.
         clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
         clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
-        kl: `k1`, `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
+        overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
+            before, as in DAPO. 0 turns that off.
         tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
         token_budget: Padded tokens that one forward pass may take.
         lora_rank: 0 trains all weights; else the rank of LoRA adapters on `lora_targets` with `lora_alpha`.
-        device: `auto`, `cpu`, `cuda` ...; `dtype` is the weights' type; `threads` 0 leaves torch's choice.
+        device: `auto`, `cpu`, `cuda` ...; `dtype` that of passes and exports; `threads` 0 leaves torch's.
         keep: Saved states and exported weights that stay on disk.
     """
 
@@ -113,6 +118,9 @@ class PPO:
         value_clip: float = 0.5,  # in the unit of the returns
         kl: KL = "k3",
         kl_coef: float = 0.0,
+        mask_truncated: bool = False,
+        overlong_limit: int = 0,
+        overlong_buffer: int = 0,
         tis_cap: float = 2.0,
         critic_warmup: int = 0,
         critic_lr: float = 1e-5,
@@ -131,7 +139,8 @@ class PPO:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        one_of("ppo", aggregation=(aggregation, AGGREGATIONS), kl=(kl, KLS))
+        one_of("ppo", aggregation=(aggregation, AGGREGATIONS))
+        check_penalty("ppo", kl)
         off_or_above_one("ppo", clip_dual=clip_dual)
         at_least_one(
             "ppo",
@@ -158,6 +167,9 @@ class PPO:
         self._kl: KL = kl
         self._kl_coef, self._tis_cap = kl_coef, tis_cap
         self._critic_warmup = critic_warmup
+        self._mask_truncated = mask_truncated
+        self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
+        self._overlong.check("ppo")
         self._token_budget, self._keep = token_budget, keep
         optim = OptimSettings(
             lr=lr,
@@ -206,6 +218,8 @@ class PPO:
         rows = [row for group in collected.groups() for row in self._rows(group)]
         valued = await asyncio.to_thread(self._evaluate, learner, critic, rows)
         metrics |= _value_metrics(valued)
+        loud = {row.sample.rollout for row in valued if not row.sample.is_silent}
+        metrics |= rollout_shares(collected.groups(), dropped=collected.dropped, loud=loud)
 
         # 3. Update policy and critic.
         metrics |= await self._train(learner, critic, valued)
@@ -258,7 +272,11 @@ class PPO:
         """Return the trained rows of a group, each with the reward at its tokens, [T]."""
         found: list[tuple[RowSample, Tensor]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
+            if self._overlong.limit:
+                credits = self._overlong.applied(episode, credits)
             returns = {credit.span_id: _return_of(credit) for credit in credits}  # G_k of every call k
+            if self._mask_truncated:
+                returns = without_truncated(episode, returns)
             temperatures = {call.span_id: call.temperature for call in episode.transitions}
             for row in episode.rows:
                 # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.

@@ -17,37 +17,85 @@ from agl_algo_torch.batch import RowSample, from_row
 from agl_algo_torch.typed_torch import numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from agl.contracts import Credit
     from agl.schemas import CallCredit, Episode
+    from agl_algo_torch.overlong import SoftOverlong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedBatch:
-    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log."""
+    """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log.
+
+    `calls` are those with credit, and `final` those of them whose credit was an advantage already.
+    """
 
     samples: list[RowSample]
     metrics: dict[str, float]
+    calls: int
+    final: int
 
 
-def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, estimator: Estimator) -> PreparedBatch:
+def prepare(
+    groups: Sequence[Sequence[Episode]],
+    *,
+    credit: Credit,
+    estimator: Estimator,
+    mask_truncated: bool = False,
+    overlong: SoftOverlong | None = None,
+) -> PreparedBatch:
     """Return samples with advantages for groups of episodes that share a task.
 
-    A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out.
+    A call whose credit says `is_advantage` keeps its value. Rows without a creditable call are left out. With
+    `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained; `overlong`
+    takes its punishment off the credit of long ones.
     """
     episodes = [episode for group in groups for episode in group]
     # Credit sees one group at a time: a credit may compare rollouts of one task, and no others.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
+    if overlong is not None and overlong.limit:
+        credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
     advantages = _advantages(credits, places=places, estimator=estimator)
     samples: list[RowSample] = []
     for episode, by_span in zip(episodes, advantages, strict=True):
+        if mask_truncated:
+            by_span = without_truncated(episode, by_span)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         # A shared beginning is read in every row and trained in one; a row may have nothing of its own to train.
         rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
-    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples))
+    final = sum(call.is_advantage for calls in credits for call in calls)
+    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples), calls=sum(map(len, credits)), final=final)
+
+
+def without_truncated(episode: Episode, by_span: Mapping[str, float]) -> dict[str, float]:
+    """Return the values of the calls that were not cut at a limit of tokens; `from_row` trains no others.
+
+    Overlong filtering of DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.4). The paper masks the whole sample, which
+    is one answer; here that is the call, and the rollout's other calls train.
+    """
+    cut = {call.span_id for call in episode.transitions if call.is_truncated}
+    return {span_id: value for span_id, value in by_span.items() if span_id not in cut}
+
+
+def rollout_shares(
+    groups: Sequence[Sequence[Episode]], *, dropped: Mapping[str, int], loud: Collection[str]
+) -> dict[str, float]:
+    """Return the shares of rollouts with a cut call, of dropped ones, and of kept ones that train nothing.
+
+    `loud` are the ids of those that have a gradient; `dropped` counts by reason those that were not handed over.
+    """
+    episodes = [episode for group in groups for episode in group]
+    cut = sum(any(call.is_truncated and not call.reject for call in e.transitions) for e in episodes)
+    silent = sum(episode.rollout.rollout_id not in loud for episode in episodes)
+    lost, kept = sum(dropped.values()), max(1, len(episodes))
+    return {
+        "truncated_share": cut / kept,
+        "dropped_share": lost / max(1, lost + len(episodes)),
+        "silent_share": silent / kept,
+    }
 
 
 def _advantages(

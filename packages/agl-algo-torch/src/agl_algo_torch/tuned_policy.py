@@ -9,9 +9,13 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from agl.errors import ConfigError
+from agl.schemas import Weights, to_builtins
+from agl_algo_torch.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
 from agl_algo_torch.model import Reference
 
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from agl.contracts import AlgorithmContext
-    from agl.schemas import Json
+    from agl.schemas import Json, ResourceVersion
 
 
 class TunedPolicy:
@@ -29,7 +33,7 @@ class TunedPolicy:
         settings: Optimizer, adapters, device.
         algorithm: Its registered name, for messages.
         keep: Saved states and exported weights that stay on disk.
-        has_reference: Holds a frozen copy of the policy at this algorithm's start.
+        has_reference: Holds the policy frozen as it was at this algorithm's start, a resumed run included.
     """
 
     def __init__(self, *, settings: LearnerSettings, algorithm: str, keep: int, has_reference: bool = False) -> None:
@@ -39,6 +43,7 @@ class TunedPolicy:
         self._has_reference = has_reference
         self._learner: PolicyLearner | None = None
         self._reference: Reference | None = None
+        self._start: Weights | None = None  # what the reference was opened from
         self._opened = ""  # the version that `_learner` was opened from
 
     def begin(self, context: AlgorithmContext) -> None:
@@ -62,9 +67,8 @@ class TunedPolicy:
         version = self._context.current(self.name)
         is_foreign = version.algorithm != self._context.name and version.version != self._opened
         if self._learner is None or is_foreign:
-            origin = tuned_weights(version.resource, name=self.name)
             self._learner = None  # free the old model before the new one is loaded
-            self._learner = await asyncio.to_thread(self._open, origin, updates)
+            self._learner = await asyncio.to_thread(self._open, version, updates)
             self._opened = version.version
         return self._learner
 
@@ -80,12 +84,15 @@ class TunedPolicy:
         return f"{self.name}@{version.version}"
 
     def state(self, *, step: int) -> dict[str, Json]:
-        """Return the newest checkpoint and the version that training started from, for `restore`."""
-        return {"checkpoint": saved_path(self._context.workdir, step), "opened": self._opened}
+        """Return the newest checkpoint, the version that it was opened from and the reference's weights."""
+        start = None if self._start is None else to_builtins(self._start)
+        return {"checkpoint": saved_path(self._context.workdir, step), "opened": self._opened, "start": start}
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from a checkpoint, optimizer moments and the reference included."""
         self._opened = str(state["opened"])
+        start = state.get("start")
+        self._start = None if start is None else msgspec.convert(start, Weights)
         if state["checkpoint"]:
             self._learner = await asyncio.to_thread(self._resume, Path(str(state["checkpoint"])))
 
@@ -98,7 +105,13 @@ class TunedPolicy:
             raise AssertionError("a step saves and publishes after its update, which opened the learner")
         return self._learner
 
-    def _open(self, origin: Any, updates: int) -> PolicyLearner:
+    def _open(self, version: ResourceVersion, updates: int) -> PolicyLearner:
+        origin = tuned_weights(version.resource, name=self.name)
+        if self._has_reference and self._start is None:
+            # What an algorithm published, it also removes; the reference is needed again when the run is resumed.
+            is_removable = bool(version.algorithm) and Path(origin.uri).is_dir()
+            self._start = keep_start(origin, self._context.workdir / "start") if is_removable else origin
+            origin = self._start
         learner = PolicyLearner(origin=origin, settings=self._settings)
         learner.updates = updates
         if self._has_reference and self._reference is None:
@@ -106,27 +119,38 @@ class TunedPolicy:
         return learner
 
     def _resume(self, checkpoint: Path) -> PolicyLearner:
-        learner = PolicyLearner.resume(checkpoint, settings=self._settings)
+        learner = PolicyLearner(origin=read_origin(checkpoint), settings=self._settings)
         if self._has_reference:
-            self._reference = Reference(PolicyLearner(origin=learner.origin, settings=self._settings).loaded.model)
+            start = self._start or learner.origin
+            # The learner was opened again since if another algorithm has published weights.
+            at_start = learner if start == learner.origin else PolicyLearner(origin=start, settings=self._settings)
+            self._reference = Reference(at_start.loaded.model)  # before the trained weights are loaded
+        learner.load(checkpoint)
         return learner
 
 
 def draw_tasks(context: AlgorithmContext, *, step: int, count: int) -> list[Json]:
-    """Return the tasks of a step: every epoch is a shuffle that follows from seed, algorithm and epoch.
+    """Return the tasks of a step, none of them twice: every epoch is a shuffle that follows from seed, name and epoch.
 
     No task comes twice before every other came once. `count` is cut to the number of tasks. The result depends on the
     step's number alone, so a repeated or resumed step draws the same tasks.
     """
     tasks: Sequence[Json] = context.train
-    first = (step - 1) * count
-    chosen: list[Json] = []
-    for position in range(first, first + min(count, len(tasks))):
-        epoch, index = divmod(position, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(order)
-        chosen.append(tasks[order[index]])
-    return chosen
+    count = min(count, len(tasks))
+    first, order = (step - 1) * count, list[int]()
+    for epoch in range(-(-(first + count) // len(tasks))):  # rounded up
+        fresh = list(range(len(tasks)))
+        random.Random(f"{context.seed}/{context.name}/{epoch}").shuffle(fresh)
+        begun = len(order) % count  # tasks of the step that the epochs before leave unfinished
+        order += _apart(fresh, set(order[len(order) - begun :]), places=count - begun)
+    return [tasks[index] for index in order[first : first + count]]
+
+
+def _apart(fresh: Sequence[int], taken: set[int], *, places: int) -> list[int]:
+    """Return `fresh` with nothing of `taken` in the first `places`, and its order otherwise as it was."""
+    head = [index for index in fresh if index not in taken][:places]
+    early = set(head)
+    return [*head, *(index for index in fresh if index not in early)]
 
 
 def check_tasks(context: AlgorithmContext, *, algorithm: str) -> None:

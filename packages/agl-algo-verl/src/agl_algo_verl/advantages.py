@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.settings import AlgorithmKeys
 
 ROUNDING = 1e-6
-"""Scores closer than this, relative to the largest (at least 1), are equal."""
+"""Scores of a group closer than this, relative to its largest (at least 1), are equal."""
 
 
 def advantages(
@@ -130,12 +130,12 @@ def _subtracting_unit(compared_S: torch.Tensor, settings: AlgorithmKeys) -> torc
 def _has_contrast(scores_S: torch.Tensor, group_S: torch.Tensor, *, is_batch: bool) -> torch.Tensor:
     """Return where a score is compared with others that differ from it or from each other; [S] bool."""
     groups_S = torch.zeros_like(group_S) if is_batch else group_S  # REINFORCE++ has one group, the batch
-    # Relative for large scores, absolute for small ones: float64 rounds a sum of rewards far below either.
-    limit = ROUNDING * max(1.0, float(scores_S.abs().max()))
     differs_S = torch.zeros(len(scores_S), dtype=torch.bool)
     for group in dict.fromkeys(integers(groups_S)):
         own_S = groups_S == group
         scores = scores_S[own_S]
+        # Relative for large scores, absolute for small ones: float64 rounds a sum of rewards far below either.
+        limit = ROUNDING * max(1.0, float(scores.abs().max()))
         differs_S[own_S] = bool(scores.max() - scores.min() > limit)  # a group of one: 0 > limit is false
     return differs_S
 

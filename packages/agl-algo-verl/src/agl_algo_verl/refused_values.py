@@ -12,6 +12,7 @@ from agl.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+_NO_GRADIENT = "as a term of the loss its gradient is 0 on average; use low_var_kl, or kl+"
 _CLIPPED = "use vanilla, with clip_ratio_low and clip_ratio_high for DAPO's bounds, or gspo"
 
 ESTIMATORS = {
@@ -48,7 +49,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "token-sum": "its gradient grows with the batch; use seq-mean-token-sum",
     },
     "algorithm.kl_penalty": {"full": "VERL names it and does not implement it; use k1 or k3"},
-    "actor_rollout_ref.actor.kl_loss_type": {"full": "VERL names it and does not implement it; use low_var_kl"},
+    "actor_rollout_ref.actor.kl_loss_type": {
+        "full": "VERL names it and does not implement it; use low_var_kl",
+        "kl": _NO_GRADIENT,
+        "k1": _NO_GRADIENT,
+    },
     "algorithm.rollout_correction.rollout_is": {
         "sequence": "it would multiply over an agent's rows, not its rollouts; use token",
     },

@@ -8,7 +8,7 @@ A ``SharingRule`` says which worths are needed and how shares follow from them. 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import msgspec
 
@@ -17,6 +17,8 @@ from agl.schemas import CallCredit, Episode, Reward
 from agl_credit.episodes import by_group, group_of, live_calls, players_of, return_of
 from agl_credit.games import Replaced, Worth
 from agl_run.replay import ReplayFn, ReplayPlan
+
+Baseline = Literal["centred", "counterfactual", "group"]
 
 
 class SharingRule(Protocol):
@@ -43,14 +45,14 @@ class CounterfactualSettings(msgspec.Struct, frozen=True, kw_only=True):
     every: int = 1
     max_replays: int = 1024
     failed: float = 0.0
-    baseline: Literal["counterfactual", "group"] = "counterfactual"
+    baseline: Baseline = "centred"
 
     def check(self, name: str) -> None:
         """Raise :class:`ConfigError` for an unknown or impossible setting."""
-        if self.replace not in ("silent", "sibling") or self.baseline not in ("counterfactual", "group"):
+        if self.replace not in ("silent", "sibling") or self.baseline not in get_args(Baseline):
             raise ConfigError(
                 f"{name} got replace = {self.replace!r} and baseline = {self.baseline!r}; replace is 'silent' or "
-                "'sibling', baseline is 'counterfactual' or 'group'"
+                "'sibling', baseline is 'centred', 'counterfactual' or 'group'"
             )
         low = {key: value for key in ("samples", "every", "max_replays") if (value := getattr(self, key)) < 1}
         if low:
@@ -106,15 +108,17 @@ class ReplayCredit:
 
     def assign(self, group: Sequence[Episode]) -> list[list[CallCredit]]:
         """Give each call its agent's share, or without shares the episode's return, compared within the role."""
-        return [self._assign(episode) for episode in group]
+        shares = [self._read(episode) for episode in group]
+        if self._settings.baseline == "centred":
+            shares = _centred(shares)
+        return [self._assign(episode, own) for episode, own in zip(group, shares, strict=True)]
 
-    def _assign(self, episode: Episode) -> list[CallCredit]:
+    def _assign(self, episode: Episode, shares: Mapping[str, float] | None) -> list[CallCredit]:
         calls = live_calls(episode)
         if not calls:
             return []
-        shares = self._read(episode)
         # A share is a difference of worths already; `baseline = "group"` has the estimator compare it once more.
-        is_final = shares is not None and self._settings.baseline == "counterfactual"
+        is_final = shares is not None and self._settings.baseline != "group"
         value = return_of(episode)
         return [
             CallCredit(
@@ -233,3 +237,24 @@ class ReplayCredit:
             if reward.name == self._name and reward.source == "hook" and reward.value is None:
                 return {agent: share for agent, share in reward.dimensions.items() if share is not None}
         return None
+
+
+def _centred(shares: Sequence[Mapping[str, float] | None]) -> list[Mapping[str, float] | None]:
+    """Return the shares of a group's episodes less the mean of the same agent's in the others.
+
+    The mean holds nothing of the episode itself, so subtracting it leaves the expected gradient unchanged. An agent
+    that the others do not have keeps its share.
+    """
+    totals: dict[str, tuple[float, int]] = {}
+    for own in shares:
+        for agent, share in (own or {}).items():
+            total, count = totals.get(agent, (0.0, 0))
+            totals[agent] = total + share, count + 1
+
+    def less_others(agent: str, share: float) -> float:
+        total, count = totals[agent]
+        return share - (total - share) / (count - 1) if count > 1 else share
+
+    return [
+        None if own is None else {agent: less_others(agent, share) for agent, share in own.items()} for own in shares
+    ]

@@ -19,7 +19,7 @@ from typing import Literal
 
 from agl.schemas import CallCredit, Episode
 from agl_credit import games
-from agl_credit.counterfactual import CounterfactualSettings, ReplayCredit
+from agl_credit.counterfactual import Baseline, CounterfactualSettings, ReplayCredit
 from agl_run.replay import ReplayFn
 
 NAME = "leave-one-out"
@@ -49,8 +49,10 @@ class LeaveOneOutCredit:
         every: Replay in every n-th step only, beginning with the first.
         max_replays: Replays per step at most; whole groups are left out beyond it, in turns.
         failed: The worth of a replay that fails or gets no reward.
-        baseline: ``counterfactual``: the difference is the advantage. ``group``: it is a return, which the
-            algorithm's estimator compares with the same role in the other rollouts of the task.
+        baseline: ``centred``: the advantage is the difference less the mean of the same agent's in the task's other
+            rollouts. ``counterfactual``: it is the difference as it is; where silence earns nothing, failures get 0
+            and only successes train. ``group``: the difference is a return, which the algorithm's estimator
+            compares with the same role in the other rollouts of the task.
 
     Raises:
         ConfigError: For an unknown or impossible setting.
@@ -65,7 +67,7 @@ class LeaveOneOutCredit:
         every: int = 1,
         max_replays: int = 1024,
         failed: float = 0.0,
-        baseline: Literal["counterfactual", "group"] = "counterfactual",
+        baseline: Baseline = "centred",
     ) -> None:
         settings = CounterfactualSettings(
             replace=replace,

@@ -69,7 +69,11 @@ def _add(found: IngestResult, span: OtlpSpan, resource: dict[str, Json], claim: 
     elif len(span.span_id) != 8 or len(span.trace_id) != 16:
         found.reject(f"span {span.name!r} has no valid trace and span id")
     else:
-        found.spans.append(_span(span, attributes, rollout_id, attempt_id, is_admin=claim.scope == "admin"))
+        made = _span(span, attributes, rollout_id, attempt_id, is_admin=claim.scope == "admin")
+        if made.reward is not None and made.reward.fault:
+            found.reject(f"span {span.name!r} has the score {made.reward.fault}; export a finite number")
+        else:
+            found.spans.append(made)
 
 
 def _owner(attributes: dict[str, Json], resource: dict[str, Json], claim: AttemptToken) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from agl.contracts import RewardEmitter, RewardSetup
 from agl.episodes import ScoreOptions, score
-from agl.errors import ConfigError
+from agl.errors import ConfigError, RunError
 from agl.schemas import Json, Record, Reward, Rollout, Span
 
 
@@ -59,6 +59,7 @@ class Composite:
     async def __call__(self, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
         """Return the sum, and the parts' rewards for turns and spans."""
         found = {label: await rewards_of(emitter, rollout, spans) for label, (_, emitter) in self._parts.items()}
+        _check_finite(found)
         return [self._sum(found), *_about_calls(found)]
 
     def _sum(self, found: Mapping[str, Sequence[Reward]]) -> Reward:
@@ -83,6 +84,17 @@ async def rewards_of(emitter: RewardEmitter, rollout: Rollout, spans: Sequence[S
         return []
     several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])  # pyright: ignore[reportUnknownArgumentType]  # an emitter's return value
     return [item if isinstance(item, Reward) else Reward(value=float(item)) for item in several]
+
+
+def _check_finite(found: Mapping[str, Sequence[Reward]]) -> None:
+    """Raise :class:`RunError` for a part whose reward is NaN or infinite; the sum would not name the part."""
+    for label, rewards in found.items():
+        for reward in rewards:
+            if reward.fault:
+                raise RunError(
+                    f"the part {label!r} of a composite reward returned {reward.fault}; return a finite number, or "
+                    "None for none"
+                )
 
 
 def _inner(found: Mapping[str, Sequence[Reward]]) -> dict[str, float | None]:

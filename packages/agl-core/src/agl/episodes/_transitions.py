@@ -194,4 +194,5 @@ def _transition(
         detail=reject.detail or drift,
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         is_distribution_changed=sampling != _PLAIN and sampling.changes_distribution,
+        finish_reason=call.finish_reason,
     )

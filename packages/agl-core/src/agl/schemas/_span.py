@@ -1,5 +1,6 @@
 """Spans: OpenTelemetry's fields, the rollout and attempt, and typed payloads for model calls and rewards."""
 
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -38,6 +39,14 @@ class Reward(Record, frozen=True, kw_only=True):
     span_id: str | None = None
     source: RewardSource = "environment"
     feedback: str = ""
+
+    @property
+    def fault(self) -> str:
+        """The first of its numbers that is not finite, such as ``"nan"`` or ``"inf as 'goal'"``; ``""`` without one."""
+        if self.value is not None and not math.isfinite(self.value):
+            return str(self.value)
+        wrong = (f"{part} as {name!r}" for name, part in self.dimensions.items() if part and not math.isfinite(part))
+        return next(wrong, "")
 
 
 class SpanEvent(Record, frozen=True, kw_only=True):

@@ -29,6 +29,10 @@ RejectReason = Literal[
 """The reason why a model call reaches no row; ``""`` for one that does."""
 
 
+_LIMITS = frozenset({"length", "max_tokens", "max_output_tokens", "model_context_window_exceeded"})
+"""Finish reasons of an answer that was cut: OpenAI's, Anthropic's and Google's, and OpenAI's for Responses."""
+
+
 class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """``(input_t, output_t, reward_t)`` of one model call.
 
@@ -43,6 +47,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         reward: The call's own reward (turn or span scope), ``None`` if none.
         reject: The reason why the call reaches no row; ``""`` if it does.
         detail: The reject reason in words, or the drift that started a new branch.
+        finish_reason: The backend's word for the end of the answer, such as ``stop``; ``""`` if it gave none.
     """
 
     rollout_id: str
@@ -63,6 +68,12 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     detail: str = ""
     temperature: float = 1.0
     is_distribution_changed: bool = False
+    finish_reason: str = ""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if the answer was cut at a limit of tokens, in any backend's words."""
+        return self.finish_reason.lower() in _LIMITS
 
 
 class Segment(Record, frozen=True, kw_only=True):

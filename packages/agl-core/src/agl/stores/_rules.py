@@ -260,8 +260,16 @@ def cancel_rollout(rollout: Rollout, *, now: float) -> Rollout:
 
 
 def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:
-    """Raise :class:`ConflictError` for a span whose ids contradict each other or the outcome that brings it."""
+    """Raise :class:`ConflictError` for a span that no store takes.
+
+    Its ids contradict each other or the outcome that brings it, or its reward is NaN or infinite.
+    """
     for span in spans:
+        if span.reward is not None and span.reward.fault:
+            raise ConflictError(
+                f"span {span.span_id!r} of rollout {span.rollout_id!r} brings the reward {span.reward.name!r} with "
+                f"{span.reward.fault}; give a finite number, or None when there is no reward"
+            )
         if attempt_id is not None and span.attempt_id != attempt_id:
             raise ConflictError(
                 f"span {span.span_id!r} belongs to attempt {span.attempt_id!r} and came with the outcome of "

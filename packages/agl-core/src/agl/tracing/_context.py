@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from agl.contracts import Responder, Tracer, Upstream
 from agl.schemas import Span
 from agl.tracing import _patches
+from agl.tracing._spans import check_reward
 
 if TYPE_CHECKING:
     from agl.tracing._open_span import OpenSpan
@@ -102,7 +103,12 @@ class ActiveAttempt:
     spans: OpenSpans = field(default_factory=OpenSpans, repr=False, init=False)
 
     def add(self, span: Span) -> None:
-        """Record a finished span. A recorder's failure is logged and never reaches the agent."""
+        """Record a finished span. A recorder's failure is logged and never reaches the agent.
+
+        Raises:
+            CaptureError: The span brings a reward that is NaN or infinite.
+        """
+        check_reward(span.reward, span.rollout_id)
         try:
             self.record(span)
         except Exception:  # noqa: BLE001  # isolation point: runs inside the agent's own call

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from agl import semconv
+from agl.errors import CaptureError
 from agl.schemas import Dialect, Json, ModelCall, Reward, Span
 from agl.schemas._ids import new_span_id
 
@@ -53,7 +54,12 @@ def chat_spans(
 def make_reward_span(
     rollout_id: str, attempt_id: str, reward: Reward, *, trace_id: str = "", parent_id: str | None = None
 ) -> Span:
-    """A reward as a span, by the GenAI conventions for evaluations."""
+    """A reward as a span, by the GenAI conventions for evaluations.
+
+    Raises:
+        CaptureError: The reward is NaN or infinite.
+    """
+    check_reward(reward, rollout_id)
     now, name = time.time_ns(), reward.name or "reward"
     attributes: dict[str, Any] = {semconv.OPERATION: semconv.OP_EVALUATE, semconv.EVALUATION_NAME: name}
     if reward.value is not None:
@@ -72,6 +78,15 @@ def make_reward_span(
         attributes=attributes,
         reward=reward,
     )
+
+
+def check_reward(reward: Reward | None, rollout_id: str) -> None:
+    """Raise :class:`CaptureError` for a reward that is NaN or infinite."""
+    if reward is not None and reward.fault:
+        raise CaptureError(
+            f"the reward {reward.name!r} of rollout {rollout_id!r} is {reward.fault}; give a finite number, or None "
+            "when there is no reward."
+        )
 
 
 def _attributes(call: ModelCall, framework_span_id: str) -> dict[str, Any]:

@@ -60,7 +60,19 @@ def _summary(result: FitResult) -> str:
     lines = [f"finished {result.experiment} in {result.seconds:.0f} s"]
     if result.before is not None and result.after is not None:
         lines.append(f"validation reward: {result.before:.3f} before, {result.after:.3f} after")
+        lines += _loss(result)
     lines += [f"{name}: {version}" for name, version in sorted(result.resources.items())]
     lines.append(f"metrics and checkpoints: {result.workdir}")
     lines.append("look at the runs with: agl runs, agl show ROLLOUT, agl why ROLLOUT, agl export")
     return "\n".join(lines)
+
+
+def _loss(result: FitResult) -> list[str]:
+    """Return the line that says so when the end is worse than the start or than the best version between."""
+    if result.best is None or result.after is None or result.after >= result.best:
+        return []
+    when = f"after step {result.best_step}" if result.best_step else "before the first step"
+    return [
+        f"the end is worse than the best: validation reward {result.after:.3f} now, {result.best:.3f} {when}; "
+        "agl resources list shows the versions of every step"
+    ]

@@ -373,9 +373,14 @@ def _make_folder(path: Path) -> Path:
 
 
 _SHOWN = re.compile(r"reward|loss|score")
+_SHARES = ("truncated", "dropped", "silent")
+"""Shares of a step's rollouts that an algorithm may report, as metrics such as `silent_share`."""
 
 
 def _line(name: str, report: StepReport) -> str:
     shown: list[Any] = [f"{key} {value:.3f}" for key, value in report.metrics.items() if _SHOWN.search(key)]
+    shown = shown[:4] + [
+        f"{report.metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in report.metrics
+    ]
     reason = f"; {report.stop_reason}" if report.stop_reason else ""
-    return f"{name} step {report.step}: {', '.join(shown[:4]) or 'done'}{reason}"
+    return f"{name} step {report.step}: {', '.join(shown) or 'done'}{reason}"

@@ -12,7 +12,7 @@ from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
-from agl_run.experiment.plan import Plan
+from agl_run.experiment.plan import VALIDATION, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
@@ -25,6 +25,8 @@ class FitResult(Record, frozen=True, kw_only=True):
         experiment: The experiment's name.
         before: Validation reward before the first step, ``None`` without validation tasks.
         after: Validation reward at the end, ``None`` without validation tasks.
+        best: The highest validation reward, those before, after and between included; ``None`` without any.
+        best_step: Steps of all algorithms together that were taken before the best one; of equals, before the last.
         steps: Steps of each algorithm, by its name.
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
@@ -34,6 +36,8 @@ class FitResult(Record, frozen=True, kw_only=True):
     experiment: str
     before: float | None = None
     after: float | None = None
+    best: float | None = None
+    best_step: int = 0
     steps: dict[str, int] = {}
     resources: dict[str, str] = {}
     workdir: str = ""
@@ -66,10 +70,13 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         driver, turns = await _start(session, beginning, progress)
         before, after = await _run(driver, turns)
         driver.reports.failures.conclude()
+        best, best_step = await _best(driver, before, after)
         return FitResult(
             experiment=plan.name,
             before=before,
             after=after,
+            best=best,
+            best_step=best_step,
             steps={c.name: (await driver.load(c)).step for c in plan.config.algorithm},
             resources=session.live.versions(),
             workdir=str(plan.workdir),
@@ -142,6 +149,17 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
     finished = msgspec.structs.replace(driver.state, status="finished", live=driver.session.live.versions())
     await saved.save(driver.session.store, finished)
     return before, after
+
+
+async def _best(driver: Driver, before: float | None, after: float | None) -> tuple[float | None, int]:
+    """Return the run's highest validation reward and the steps before it, those of an earlier process included."""
+    every, turn = driver.session.plan.config.experiment.validate_every, driver.state.turn
+    logged = await driver.session.store.metrics(driver.name, name="reward") if every else []
+    # A run that was started afresh has measured these steps again; others may be left of the run before it.
+    found = {m.step: m.value for m in logged if m.algorithm == VALIDATION and m.step <= turn and m.step % every == 0}
+    scores: dict[int, float | None] = {**found, 0: before, turn: after}
+    known = [(value, step) for step, value in scores.items() if value is not None]
+    return max(known, default=(None, 0))
 
 
 async def _begin(turns: Sequence[DrivenAlgorithm], schedule: ScheduleConfig) -> None:

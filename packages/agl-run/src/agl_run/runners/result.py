@@ -1,6 +1,5 @@
 """Interprets an agent's return value, and describes its failure."""
 
-import math
 import traceback
 from collections.abc import Mapping
 from numbers import Real
@@ -32,14 +31,23 @@ def read_result(value: Any) -> AgentResult:
     """
     if value is None:
         return AgentResult()
+    reward = read_reward(value)
+    if reward is None:
+        return AgentResult(output=_json(value))
+    if reward.fault:
+        raise RunError(f"the agent returned {reward.fault} as a reward; return a finite number, or None for no reward")
+    return AgentResult(reward=reward, output=float(value) if isinstance(value, Real) else None)
+
+
+def read_reward(value: Any) -> Reward | None:
+    """Return a reward, a number or a dict of numbers as a reward, which may not be finite; ``None`` for the rest."""
     if isinstance(value, Reward):
-        return AgentResult(reward=value)
+        return value
     if isinstance(value, Real):
-        return AgentResult(reward=Reward(value=_finite(float(value)), name="return"), output=float(value))
+        return Reward(value=float(value), name="return")
     if _is_dimensions(value):
-        dimensions = {str(key): _finite(float(number)) for key, number in value.items()}
-        return AgentResult(reward=Reward(value=None, name="return", dimensions=dict(dimensions)))
-    return AgentResult(output=_json(value))
+        return Reward(value=None, name="return", dimensions={str(key): float(part) for key, part in value.items()})
+    return None
 
 
 def describe_error(error: BaseException) -> ErrorInfo:
@@ -58,12 +66,6 @@ def _is_dimensions(value: Any) -> TypeGuard[Mapping[Any, Real]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise RunError(f"the agent returned {value} as a reward; return a finite number, or None for no reward")
-    return value
 
 
 def _json(value: Any) -> Json:

@@ -14,12 +14,12 @@ import msgspec
 
 from agl.contracts import RewardEmitter, Runner, Store
 from agl.episodes import find_disagreement
-from agl.errors import FencedError, GatewayLostError, NoModelCallsError, StoreError
+from agl.errors import FencedError, GatewayLostError, NoModelCallsError, RunError, StoreError
 from agl.schemas import Claim, Outcome, Reward, Rollout, Span, decode, encode, new_trace_id
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_run.runners.liveness import worker_name
-from agl_run.runners.result import describe_error, read_result
+from agl_run.runners.result import describe_error, read_reward
 from agl_run.runners.setup import SettlingGateway
 
 _LOG = logging.getLogger("agl_run.runners")
@@ -273,7 +273,9 @@ async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans
 
 
 def _named(name: str, value: Any) -> Reward:
-    reward = value if isinstance(value, Reward) else read_result(value).reward
+    reward = read_reward(value)
     if reward is None:
         raise TypeError(f"the reward emitter {name!r} returned {type(value).__name__}; return a number or a Reward")
+    if reward.fault:
+        raise RunError(f"the reward emitter {name!r} returned {reward.fault}; return a finite number, or None for none")
     return msgspec.structs.replace(reward, name=reward.name if isinstance(value, Reward) else name, source="evaluator")

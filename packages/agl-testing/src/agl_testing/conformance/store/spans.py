@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from agl.contracts import Store
-from agl.errors import NotFoundError
+from agl.errors import NotFoundError, StoreError
 from agl.schemas import Claim, Span, new_span_id
 from agl_testing.conformance.store.case import store_test
 from agl_testing.conformance.store.leases import WAKE_UP_S
@@ -93,6 +93,16 @@ class SpanTests:
         await store.append_spans([reward])
         last = (await store.spans(done.rollout_id))[-1]
         assert (reward.reward, True) == (last.reward, last.is_late)
+
+    @store_test
+    async def test_late_reward_that_is_not_finite_is_refused_by_name(self, store: Store) -> None:
+        done = await finish_one(store, spans=1)
+        assert done.attempt_id is not None
+        before = await store.spans(done.rollout_id)
+        for value in (float("nan"), float("inf")):
+            with pytest.raises(StoreError, match=f"{done.rollout_id}.*'human'.*{value}"):
+                await store.append_spans([make_reward_span(done.rollout_id, done.attempt_id, value)])
+        assert before == await store.spans(done.rollout_id)
 
     @store_test
     async def test_reward_without_attempt_belongs_to_the_rollout(self, store: Store) -> None:
