@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import agl
-from agl.contracts import ExperimentRecord
+from agl.contracts import ExperimentRecord, Upstream
 from agl.errors import ConfigError, StoreError
 from agl.schemas import NamedResources, Rollout, Span
 from agl.stores import MemoryStore
@@ -146,16 +146,23 @@ def test_program_of_an_agent_finds_no_key_but_its_own_in_its_environment(
     monkeypatch.setenv("AGL_SECRET", "y" * 32)
     monkeypatch.setenv("AGL_TOKEN", "an-admin-token")
     monkeypatch.setenv("AGL_POLICY_KEY", "a-policy-key")
+    monkeypatch.setenv("AGL_PROVIDER", "a-provider-key")
     monkeypatch.setenv("AGL_OTHER", "inherited")
-    names = ("SECRET", "TOKEN", "POLICY_KEY", "OTHER")
+    names = ("SECRET", "TOKEN", "POLICY_KEY", "PROVIDER", "OTHER")
     code = f"import os; print(*sorted(os.environ.get('AGL_' + name, 'none')[:5] for name in {names!r}))"
 
     async def run() -> object:
         store = MemoryStore()
-        spec = AgentSpec(command=(sys.executable, "-c", code))
-        runner = CommandRunner(RunSetup(agent=spec, store=store, secret=b"x" * 32, resources=no_resources))
+        setup = RunSetup(
+            agent=AgentSpec(command=(sys.executable, "-c", code)),
+            store=store,
+            secret=b"x" * 32,
+            resources=no_resources,
+            gateway_url="http://127.0.0.1:9",
+            upstreams=(Upstream(name="m", base_url="http://127.0.0.1:9/v1", api_key_env="AGL_PROVIDER"),),
+        )
         await store.enqueue([Rollout(rollout_id="r", task=1)])
-        outcome = await runner.execute((await store.claim(worker="w"))[0])
+        outcome = await CommandRunner(setup).execute((await store.claim(worker="w"))[0])
         return outcome.spans[0].attributes["agl.output"]
 
-    assert "agl_W inher none none\n" == asyncio.run(run())
+    assert "agl_W inher none none none\n" == asyncio.run(run())

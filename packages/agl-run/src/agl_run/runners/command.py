@@ -93,7 +93,7 @@ class CommandRunner:
         setup = self._setup
         token = issue_token(self._tokens, rollout, attempt)
         return {
-            **environment_for_agents(),
+            **environment_for_agents(setup),
             **setup.environment(token),
             **({} if setup.gateway_url else spool.environment(setup.upstreams)),
             "AGL_ROLLOUT_ID": rollout.rollout_id,

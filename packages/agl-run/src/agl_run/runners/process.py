@@ -51,7 +51,7 @@ class ProcessRunner:
         """Run one attempt in an idle or a new child."""
         setup = self._setup
         run = ChildRun(
-            rollout=claim.rollout,
+            rollout=claim.rollout.for_agent,
             attempt=claim.attempt,
             resources=await setup.resources(claim.rollout),
             token=issue_token(self._tokens, claim.rollout, claim.attempt),
@@ -142,7 +142,7 @@ class _Child:
 
     @classmethod
     async def spawn(cls, setup: RunSetup) -> "_Child":
-        environment = {**environment_for_agents(), **setup.plugins, **setup.environment()}
+        environment = {**environment_for_agents(setup), **setup.plugins, **setup.environment()}
         kept = await KeptProcess.start(
             [sys.executable, "-m", "agl_run.runners.child"],
             environment=environment,

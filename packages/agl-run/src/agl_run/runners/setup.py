@@ -70,9 +70,10 @@ class RunSetup:
         return client_environment(self.base_url, token) if self.base_url else {}
 
 
-def environment_for_agents() -> dict[str, str]:
-    """Return this process's environment without the keys of the store and of policies, which are not for agents."""
-    hidden = (SECRET_ENV, ADMIN_TOKEN_ENV, POLICY_KEY_ENV)
+def environment_for_agents(setup: RunSetup) -> dict[str, str]:
+    """Return this process's environment without the keys of the store, and without those that a gateway holds."""
+    held = {upstream.api_key_env for upstream in setup.upstreams} if setup.gateway_url else set[str]()
+    hidden = {SECRET_ENV, ADMIN_TOKEN_ENV, POLICY_KEY_ENV, *held}
     return {name: value for name, value in os.environ.items() if name not in hidden}
 
 

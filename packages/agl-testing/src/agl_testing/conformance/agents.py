@@ -5,10 +5,13 @@ read the task as JSON from standard input and print the reward, as the command r
 """
 
 import asyncio
+import gc
+import inspect
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ import agl
 
 HANG_S = 120.0
 BEAT_S = 0.02
+MAX_TEXT = 10_000
 
 
 def behave(task: dict[str, Any]) -> Any:
@@ -74,6 +78,14 @@ def _keys(task: dict[str, Any]) -> list[str]:
     return sorted(task)
 
 
+def _search(task: dict[str, Any]) -> list[str]:
+    """Return everything in this process's running functions and waiting coroutines that mentions the task."""
+    frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]
+    frames += [found.cr_frame for found in gc.get_objects() if inspect.iscoroutine(found) and found.cr_frame]
+    texts = {repr(value) for frame in frames for value in frame.f_locals.values()}
+    return sorted(text for text in texts if repr(task["do"]) in text and len(text) < MAX_TEXT)
+
+
 def _hang(task: dict[str, Any]) -> None:
     deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
@@ -95,6 +107,7 @@ BEHAVIOURS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "cancelled": _cancelled,
     "object": _object,
     "keys": _keys,
+    "search": _search,
     "hang": _hang,
 }
 

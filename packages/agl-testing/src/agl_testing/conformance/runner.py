@@ -216,6 +216,18 @@ class RunnerConformance(Conformance):
 
         self._run(make_runner, work)
 
+    def test_process_of_the_agent_holds_no_hidden_fields(self, make_runner: MakeRunner) -> None:
+        require(self.is_isolated, "is_isolated", "runner")
+
+        async def work(bench: Bench) -> None:
+            claim = await bench.claim({"do": "search", "answer": "concat" + "enation"}, hidden=["answer"])
+            outcome = await bench.runner.execute(claim)
+            outputs = [str(s.attributes[semconv.OUTPUT]) for s in outcome.spans if semconv.OUTPUT in s.attributes]
+            assert [True] == ["'do': 'search'" in text for text in outputs]
+            assert "concatenation" not in outputs[0]
+
+        self._run(make_runner, work)
+
     def test_failing_attempts_leave_the_others_alone(self, make_runner: MakeRunner) -> None:
         async def work(bench: Bench) -> None:
             tasks = [{"do": "raise", "text": "x"}, {"do": "return", "value": 1}, {"do": "exit"}] * 3
