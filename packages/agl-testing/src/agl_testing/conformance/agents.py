@@ -80,7 +80,8 @@ def _keys(task: dict[str, Any]) -> list[str]:
 
 def _search(task: dict[str, Any]) -> list[str]:
     """Return everything in this process's running functions and waiting coroutines that mentions the task."""
-    frames = [frame for top in sys._current_frames().values() for frame, _ in traceback.walk_stack(top)]
+    tops = sys._current_frames().values()  # pyright: ignore[reportPrivateUsage]  # documented
+    frames = [frame for top in tops for frame, _ in traceback.walk_stack(top)]
     frames += [found.cr_frame for found in gc.get_objects() if inspect.iscoroutine(found) and found.cr_frame]
     texts = {repr(value) for frame in frames for value in frame.f_locals.values()}
     return sorted(text for text in texts if repr(task["do"]) in text and len(text) < MAX_TEXT)
