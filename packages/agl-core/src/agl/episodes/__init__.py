@@ -6,7 +6,7 @@ from agl.episodes._credit import EpisodeCredit
 from agl.episodes._forest import Forest, ForestOptions, build_forest
 from agl.episodes._rejects import Reject, Selection, find_rejects, is_answered
 from agl.episodes._rewards import ExactMatch, final_text
-from agl.episodes._rows import attach, make_rows, rollout_weights, split_row
+from agl.episodes._rows import attach, make_rows
 from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
 from agl.episodes._timeline import Timeline, chronological
 from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards, to_transitions
@@ -41,8 +41,6 @@ __all__ = [
     "is_answered",
     "make_rows",
     "recorded_rewards",
-    "rollout_weights",
     "score",
-    "split_row",
     "to_transitions",
 ]
