@@ -22,6 +22,8 @@ from agl.tracing import Undo, current, patch
 _MODULES = ("httpcore", "httpcore2")
 _TWINS = "_agl_twins"
 _IS_TWIN = "_agl_is_twin"
+_STATE = {"_connections", "_requests", "_optional_thread_lock"}
+"""The only state of a pool that changes; httpcore has no public way to make another one like it."""
 
 
 def separate_loops() -> Undo:
@@ -60,9 +62,12 @@ def _close(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _twin(pool: Any) -> Any:
-    """Return the pool's twin for the running loop, and forget those of closed loops."""
+    """Return the pool's twin for the running loop, and forget those of closed loops.
+
+    A pool of a release that keeps its state elsewhere is its own twin.
+    """
     loop = _running_loop()
-    if loop is None or hasattr(pool, _IS_TWIN):
+    if loop is None or hasattr(pool, _IS_TWIN) or not vars(pool).keys() >= _STATE:
         return pool
     twins: dict[asyncio.AbstractEventLoop, Any] = pool.__dict__.setdefault(_TWINS, {})
     if loop not in twins:
@@ -76,7 +81,6 @@ def _copy(pool: Any) -> Any:
     twin = copy.copy(pool)
     twin.__dict__.pop(_TWINS, None)
     setattr(twin, _IS_TWIN, True)
-    # The only state of a pool that changes; httpcore has no public way to make another one like it.
     twin._connections, twin._requests = [], []
     twin._optional_thread_lock = type(pool._optional_thread_lock)()
     return twin
