@@ -207,7 +207,7 @@ def on_every_python(name: str, folder: str, description: str) -> list[str]:
     return [define(version) for version in found(PYTHONS)]
 
 
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS]
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, PLOT]
 """Requirements of the tests of the core, of agl-run and of agl-testing: the same, so that they share an environment."""
 
 core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")

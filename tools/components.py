@@ -7,12 +7,16 @@ name.
 import importlib
 import inspect
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 
 from tools.public import ROOT, folders
 
 TARGET = ROOT / "packages/agl-core/src/agl/_plugins/packages.py"
+
+WIDTH = 92
+"""Characters of names in a row; the others get another row."""
 
 _HEAD = '''"""The distributions of well-known components, for the ``pip install`` line of one that is not installed.
 
@@ -38,10 +42,11 @@ KNOWN: dict[tuple[Kind, str], str] = {
 def text() -> str:
     """The module as it has to be."""
     lines = [
-        f'    ("{distribution}", "{kind}", "{", ".join(sorted(names))}"),\n'
-        for (distribution, kind), names in sorted(_by_kind().items())
+        f'    ("{distribution}", "{kind}", "{names}"),\n'
+        for (distribution, kind), every in sorted(_by_kind().items())
+        for names in textwrap.wrap(", ".join(sorted(every)), WIDTH, break_on_hyphens=False)
     ]
-    return _HEAD + "".join(lines) + _TAIL
+    return _HEAD + "".join(lines).replace(',"),\n', '"),\n') + _TAIL
 
 
 def _by_kind() -> dict[tuple[str, str], list[str]]:

@@ -66,6 +66,10 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(name="runs", factory="agl_run.cli.runs:runs", summary="list, remove and tidy recorded rollouts")
     yield CommandEntry(name="show", factory="agl_run.cli.show:show", summary="show one rollout as a tree")
     yield CommandEntry(name="why", factory="agl_run.cli.why:why", summary="explain the outcome of every model call")
+    yield CommandEntry(
+        name="metrics", factory="agl_run.cli.metrics:metrics", summary="print the numbers that algorithms logged"
+    )
+    yield CommandEntry(name="plot", factory="agl_run.cli.metrics:plot", summary="draw metrics over the steps")
     yield CommandEntry(name="replay", factory="agl_run.cli.replay:replay", summary="run a recorded rollout again")
     yield CommandEntry(name="export", factory="agl_run.cli.export:export", summary="write recorded data as JSON lines")
     yield CommandEntry(

@@ -1,0 +1,105 @@
+"""``agl metrics`` and ``agl plot`` on a real SQLite store."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from agl.contracts import ExperimentRecord, Metric
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
+
+LOGGED = [
+    *(("grpo", step, "reward", step / 40) for step in range(1, 41)),
+    *(("grpo", step, "loss", -0.5) for step in range(1, 41)),
+    ("grpo", 41, "reward", float("nan")),
+    ("validate", 0, "reward", 0.0),
+    ("validate", 10, "reward", 0.75),
+    ("validate", 40, "reward", 1.0),
+]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """The URL of a store with two experiments, of which one has metrics."""
+    url = f"sqlite:///{tmp_path}/runs.db"
+
+    async def fill() -> None:
+        made = SQLiteStore(url)
+        for name in ("calc", "other"):
+            await made.save_state({}, experiment=ExperimentRecord(name=name))
+        await made.log_metrics(
+            [Metric(experiment="calc", algorithm=a, step=s, name=n, value=v) for a, s, n, v in LOGGED]
+        )
+        await made.close()
+
+    asyncio.run(fill())
+    return url
+
+
+def agl(*words: str, columns: int = 60) -> Result:
+    return CliRunner().invoke(cli, words, env={"COLUMNS": str(columns)})
+
+
+def test_metrics_are_a_table_for_each_algorithm(store: str) -> None:
+    result = agl("metrics", "--store", store, "--last", "2")
+    expected = (
+        "grpo\nstep  loss  reward\n40    -0.5  1\n41          nan\n\nvalidate\nstep  reward\n10    0.75\n40    1\n"
+    )
+    assert expected == result.stdout
+
+
+def test_metrics_are_chosen_by_algorithm_and_name(store: str) -> None:
+    result = agl("metrics", "calc", "--store", store, "--algorithm", "grpo", "--name", "re*", "--last", "1", "--json")
+    assert [("grpo", 41, "reward")] == [(m["algorithm"], m["step"], m["name"]) for m in json.loads(result.stdout)]
+
+
+def test_curve_fits_the_terminal_and_keeps_distances_of_steps(store: str) -> None:
+    lines = agl("plot", "--store", store, "--algorithm", "validate").stdout.splitlines()
+    assert "validate reward: 1 at step 40" == lines[0]
+    assert max(map(len, lines)) <= 60
+    top, bottom = (next(line for line in lines if line.startswith(label)).partition("┤")[2] for label in ("1 ", "0 "))
+    assert 2 > top.count("█") / len(bottom) * 41  # step 40 alone is at the top, one column of 41 steps
+    assert 9 < bottom.count("▁") / len(bottom) * 41 < 11
+    assert ["0", "40"] == lines[-1].split()
+
+
+def test_long_curve_is_drawn_by_means_and_a_single_step_is_drawn_too(store: str) -> None:
+    rising = agl("plot", "--store", store, "--algorithm", "grpo", columns=30).stdout.splitlines()
+    assert all(len(line) <= 30 for line in rising[1:])
+    assert "grpo reward: 1 at step 40" == rising[0]  # a value that is no number is left out
+    flat = agl("plot", "--store", store, "--name", "loss").stdout
+    assert "grpo loss: -0.5 at step 40" in flat
+
+
+def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
+    result = agl("plot", "--store", store, "--name", "*", "--output", str(tmp_path / "curves.png"))
+    assert f"3 curves in {tmp_path / 'curves.png'}\n" == result.stdout
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    unknown = agl("plot", "--store", store, "--output", str(tmp_path / "curves.doc"))
+    assert "cannot write" in unknown.output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["other"], "experiment 'other' has no metrics; choose from: calc"),
+        (["--algorithm", "ppo"], "no algorithm 'ppo' logged metrics; choose from: grpo, validate"),
+        (["--name", "rewards"], "there is no metric 'rewards'; choose from: loss, reward"),
+    ],
+)
+def test_absent_metric_is_answered_with_those_that_exist(store: str, words: list[str], expected: str) -> None:
+    for command in ("metrics", "plot"):
+        result = agl(command, "--store", store, *words)
+        assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
+
+
+def test_store_without_metrics_says_what_comes_first(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/empty.db"
+    asyncio.run(SQLiteStore(url).close())
+    result = agl("metrics", "--store", url)
+    assert (
+        "Error: no experiment of this store has metrics; run an experiment with an algorithm first\n" == result.output
+    )
