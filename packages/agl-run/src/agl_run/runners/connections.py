@@ -67,7 +67,7 @@ def _twin(pool: Any) -> Any:
     A pool of a release that keeps its state elsewhere is its own twin.
     """
     loop = _running_loop()
-    if loop is None or hasattr(pool, _IS_TWIN) or not _STATE.issubset(vars(pool)):
+    if loop is None or hasattr(pool, _IS_TWIN) or not pool.__dict__.keys() >= _STATE:
         return pool
     twins: dict[asyncio.AbstractEventLoop, Any] = pool.__dict__.setdefault(_TWINS, {})
     if loop not in twins:
