@@ -73,7 +73,7 @@ class Listening(Quiet):
 def serving(world: PromptWorld, optimizer: ScriptedOptimizer | None = None) -> Iterator[dict[str, Any]]:
     """The optimiser's settings for a scripted model that serves meanwhile."""
     with model_server(world, optimizer or ScriptedOptimizer()) as server:
-        yield {"base_url": server.base_url, "model": "editor", "retry_s": 0.01}
+        yield {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
 
 
 @pytest.fixture
@@ -94,6 +94,8 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         val: Any = None,
         folder: str = "run",
         settings: Any = None,
+        resume: bool = False,
+        wait_s: float = 0.2,
         store: Any = None,
         **params: Any,
     ) -> Run:
@@ -101,6 +103,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         store, progress = store or MemoryStore("memory://"), Listening()
         initial = resources or dict(world.seeds())
         with serving(world, script) as served:
+            served["wait_s"] = wait_s
             chosen = algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})
             trainer = agl.Trainer(
                 algorithm=chosen,
@@ -116,7 +119,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
                 validation_limit=2,
                 **(settings or {}),
             )
-            fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val)
+            fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val, resume=resume)
         return read_run(fit, store, tmp_path / folder, progress.said, use)
 
     return run

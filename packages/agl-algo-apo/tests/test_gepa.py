@@ -33,7 +33,7 @@ def run(world: PromptWorld, folder: Path, optimizer: ScriptedOptimizer, *, worke
             started.append(rollout)
 
     with model_server(world, optimizer) as server:
-        endpoint = {"base_url": server.base_url, "model": "editor", "retry_s": 0.01}
+        endpoint = {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
         trainer = agl.Trainer(
             name="orders",
             algorithm=agl.GEPA(tunes=list(world.seeds()), **{"optimizer": endpoint, "budget": 200, **params}),

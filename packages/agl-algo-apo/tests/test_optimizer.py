@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,20 +12,29 @@ import pytest
 
 from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings
+from agl_algo_apo.outage import requested_pause
 from agl_testing.model_server import Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
 
 Respond = Callable[[ModelRequest], Step]
 
 
 def ask(
-    respond: Respond, folder: Path, *questions: tuple[str, str], limits: BudgetLimits | None = None, **settings: Any
+    respond: Respond,
+    folder: Path,
+    *questions: tuple[str, str],
+    limits: BudgetLimits | None = None,
+    say: list[str] | None = None,
+    **settings: Any,
 ) -> tuple[list[str | None], Budget, int]:
     """Ask everything at once; the answers, the budget and the number of requests that the server saw."""
     budget = Budget(limits or BudgetLimits())
 
     async def work(base_url: str) -> list[str | None]:
-        given = OptimizerSettings(base_url=base_url, model="m", retry_s=0.01, **{"max_tokens": 50, **settings})
-        optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl")
+        given = OptimizerSettings(
+            base_url=base_url, model="m", **{"max_tokens": 50, "retry_s": 0.01, "wait_s": 2, **settings}
+        )
+        said = print if say is None else say.append
+        optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl", say=said)
         try:
             return await optimizer.ask_all(questions)
         finally:
@@ -61,7 +72,63 @@ def test_failures_that_pass_are_retried(tmp_path: Path) -> None:
     assert (["fine"], 4, 1) == (answers, calls, budget.spent.calls)
 
 
-@pytest.mark.parametrize(("step", "requests"), [(Status(code=500), 4), (Status(code=401), 1), (Garbage(), 4)])
+def test_outage_is_waited_for_and_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def respond(request: ModelRequest) -> Step:
+        return Status(code=503) if request.index < 12 else Reply(text="fine")
+
+    questions = [(f"question {number}", "s") for number in range(3)]
+    answers, budget, _ = ask(respond, tmp_path, *questions, say=said)
+    assert (["fine"] * 3, 3) == (answers, budget.spent.calls)
+    assert 1 == len(said)
+    assert re.fullmatch(
+        r"the optimiser's model at http://\S+ does not answer \(HTTP 503: .*\); "
+        "the search waits for it, for 2 s at most",
+        said[0],
+    )
+
+
+def test_endpoint_that_asks_for_a_pause_gets_it(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def respond(request: ModelRequest) -> Step:
+        seen.append(time.monotonic())
+        return Status(code=429, retry_after=0.4) if request.index == 0 else Reply(text="fine")
+
+    assert ["fine"] == ask(respond, tmp_path, ("q", "s"))[0]
+    assert seen[1] - seen[0] >= 0.4
+
+
+def test_pause_beyond_the_limit_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(OptimizerDownError, match="HTTP 429"):
+        ask(lambda _: Status(code=429, retry_after=3600), tmp_path, ("q", "s"))
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high"),
+    [
+        ("7", 7, 7),
+        ("0.5", 0.5, 0.5),
+        ("Thu, 01 Jan 2099 00:00:00 GMT", 1e8, 1e10),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+    ],
+)
+def test_pause_is_read_in_seconds_and_as_a_date(value: str, low: float, high: float) -> None:
+    pause = requested_pause({"retry-after": value})
+    assert pause is not None
+    assert low <= pause <= high
+
+
+@pytest.mark.parametrize("headers", [{}, {"retry-after": "soon"}])
+def test_pause_that_is_not_named_is_none(headers: dict[str, str]) -> None:
+    assert requested_pause(headers) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "requests"),
+    [(Status(code=429, message="insufficient_quota"), 1), (Status(code=401), 1), (Garbage(), 4)],
+)
 def test_endpoint_that_does_not_answer_is_down(tmp_path: Path, step: Step, requests: int) -> None:
     seen: list[int] = []
 

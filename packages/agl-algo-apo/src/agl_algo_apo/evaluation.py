@@ -112,6 +112,13 @@ class Scores:
         """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
+    def keep_fresh(self) -> None:
+        """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
+        for known in self._known.values():
+            repeat = 1 + max(repeat for _, repeat in known)
+            for task in [task for task, old in known if old == FRESH]:
+                known[(task, repeat)] = known.pop((task, FRESH))
+
     def floor(self) -> float:
         """Return the worst reward that was ever measured; 0 before there is any."""
         return min((m.reward for known in self._known.values() for m in known.values()), default=0.0)

@@ -244,7 +244,7 @@ class _Phase:
     def _share_of_budget(self) -> int | None:
         """Return the rollouts of this phase: an equal share of those left; ``None`` for no limit but the budget."""
         left = self._search.budget.rollouts_left()
-        phases_left = self._search.settings.beam_rounds - (self._step - 2)  # step 1 measured the first prompt
+        phases_left = self._search.settings.beam_rounds - self._search.progress.rounds
         return None if left is None or phases_left <= 1 else left // phases_left
 
 

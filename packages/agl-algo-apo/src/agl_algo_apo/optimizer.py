@@ -7,7 +7,7 @@ questions, gets the same answers, and pays nothing twice.
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +18,13 @@ from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, to_json
 from agl_algo_apo.budget import Budget, BudgetExhaustedError, Spent
+from agl_algo_apo.outage import NoAnswer, Outages, requested_pause
 
 TRIES = 4
-"""Most times that a request is sent where the endpoint or the network fails."""
+"""Most times that a request is sent where the answer is none that an API gives."""
 
 _RETRIED = frozenset({408, 409, 425, 429})
+_SPENT = "insufficient_quota"
 
 
 class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +37,9 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
         temperature: Sampling temperature; ``None`` leaves it to the endpoint.
         max_tokens: Most tokens of an answer.
         timeout_s: Seconds that one answer may take.
-        retry_s: Seconds before the second try, doubled for each further one.
+        retry_s: Seconds before the second try, doubled for each further one, up to half a minute; where the endpoint
+            sends ``Retry-After``, that counts.
+        wait_s: Most seconds that an outage of the endpoint is waited for, refusals of too many requests included.
         extra: Further fields of the request's body.
     """
 
@@ -46,6 +50,7 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
     max_tokens: int = 4096
     timeout_s: float = 120.0
     retry_s: float = 0.5
+    wait_s: float = 600.0
     extra: dict[str, Json] = {}
 
 
@@ -75,12 +80,15 @@ class Optimizer:
         settings: Its address.
         budget: Pays for every question before it is asked.
         memory: File of the answers so far; made if missing.
+        say: Shows the user one line.
 
     Raises:
         ConfigError: The base URL is no URL, or the key's environment variable is not set.
     """
 
-    def __init__(self, settings: OptimizerSettings, *, budget: Budget, memory: Path) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, *, budget: Budget, memory: Path, say: Callable[[str], None]
+    ) -> None:
         if not settings.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"the optimiser's base_url {settings.base_url!r} is no URL; write http://HOST:PORT/v1")
         self._settings = settings
@@ -88,6 +96,7 @@ class Optimizer:
         self._memory = memory
         self._answers = _read_answers(memory)
         self._dropped: set[str] = set()
+        self._outages = Outages(address=settings.base_url, wait_s=settings.wait_s, retry_s=settings.retry_s, say=say)
         self._client = httpx.AsyncClient(
             base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
         )
@@ -179,26 +188,31 @@ class Optimizer:
         return {**body, **settings.extra}
 
     async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
-        wait, why = self._settings.retry_s, ""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(wait)
-                wait *= 2
-            try:
-                response = await self._send(body)
-            except httpx.HTTPError as error:
-                why = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code == 200:
-                answer = _read_answer(response)
-                if answer is not None:
-                    return answer
-                why = "HTTP 200 with a body that is no chat completion"
-                continue
-            why = f"HTTP {response.status_code}: {response.text[:300]}"
-            if response.status_code < 500 and response.status_code not in _RETRIED:
-                break
-        raise OptimizerDownError(f"the optimiser's model at {self._settings.base_url} did not answer: {why}")
+        spoilt = 0
+        with self._outages.waiting() as wait:
+            while True:
+                found = await self._try(body)
+                if isinstance(found, OptimizerAnswer):
+                    return found
+                spoilt += found.kind == "spoilt"
+                if found.kind == "refused" or spoilt == TRIES or not await wait.pause(found):
+                    raise OptimizerDownError(
+                        f"the optimiser's model at {self._settings.base_url} did not answer: {found.why}"
+                    )
+
+    async def _try(self, body: Mapping[str, Json]) -> OptimizerAnswer | NoAnswer:
+        try:
+            response = await self._send(body)
+        except httpx.HTTPError as error:
+            return NoAnswer(f"{type(error).__name__}: {error}", "passing")
+        if response.status_code == 200:
+            answer = _read_answer(response)
+            return answer or NoAnswer("HTTP 200 with a body that is no chat completion", "spoilt")
+        why = f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}"
+        is_passing = response.status_code >= 500 or response.status_code in _RETRIED
+        if not is_passing or _SPENT in response.text:  # a spent account answers 429, and waiting does not fill it
+            return NoAnswer(why, "refused")
+        return NoAnswer(why, "passing", requested_pause(response.headers))
 
     async def _send(self, body: Mapping[str, Json]) -> httpx.Response:
         """Send a request; a field that the endpoint refuses by name is left out from then on."""

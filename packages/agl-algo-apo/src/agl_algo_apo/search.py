@@ -26,6 +26,7 @@ from agl_algo_apo.evaluation import (
     estimate,
     nothing_scored,
 )
+from agl_algo_apo.extension import has_more
 from agl_algo_apo.final_measurement import Result, measure_again
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
@@ -115,6 +116,7 @@ class PromptSearch:
             else:
                 await self._refresh(step)
                 await self.improve(step)
+                self.progress.rounds += 1
         except BudgetExhaustedError:
             self.progress.stop("budget")
         except OptimizerDownError as error:
@@ -147,6 +149,8 @@ class PromptSearch:
             "lineage": self.lineage.dump(),
             "scores": self.evaluator.scores.dump(),
             "spent": self.budget.dump(),
+            "limits": msgspec.to_builtins(self.plan.limits),
+            "val": len(self.context.val),
             "environment": self.evaluator.environment,
             "dataset": dataset_digest(self.context),
             "result": None if self.result is None else msgspec.to_builtins(self.result),
@@ -169,6 +173,22 @@ class PromptSearch:
         self.rules = [
             msgspec.structs.replace(rules, seed=resource_of(seed[rules.name], rules.seed)) for rules in self.rules
         ]
+        if self.has_more(state, tasks=len(self.context.train), sources_go_on=False):
+            self._reopen()
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Return whether the reason for which the search ended is gone: an outage, or a limit that was raised.
+
+        A search that continues differs from one of that length by the final measurement in its middle, whose rollouts
+        count as further measurements from then on.
+        """
+        del sources_go_on
+        return has_more(self.settings, state, tasks=tasks, calls=self._calls, algorithm=self._algorithm)
+
+    def _reopen(self) -> None:
+        self.progress.reopen()
+        self.evaluator.scores.keep_fresh()
+        self.result = None
 
     async def close(self) -> None:
         """Close the connections to the optimiser's model."""
@@ -332,7 +352,7 @@ class PromptSearch:
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:
             progress.stop("optimizer_garbage", f"{progress.barren} answers in a row held no usable text")
-        if self.settings.beam_rounds and progress.step > self.settings.beam_rounds:
+        if 0 < self.settings.beam_rounds <= progress.rounds:
             progress.stop("rounds")
         if progress.stale >= self.settings.patience:
             progress.stop("patience")
@@ -460,6 +480,8 @@ class PromptSearch:
 
     def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
-        opened = Optimizer(settings_of(optimizer, self.context), budget=self.budget, memory=memory)
+        opened = Optimizer(
+            settings_of(optimizer, self.context), budget=self.budget, memory=memory, say=self.context.say
+        )
         self._optimizers.append(opened)
         return opened
