@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import JsonResource, PromptTemplate, Rollout
-from agl_algo_apo.proposals import extract
+from agl_algo_apo.answers import extract
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply
@@ -125,6 +125,17 @@ def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode:
     run = optimize(use=use, budget=400, script=ScriptedOptimizer(mode=mode))
     assert run.stop_reason.startswith("optimizer_garbage:")
     assert len(run.paid) < 150
+
+
+def test_search_that_gets_cut_answers_only_says_so(optimize: Optimize) -> None:
+    class Cut(ScriptedOptimizer):
+        def respond(self, request: Any) -> Any:
+            return Reply(text="First I think about it", finish_reason="length")
+
+    run = optimize(budget=400, script=Cut())
+    assert run.stop_reason.startswith("optimizer_garbage:")
+    assert "raise max_tokens" in run.stop_reason
+    assert 1 == sum("raise max_tokens" in line for line in run.said if "plan:" not in line and "step" not in line)
 
 
 def test_perfect_score_ends_the_search(optimize: Optimize) -> None:

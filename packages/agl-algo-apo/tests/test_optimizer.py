@@ -3,8 +3,10 @@
 import asyncio
 import json
 import re
+import threading
 import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +184,65 @@ def test_key_and_extra_fields_are_sent(tmp_path: Path, monkeypatch: pytest.Monke
     ask(respond, tmp_path, ("q", "s"), api_key_env="MY_KEY", extra={"top_p": 0.5})
     assert [("Bearer sk-123", 0.5)] == seen
     assert "sk-123" not in json.dumps((tmp_path / "answers.jsonl").read_text())
+
+
+def answer_of(folder: Path, choice: dict[str, Any], *, question: str = "q", **settings: Any) -> tuple[str, list[str]]:
+    """The model's answer where the endpoint sends this choice, and what the user was told."""
+    said: list[str] = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            body = json.dumps({"choices": [choice]}).encode()  # halves of characters as escapes
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    async def work(base_url: str) -> str:
+        given = OptimizerSettings(base_url=base_url, model="m", **settings)
+        optimizer = Optimizer(given, budget=Budget(BudgetLimits()), memory=folder / "answers.jsonl", say=said.append)
+        try:
+            return await optimizer.ask(question, seed="s")
+        finally:
+            await optimizer.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            return asyncio.run(work(f"http://127.0.0.1:{server.server_port}/v1")), said
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_half_a_character_is_left_out_of_answers_and_questions(tmp_path: Path) -> None:
+    choice = {"message": {"content": "smile \ud83d, \ud83d\ude00 and \ude00"}}
+    assert "smile , \U0001f600 and " == answer_of(tmp_path, choice, question="what is \ud83d?")[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "Be brief."),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Be brief."}], "Be brief."),
+        (["Be ", "brief."], "Be brief."),
+        (None, ""),
+    ],
+)
+def test_answer_in_parts_is_read(tmp_path: Path, content: Any, text: str) -> None:
+    assert (text, []) == answer_of(tmp_path, {"message": {"content": content}})
+
+
+def test_answer_that_is_cut_off_is_told_with_what_to_do(tmp_path: Path) -> None:
+    choice = {"message": {"content": "<new_text>Be"}, "finish_reason": "length"}
+    text, said = answer_of(tmp_path, choice, max_tokens=50)
+    assert "<new_text>Be" == text
+    assert [
+        "answers of the optimiser's model end at 50 tokens (finish_reason length), before they are complete; "
+        "raise max_tokens in optimizer = { ..., max_tokens = 200 }"
+    ] == said

@@ -7,6 +7,7 @@ questions, gets the same answers, and pays nothing twice.
 import asyncio
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -59,10 +60,17 @@ class OptimizerDownError(Exception):
 
 
 class OptimizerAnswer(Record, frozen=True, kw_only=True):
-    """The model's answer and its tokens, read and written; these are ``(-1, -1)`` where the endpoint names none."""
+    """The model's answer.
+
+    Attributes:
+        text: Its text, that of all parts of an answer in parts.
+        tokens: Tokens read and written, ``(-1, -1)`` where the endpoint names none.
+        is_cut: Whether it ended because it was as long as it may be.
+    """
 
     text: str
     tokens: tuple[int, int] = (-1, -1)
+    is_cut: bool = False
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
@@ -75,6 +83,9 @@ def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -
 
 class Optimizer:
     """Asks the optimiser's model.
+
+    Attributes:
+        hint: Advice to the user about answers that were cut off, ``""`` where none was.
 
     Args:
         settings: Its address.
@@ -96,6 +107,8 @@ class Optimizer:
         self._memory = memory
         self._answers = _read_answers(memory)
         self._dropped: set[str] = set()
+        self._say = say
+        self.hint = ""
         self._outages = Outages(address=settings.base_url, wait_s=settings.wait_s, retry_s=settings.retry_s, say=say)
         self._client = httpx.AsyncClient(
             base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
@@ -128,6 +141,7 @@ class Optimizer:
             BudgetExhaustedError: There is no room for another question; nothing was asked.
             OptimizerDownError: The model did not answer.
         """
+        text = _well_formed(text)
         return await self._answer(self._body(text, seed), self._reserve(text))
 
     async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
@@ -139,6 +153,7 @@ class Optimizer:
             BudgetExhaustedError: There is no room for any of them.
             OptimizerDownError: The model answered none of them.
         """
+        questions = [(_well_formed(text), seed) for text, seed in questions]
         reserved: list[Spent] = []
         for text, _ in questions:
             try:
@@ -168,6 +183,12 @@ class Optimizer:
         read, written = answer.tokens
         if read >= 0:  # else the whole reservation stays spent: it is the most that the answer can have cost
             self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
+        if answer.is_cut and not self.hint:
+            self.hint = (
+                f"answers of the optimiser's model end at {self.max_tokens} tokens (finish_reason length), before they "
+                f"are complete; raise max_tokens in optimizer = {{ ..., max_tokens = {4 * self.max_tokens} }}"
+            )
+            self._say(self.hint)
         return answer.text
 
     async def close(self) -> None:
@@ -266,14 +287,31 @@ def _is_refused(name: str, message: str) -> bool:
 def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
     try:
         body = response.json()
-        text = body["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        choice = body["choices"][0]
+        text = _text_of(choice["message"]["content"])
+        is_cut = choice.get("finish_reason") == "length"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
     found: Any = cast("dict[str, Any]", body).get("usage")
     usage = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
     tokens = (read, written) if isinstance(read, int) and isinstance(written, int) else (-1, -1)
-    return OptimizerAnswer(text=text if isinstance(text, str) else "", tokens=tokens)
+    return OptimizerAnswer(text=_well_formed(text), tokens=tokens, is_cut=is_cut)
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of an answer that is a string or a list of parts, of which those without a text are left out."""
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        return "".join(part if isinstance(part, str) else _text_of(part.get("text")) for part in parts)
+    return content if isinstance(content, str) else ""
+
+
+def _well_formed(text: str) -> str:
+    """Return the text without halves of characters, which no file and no request can hold."""
+    # Two halves that belong together become one character; those that are alone go.
+    joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    return re.sub("[\ud800-\udfff]", "", joined)
 
 
 def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:

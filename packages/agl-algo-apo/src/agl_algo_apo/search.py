@@ -15,6 +15,7 @@ from agl.contracts import AlgorithmContext, StepReport, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo import artifacts
+from agl_algo_apo.answers import extract
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
 from agl_algo_apo.evaluation import (
@@ -30,7 +31,7 @@ from agl_algo_apo.extension import has_more
 from agl_algo_apo.final_measurement import Result, measure_again
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
-from agl_algo_apo.proposals import Requests, extract
+from agl_algo_apo.proposals import Requests
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
@@ -351,11 +352,15 @@ class PromptSearch:
         if self.is_perfect:
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:
-            progress.stop("optimizer_garbage", f"{progress.barren} answers in a row held no usable text")
+            progress.stop("optimizer_garbage", self._garbage_words())
         if 0 < self.settings.beam_rounds <= progress.rounds:
             progress.stop("rounds")
         if progress.stale >= self.settings.patience:
             progress.stop("patience")
+
+    def _garbage_words(self) -> str:
+        words = f"{self.progress.barren} answers in a row held no usable text"
+        return f"{words}; {self.editor.hint}" if self.editor.hint else words
 
     async def _finish(self, step: int) -> None:
         """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
