@@ -39,8 +39,8 @@ class Run:
 
     @property
     def paid(self) -> list[Rollout]:
-        """The rollouts that the algorithm asked for."""
-        return [rollout for rollout in self.rollouts if rollout.metadata.get("algorithm") == self.use]
+        """The rollouts that the budget pays for: those of the algorithm and of the trainer's validation."""
+        return [rollout for rollout in self.rollouts if rollout.metadata.get("algorithm") in (self.use, "validate")]
 
     @property
     def workdir(self) -> Path:
@@ -96,6 +96,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         settings: Any = None,
         resume: bool = False,
         wait_s: float = 0.2,
+        validation_limit: int = 2,
         store: Any = None,
         **params: Any,
     ) -> Run:
@@ -116,7 +117,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
                 hidden=HIDDEN,
                 folder=tmp_path / folder,
                 progress=progress,
-                validation_limit=2,
+                validation_limit=validation_limit,
                 **(settings or {}),
             )
             fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val, resume=resume)

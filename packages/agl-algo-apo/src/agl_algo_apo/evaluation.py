@@ -192,6 +192,19 @@ class Evaluator:
                 versions[name] = made.version
         return candidate.replace(versions=versions)
 
+    async def adopt(self, candidate: PromptCandidate, validated: Sequence[Episode]) -> None:
+        """Count the trainer's validation before the first step as measurements of the first candidate, and pay them.
+
+        Validations of other versions than the live ones are left out: another algorithm had its turn meanwhile.
+        """
+        live = dict(self._context.live())
+        ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
+        self._budget.take_rollouts(len(ours))
+        for task, episode in ours:
+            measured = await self._measured(episode)
+            if measured is not None:
+                self.scores.put(candidate.id, "val", task, 0, measured)
+
     async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
         """Run what is not known yet, all jobs at once, and put the rewards into :attr:`scores`.
 

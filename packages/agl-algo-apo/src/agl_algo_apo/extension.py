@@ -29,7 +29,9 @@ def has_more(settings: SearchSettings, state: Mapping[str, Json], *, tasks: int,
         ConfigError: The budget is less than the method needs at all.
     """
     progress = msgspec.convert(state["progress"], SearchProgress)
-    plan = spending_plan(settings, tasks=tasks, val=state["val"], calls=calls, algorithm=algorithm)
+    plan = spending_plan(
+        settings, tasks=tasks, val=state["val"], after=state["validation"], calls=calls, algorithm=algorithm
+    )
     match progress.stop_reason:
         case "budget":
             is_over = not _is_raised(plan.limits, msgspec.convert(state["limits"], BudgetLimits))

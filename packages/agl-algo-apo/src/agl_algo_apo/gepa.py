@@ -45,7 +45,8 @@ class GEPA(PromptSearch):
     Args:
         optimizer: The model that reflects: ``{base_url=..., model=..., api_key_env=...}``, or a policy's name.
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy``; or ``{rollouts=..., calls=..., tokens=...,
-            money=...}``. It is never exceeded.
+            money=...}``. It is never exceeded; the trainer's validations before the first step and at the end are part
+            of it, those of `validate_every` are not.
         prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
         reflection_minibatch_size: Training tasks per proposal.
         phases: Number of runs of the library, each from the best texts so far and with an equal share of the budget

@@ -82,10 +82,11 @@ class PromptSearch:
             self.settings,
             tasks=len(context.train),
             val=len(context.val),
+            after=context.validation,
             calls=self._calls,
             algorithm=self._algorithm,
         )
-        self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final)
+        self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final + self.plan.after)
         self.requests = Requests(self.settings.requests, folder=context.folder)
         self.editor = self._open_optimizer(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
@@ -152,6 +153,7 @@ class PromptSearch:
             "spent": self.budget.dump(),
             "limits": msgspec.to_builtins(self.plan.limits),
             "val": len(self.context.val),
+            "validation": self.context.validation,
             "environment": self.evaluator.environment,
             "dataset": dataset_digest(self.context),
             "result": None if self.result is None else msgspec.to_builtins(self.result),
@@ -317,6 +319,7 @@ class PromptSearch:
         )
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
+        await self.evaluator.adopt(seed, self.context.validated())
         await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
@@ -364,7 +367,7 @@ class PromptSearch:
 
     async def _finish(self, step: int) -> None:
         """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
-        self.budget.release()  # the rollouts that were held back for this
+        self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         await self._refresh(step)
         self.result = await measure_again(
             self.evaluator,
@@ -378,6 +381,8 @@ class PromptSearch:
         )
         if self.result is not None:
             self.progress.best = self.result.winner
+        self.budget.release()
+        self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
     async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
         """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
