@@ -59,7 +59,7 @@ class Watch:
 
     def __call__(self, rollout: Rollout) -> None:
         """Called at the start of every rollout."""
-        if rollout.metadata.get("algorithm") != self.algorithm:
+        if rollout.metadata.get("algorithm") not in (self.algorithm, "validate"):  # the budget pays for both
             return
         self.look()
         self.started += 1

@@ -39,8 +39,8 @@ class Run:
 
     @property
     def paid(self) -> list[Rollout]:
-        """The rollouts that the algorithm asked for."""
-        return [rollout for rollout in self.rollouts if rollout.metadata.get("algorithm") == self.use]
+        """The rollouts that the budget pays for: those of the algorithm and of the trainer's validation."""
+        return [rollout for rollout in self.rollouts if rollout.metadata.get("algorithm") in (self.use, "validate")]
 
     @property
     def workdir(self) -> Path:
@@ -73,7 +73,7 @@ class Listening(Quiet):
 def serving(world: PromptWorld, optimizer: ScriptedOptimizer | None = None) -> Iterator[dict[str, Any]]:
     """The optimiser's settings for a scripted model that serves meanwhile."""
     with model_server(world, optimizer or ScriptedOptimizer()) as server:
-        yield {"base_url": server.base_url, "model": "editor", "retry_s": 0.01}
+        yield {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
 
 
 @pytest.fixture
@@ -94,6 +94,9 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         val: Any = None,
         folder: str = "run",
         settings: Any = None,
+        resume: bool = False,
+        wait_s: float = 0.2,
+        validation_limit: int = 2,
         store: Any = None,
         **params: Any,
     ) -> Run:
@@ -101,6 +104,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         store, progress = store or MemoryStore("memory://"), Listening()
         initial = resources or dict(world.seeds())
         with serving(world, script) as served:
+            served["wait_s"] = wait_s
             chosen = algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})
             trainer = agl.Trainer(
                 algorithm=chosen,
@@ -113,10 +117,10 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
                 hidden=HIDDEN,
                 folder=tmp_path / folder,
                 progress=progress,
-                validation_limit=2,
+                validation_limit=validation_limit,
                 **(settings or {}),
             )
-            fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val)
+            fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val, resume=resume)
         return read_run(fit, store, tmp_path / folder, progress.said, use)
 
     return run

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from agl.errors import AglError, ConfigError, RunError
 from agl.schemas import JsonResource, PromptTemplate, Rollout
-from agl_algo_apo.proposals import extract
+from agl_algo_apo.answers import extract
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_testing.model_server import Reply
@@ -44,7 +44,7 @@ def test_apo_tunes_templates_of_every_engine(optimize: Optimize, engine: Any) ->
 
 def test_candidates_are_versions_with_their_parents_and_are_not_live(optimize: Optimize) -> None:
     run = optimize(budget=200)
-    pinned = {rollout.resources["clerk_prompt"] for rollout in run.paid}
+    pinned = {r.resources["clerk_prompt"] for r in run.paid if r.metadata["algorithm"] == "apo"}
     known = {row["versions"]["clerk_prompt"] for row in run.lineage if row["versions"]}
     assert pinned <= known
     ids = {row["id"] for row in run.lineage}
@@ -69,6 +69,20 @@ def test_budget_in_rollouts_is_never_exceeded(optimize: Optimize, budget: int) -
     assert len(run.paid) <= budget
     assert run.state["spent"]["rollouts"] == len(run.paid)
     assert run.stop_reason.startswith("budget:")
+
+
+@pytest.mark.parametrize("use", ["apo", "random", "gepa"])
+def test_budget_counts_the_validations_of_the_trainer_and_the_first_prompt_is_paid_once(
+    optimize: Optimize, use: str
+) -> None:
+    run = optimize(use=use, budget=170, validation_limit=0)
+    assert len(run.rollouts) == run.state["spent"]["rollouts"] <= 170
+    first = [row for row in run.state["scores"] if row[:2] == [run.lineage[0]["id"], "val"] and row[3] == 0]
+    assert 32 == len(first)
+    assert all(row[4]["rollout"].startswith("orders-1-validate-val-00000-") for row in first)
+    plan = next(line for line in run.said if "plan:" in line)
+    assert "32 on the first prompt" in plan
+    assert "32 on the validation at the end" in plan
 
 
 def test_budget_in_calls_tokens_and_money_is_never_exceeded(optimize: Optimize) -> None:
@@ -127,6 +141,17 @@ def test_optimizer_that_talks_nonsense_ends_the_search(optimize: Optimize, mode:
     assert len(run.paid) < 150
 
 
+def test_search_that_gets_cut_answers_only_says_so(optimize: Optimize) -> None:
+    class Cut(ScriptedOptimizer):
+        def respond(self, request: Any) -> Any:
+            return Reply(text="First I think about it", finish_reason="length")
+
+    run = optimize(budget=400, script=Cut())
+    assert run.stop_reason.startswith("optimizer_garbage:")
+    assert "raise max_tokens" in run.stop_reason
+    assert 1 == sum("raise max_tokens" in line for line in run.said if "plan:" not in line and "step" not in line)
+
+
 def test_perfect_score_ends_the_search(optimize: Optimize) -> None:
     world = PromptWorld(rules=(StyleRule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
     run = optimize(world, budget=500)
@@ -139,7 +164,7 @@ def test_perfect_first_prompt_costs_one_measurement(optimize: Optimize) -> None:
     world = PromptWorld(rules=(StyleRule("date", "ISO 8601"),), noise=0.0, nagging=0.0, most=3, seed=2)
     run = optimize(world, resources=dict(world.solution()), budget=500)
     assert run.stop_reason.startswith("perfect:")
-    assert 32 == len(run.paid)
+    assert 32 + 2 == len(run.paid), "and the trainer's validation at the end"
 
 
 def test_patience_ends_the_search(optimize: Optimize) -> None:
@@ -301,7 +326,7 @@ def test_tool_descriptions_are_tuned_and_keep_their_structure(optimize: Optimize
         ({"budget": {"calls": 3}}, "calls of the optimiser's model and needs at least 6"),
         ({"budget": {}}, "has no budget"),
         ({"budget": {"tokens": 3000}}, "one question to the optimiser's model takes up to 1.. tokens"),
-        ({"budget": {"money": 0.05}, "prices": {"rollout": 0.001}}, "needs at least 0.08, for 80 rollouts"),
+        ({"budget": {"money": 0.05}, "prices": {"rollout": 0.001}}, "needs at least 0.082, for 82 rollouts"),
         ({"budget": {"money": 1.0}}, "no prices"),
         ({"optimizer": {"base_url": "http://127.0.0.1:9/v1", "model": "x"}}, "does not answer"),
         ({"optimizer": {"base_url": "nowhere", "model": "x"}}, "is no URL"),

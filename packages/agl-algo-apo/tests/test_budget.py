@@ -86,7 +86,7 @@ def test_negative_limit_is_refused(limits: Any) -> None:
 @pytest.mark.parametrize("preset", ["light", "medium", "heavy"])
 def test_preset_becomes_limits(preset: Any) -> None:
     settings = SearchSettings(optimizer="x", budget=preset)
-    plan = spending_plan(settings, tasks=40, val=32, calls=2, algorithm="apo")
+    plan = spending_plan(settings, tasks=40, val=32, after=4, calls=2, algorithm="apo")
     assert plan.limits.rollouts
     assert plan.limits.calls
     assert "plan: at most" in plan.words
@@ -94,7 +94,9 @@ def test_preset_becomes_limits(preset: Any) -> None:
 
 def test_presets_grow() -> None:
     plans = [
-        spending_plan(SearchSettings(optimizer="x", budget=p), tasks=40, val=32, calls=2, algorithm="apo").limits
+        spending_plan(
+            SearchSettings(optimizer="x", budget=p), tasks=40, val=32, after=4, calls=2, algorithm="apo"
+        ).limits
         for p in ("light", "medium", "heavy")
     ]
     assert sorted(p.rollouts or 0 for p in plans) == [p.rollouts for p in plans]

@@ -29,11 +29,11 @@ def run(world: PromptWorld, folder: Path, optimizer: ScriptedOptimizer, *, worke
     started: list[Rollout] = []
 
     def note(rollout: Rollout) -> None:
-        if rollout.metadata["algorithm"] == "gepa":
+        if rollout.metadata["algorithm"] in ("gepa", "validate"):  # the budget pays for both
             started.append(rollout)
 
     with model_server(world, optimizer) as server:
-        endpoint = {"base_url": server.base_url, "model": "editor", "retry_s": 0.01}
+        endpoint = {"base_url": server.base_url, "model": "editor", "retry_s": 0.01, "wait_s": 0.2}
         trainer = agl.Trainer(
             name="orders",
             algorithm=agl.GEPA(tunes=list(world.seeds()), **{"optimizer": endpoint, "budget": 200, **params}),
@@ -137,7 +137,7 @@ world = msgspec.structs.replace(easy(), train_size=16, val_size=16)
 ledger = folder / "ledger.txt"
 
 def note(rollout):
-    if rollout.metadata["algorithm"] == "gepa":
+    if rollout.metadata["algorithm"] in ("gepa", "validate"):
         with ledger.open("a") as out:
             out.write(rollout.rollout_id + "\\n")
     if len(ledger.read_text().splitlines()) == kill_at if ledger.exists() else False:

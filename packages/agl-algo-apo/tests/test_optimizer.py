@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import re
+import threading
+import time
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +14,29 @@ import pytest
 
 from agl_algo_apo.budget import Budget, BudgetExhaustedError, BudgetLimits
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, OptimizerSettings
+from agl_algo_apo.outage import requested_pause
 from agl_testing.model_server import Garbage, ModelRequest, Reply, ScriptedModelServer, Status, Step
 
 Respond = Callable[[ModelRequest], Step]
 
 
 def ask(
-    respond: Respond, folder: Path, *questions: tuple[str, str], limits: BudgetLimits | None = None, **settings: Any
+    respond: Respond,
+    folder: Path,
+    *questions: tuple[str, str],
+    limits: BudgetLimits | None = None,
+    say: list[str] | None = None,
+    **settings: Any,
 ) -> tuple[list[str | None], Budget, int]:
     """Ask everything at once; the answers, the budget and the number of requests that the server saw."""
     budget = Budget(limits or BudgetLimits())
 
     async def work(base_url: str) -> list[str | None]:
-        given = OptimizerSettings(base_url=base_url, model="m", retry_s=0.01, **{"max_tokens": 50, **settings})
-        optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl")
+        given = OptimizerSettings(
+            base_url=base_url, model="m", **{"max_tokens": 50, "retry_s": 0.01, "wait_s": 2, **settings}
+        )
+        said = print if say is None else say.append
+        optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl", say=said)
         try:
             return await optimizer.ask_all(questions)
         finally:
@@ -61,7 +74,63 @@ def test_failures_that_pass_are_retried(tmp_path: Path) -> None:
     assert (["fine"], 4, 1) == (answers, calls, budget.spent.calls)
 
 
-@pytest.mark.parametrize(("step", "requests"), [(Status(code=500), 4), (Status(code=401), 1), (Garbage(), 4)])
+def test_outage_is_waited_for_and_told_once(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def respond(request: ModelRequest) -> Step:
+        return Status(code=503) if request.index < 12 else Reply(text="fine")
+
+    questions = [(f"question {number}", "s") for number in range(3)]
+    answers, budget, _ = ask(respond, tmp_path, *questions, say=said)
+    assert (["fine"] * 3, 3) == (answers, budget.spent.calls)
+    assert 1 == len(said)
+    assert re.fullmatch(
+        r"the optimiser's model at http://\S+ does not answer \(HTTP 503: .*\); "
+        "the search waits for it, for 2 s at most",
+        said[0],
+    )
+
+
+def test_endpoint_that_asks_for_a_pause_gets_it(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def respond(request: ModelRequest) -> Step:
+        seen.append(time.monotonic())
+        return Status(code=429, retry_after=0.4) if request.index == 0 else Reply(text="fine")
+
+    assert ["fine"] == ask(respond, tmp_path, ("q", "s"))[0]
+    assert seen[1] - seen[0] >= 0.4
+
+
+def test_pause_beyond_the_limit_is_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(OptimizerDownError, match="HTTP 429"):
+        ask(lambda _: Status(code=429, retry_after=3600), tmp_path, ("q", "s"))
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high"),
+    [
+        ("7", 7, 7),
+        ("0.5", 0.5, 0.5),
+        ("Thu, 01 Jan 2099 00:00:00 GMT", 1e8, 1e10),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
+    ],
+)
+def test_pause_is_read_in_seconds_and_as_a_date(value: str, low: float, high: float) -> None:
+    pause = requested_pause({"retry-after": value})
+    assert pause is not None
+    assert low <= pause <= high
+
+
+@pytest.mark.parametrize("headers", [{}, {"retry-after": "soon"}])
+def test_pause_that_is_not_named_is_none(headers: dict[str, str]) -> None:
+    assert requested_pause(headers) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "requests"),
+    [(Status(code=429, message="insufficient_quota"), 1), (Status(code=401), 1), (Garbage(), 4)],
+)
 def test_endpoint_that_does_not_answer_is_down(tmp_path: Path, step: Step, requests: int) -> None:
     seen: list[int] = []
 
@@ -115,3 +184,65 @@ def test_key_and_extra_fields_are_sent(tmp_path: Path, monkeypatch: pytest.Monke
     ask(respond, tmp_path, ("q", "s"), api_key_env="MY_KEY", extra={"top_p": 0.5})
     assert [("Bearer sk-123", 0.5)] == seen
     assert "sk-123" not in json.dumps((tmp_path / "answers.jsonl").read_text())
+
+
+def answer_of(folder: Path, choice: dict[str, Any], *, question: str = "q", **settings: Any) -> tuple[str, list[str]]:
+    """The model's answer where the endpoint sends this choice, and what the user was told."""
+    said: list[str] = []
+
+    class Endpoint(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            body = json.dumps({"choices": [choice]}).encode()  # halves of characters as escapes
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    async def work(base_url: str) -> str:
+        given = OptimizerSettings(base_url=base_url, model="m", **settings)
+        optimizer = Optimizer(given, budget=Budget(BudgetLimits()), memory=folder / "answers.jsonl", say=said.append)
+        try:
+            return await optimizer.ask(question, seed="s")
+        finally:
+            await optimizer.close()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            return asyncio.run(work(f"http://127.0.0.1:{server.server_port}/v1")), said
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_half_a_character_is_left_out_of_answers_and_questions(tmp_path: Path) -> None:
+    choice = {"message": {"content": "smile \ud83d, \ud83d\ude00 and \ude00"}}
+    assert "smile , \U0001f600 and " == answer_of(tmp_path, choice, question="what is \ud83d?")[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}], "Be brief."),
+        ([{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "Be brief."}], "Be brief."),
+        (["Be ", "brief."], "Be brief."),
+        (None, ""),
+    ],
+)
+def test_answer_in_parts_is_read(tmp_path: Path, content: Any, text: str) -> None:
+    assert (text, []) == answer_of(tmp_path, {"message": {"content": content}})
+
+
+def test_answer_that_is_cut_off_is_told_with_what_to_do(tmp_path: Path) -> None:
+    choice = {"message": {"content": "<new_text>Be"}, "finish_reason": "length"}
+    text, said = answer_of(tmp_path, choice, max_tokens=50)
+    assert "<new_text>Be" == text
+    assert [
+        "answers of the optimiser's model end at 50 tokens (finish_reason length), before they are complete; "
+        "raise max_tokens in optimizer = { ..., max_tokens = 200 }"
+    ] == said

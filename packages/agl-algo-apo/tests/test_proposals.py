@@ -1,4 +1,4 @@
-"""Read candidates from an answer, merge texts, and treat requests as data."""
+"""Merge texts, and treat requests as data."""
 
 from pathlib import Path
 
@@ -7,26 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl_algo_apo.proposals import Requests, extract, merge3, merge_texts
+from agl_algo_apo.proposals import Requests, merge3, merge_texts
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), max_size=6).map("\n".join)
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        ("Sure!\n<new_text>\nBe brief.\n</new_text>\nDone.", "Be brief."),
-        ("<NEW_TEXT>Be brief.</NEW_TEXT>", "Be brief."),
-        ("between <new_text> and </new_text>:\n<new_text>\nA\n\n B\n</new_text>", "A\n\n B"),
-        ("Here:\n```text\nBe brief.\n```", "Be brief."),
-        ("Be brief.", None),
-        ("", None),
-        ("<new_text>Be bri", None),
-        ("```\nA\n```\nor\n```\nB\n```", None),
-    ],
-)
-def test_extract_takes_the_text_or_nothing(answer: str, text: str | None) -> None:
-    assert text == extract(answer)
 
 
 @given(base=LINES, changed=LINES)

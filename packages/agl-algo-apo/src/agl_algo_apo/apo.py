@@ -71,7 +71,8 @@ class APO(PromptSearch):
             that speaks OpenAI's chat completions, or the name of a policy that the experiment serves.
         critic: Another model for the critiques.
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or
-            ``{rollouts=..., calls=..., tokens=..., money=...}``. It is never exceeded.
+            ``{rollouts=..., calls=..., tokens=..., money=...}``. It is never exceeded; the trainer's validations before
+            the first step and at the end are part of it, those of `validate_every` are not.
         prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
         beam_width: Number of candidates among which the selector ``beam`` takes turns.
         branch_factor: Children per step.

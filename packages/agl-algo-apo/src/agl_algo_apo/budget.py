@@ -74,7 +74,7 @@ class Budget:
         limits: The ceilings.
         prices: The prices, for a limit in money.
         spent: The amounts spent so far, from a saved state.
-        kept: Rollouts held back for the final measurement, until :meth:`release`.
+        kept: Rollouts held back for the end, until :meth:`release`.
 
     Raises:
         ConfigError: A limit is negative, or there is a limit in money and no price.
@@ -94,9 +94,9 @@ class Budget:
         """The amounts spent, open reservations included."""
         return self._spent
 
-    def release(self) -> None:
-        """Let the final measurement use what was held back for it."""
-        self._kept = 0
+    def release(self, *, keeping: int = 0) -> None:
+        """Let the end of the search use what was held back, all but ``keeping`` rollouts."""
+        self._kept = keeping
 
     def rollouts_left(self) -> int | None:
         """Return the rollouts that may still be started now, ``None`` without a limit."""

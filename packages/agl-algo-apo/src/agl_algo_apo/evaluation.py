@@ -2,7 +2,8 @@
 
 Every rollout is paid before it starts, found again by its id after a crash, and remembered by (candidate, split, task,
 repeat). Rollouts that infrastructure broke are started again and never scored; those that the agent broke are scored
-with the reward of a failure. Leaving these out would favour a text that makes the agent fail on hard tasks.
+with the reward of a failure, for leaving these out would favour a text that makes the agent fail on hard tasks. The two
+are told apart in `faults.py`.
 
 Estimates are means over tasks with Student's interval. Nothing here decides anything about candidates.
 """
@@ -10,7 +11,6 @@ Estimates are means over tasks with Student's interval. Nothing here decides any
 import asyncio
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
@@ -19,13 +19,14 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from agl.contracts import AlgorithmContext
-from agl.errors import ConfigError, RunError
-from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, to_json
+from agl.errors import ConfigError, NotFoundError, RunError
+from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, Span, to_json
+from agl.stores import all_spans
 from agl_algo_apo.budget import Budget
 from agl_algo_apo.candidates import PromptCandidate, resource_of
+from agl_algo_apo.faults import Status, needs_calls, status_of
 
 Split = Literal["train", "val"]
-Status = Literal["ok", "failed", "timeout", "unrewarded", "infrastructure"]
 
 TRIES = 3
 """Most starts of a rollout that infrastructure breaks each time."""
@@ -35,14 +36,6 @@ FRESH = 1
 
 FEEDBACK_CHARS = 1000
 """Characters of feedback that are remembered with a reward."""
-
-_INFRASTRUCTURE = re.compile(
-    r"^(?:[\w.]+\.)?(?:API(?:Connection|Timeout)Error|RateLimitError|InternalServerError|ServiceUnavailableError"
-    r"|OverloadedError|ConnectError|ConnectTimeout|Connection(?:Error|ResetError|RefusedError|AbortedError)"
-    r"|RemoteProtocolError|ReadError|WriteError|ReadTimeout|PoolTimeout|BrokenPipeError|MemoryError)(?::|$)",
-    re.MULTILINE,
-)
-"""Errors that say nothing about the agent's text: the model's server or the network failed."""
 
 
 class Measured(Record, frozen=True, kw_only=True):
@@ -119,6 +112,13 @@ class Scores:
         """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
         return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
 
+    def keep_fresh(self) -> None:
+        """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
+        for known in self._known.values():
+            repeat = 1 + max(repeat for _, repeat in known)
+            for task in [task for task, old in known if old == FRESH]:
+                known[(task, repeat)] = known.pop((task, FRESH))
+
     def floor(self) -> float:
         """Return the worst reward that was ever measured; 0 before there is any."""
         return min((m.reward for known in self._known.values() for m in known.values()), default=0.0)
@@ -192,6 +192,19 @@ class Evaluator:
                 versions[name] = made.version
         return candidate.replace(versions=versions)
 
+    async def adopt(self, candidate: PromptCandidate, validated: Sequence[Episode]) -> None:
+        """Count the trainer's validation before the first step as measurements of the first candidate, and pay them.
+
+        Validations of other versions than the live ones are left out: another algorithm had its turn meanwhile.
+        """
+        live = dict(self._context.live())
+        ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
+        self._budget.take_rollouts(len(ours))
+        for task, episode in ours:
+            measured = await self._measured(episode)
+            if measured is not None:
+                self.scores.put(candidate.id, "val", task, 0, measured)
+
     async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
         """Run what is not known yet, all jobs at once, and put the rewards into :attr:`scores`.
 
@@ -236,7 +249,7 @@ class Evaluator:
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
-            measured = self._measured(episode)
+            measured = await self._measured(episode)
             if measured is not None:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
 
@@ -253,27 +266,20 @@ class Evaluator:
             return ""
         return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
-    def _measured(self, episode: Episode) -> Measured | None:
-        status = status_of(episode)
+    async def _measured(self, episode: Episode) -> Measured | None:
+        rollout = episode.rollout.rollout_id
+        status = status_of(episode, await self._spans(rollout) if needs_calls(episode) else ())
         if status in ("infrastructure", "unrewarded"):
             self.broken[status] += 1
             return None
         reward = episode.reward if status == "ok" and episode.reward is not None else self._failure_reward
-        return Measured(reward=reward, rollout=episode.rollout.rollout_id, status=status, feedback=feedback_of(episode))
+        return Measured(reward=reward, rollout=rollout, status=status, feedback=feedback_of(episode))
 
-
-def status_of(episode: Episode) -> Status:
-    """Return how a rollout ended, so that failures of the agent and of infrastructure are told apart."""
-    attempt = episode.attempt
-    if episode.rollout.status == "succeeded":
-        return "unrewarded" if episode.reward is None else "ok"
-    if attempt is None or episode.rollout.status == "cancelled" or attempt.status in ("lost", "cancelled"):
-        return "infrastructure"
-    if attempt.status == "timeout":
-        return "timeout"
-    error = attempt.error
-    is_foreign = error is not None and _INFRASTRUCTURE.search(f"{error.type}\n{error.traceback}")
-    return "infrastructure" if is_foreign else "failed"
+    async def _spans(self, rollout: str) -> Sequence[Span]:
+        try:
+            return await all_spans(self._context.store, rollout)
+        except NotFoundError:  # deleted meanwhile: its error still tells something
+            return ()
 
 
 def feedback_of(episode: Episode) -> str:

@@ -45,7 +45,8 @@ class GEPA(PromptSearch):
     Args:
         optimizer: The model that reflects: ``{base_url=..., model=..., api_key_env=...}``, or a policy's name.
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy``; or ``{rollouts=..., calls=..., tokens=...,
-            money=...}``. It is never exceeded.
+            money=...}``. It is never exceeded; the trainer's validations before the first step and at the end are part
+            of it, those of `validate_every` are not.
         prices: ``{input=..., output=..., rollout=...}`` for a budget in money.
         reflection_minibatch_size: Training tasks per proposal.
         phases: Number of runs of the library, each from the best texts so far and with an equal share of the budget
@@ -244,7 +245,7 @@ class _Phase:
     def _share_of_budget(self) -> int | None:
         """Return the rollouts of this phase: an equal share of those left; ``None`` for no limit but the budget."""
         left = self._search.budget.rollouts_left()
-        phases_left = self._search.settings.beam_rounds - (self._step - 2)  # step 1 measured the first prompt
+        phases_left = self._search.settings.beam_rounds - self._search.progress.rounds
         return None if left is None or phases_left <= 1 else left // phases_left
 
 

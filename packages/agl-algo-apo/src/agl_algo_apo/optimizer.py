@@ -7,7 +7,8 @@ questions, gets the same answers, and pays nothing twice.
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +19,13 @@ from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
 from agl.schemas import Json, Record, to_json
 from agl_algo_apo.budget import Budget, BudgetExhaustedError, Spent
+from agl_algo_apo.outage import NoAnswer, Outages, requested_pause
 
 TRIES = 4
-"""Most times that a request is sent where the endpoint or the network fails."""
+"""Most times that a request is sent where the answer is none that an API gives."""
 
 _RETRIED = frozenset({408, 409, 425, 429})
+_SPENT = "insufficient_quota"
 
 
 class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +38,9 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
         temperature: Sampling temperature; ``None`` leaves it to the endpoint.
         max_tokens: Most tokens of an answer.
         timeout_s: Seconds that one answer may take.
-        retry_s: Seconds before the second try, doubled for each further one.
+        retry_s: Seconds before the second try, doubled for each further one, up to half a minute; where the endpoint
+            sends ``Retry-After``, that counts.
+        wait_s: Most seconds that an outage of the endpoint is waited for, refusals of too many requests included.
         extra: Further fields of the request's body.
     """
 
@@ -46,6 +51,7 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
     max_tokens: int = 4096
     timeout_s: float = 120.0
     retry_s: float = 0.5
+    wait_s: float = 600.0
     extra: dict[str, Json] = {}
 
 
@@ -54,10 +60,17 @@ class OptimizerDownError(Exception):
 
 
 class OptimizerAnswer(Record, frozen=True, kw_only=True):
-    """The model's answer and its tokens, read and written; these are ``(-1, -1)`` where the endpoint names none."""
+    """The model's answer.
+
+    Attributes:
+        text: Its text, that of all parts of an answer in parts.
+        tokens: Tokens read and written, ``(-1, -1)`` where the endpoint names none.
+        is_cut: Whether it ended because it was as long as it may be.
+    """
 
     text: str
     tokens: tuple[int, int] = (-1, -1)
+    is_cut: bool = False
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
@@ -71,16 +84,22 @@ def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -
 class Optimizer:
     """Asks the optimiser's model.
 
+    Attributes:
+        hint: Advice to the user about answers that were cut off, ``""`` where none was.
+
     Args:
         settings: Its address.
         budget: Pays for every question before it is asked.
         memory: File of the answers so far; made if missing.
+        say: Shows the user one line.
 
     Raises:
         ConfigError: The base URL is no URL, or the key's environment variable is not set.
     """
 
-    def __init__(self, settings: OptimizerSettings, *, budget: Budget, memory: Path) -> None:
+    def __init__(
+        self, settings: OptimizerSettings, *, budget: Budget, memory: Path, say: Callable[[str], None]
+    ) -> None:
         if not settings.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"the optimiser's base_url {settings.base_url!r} is no URL; write http://HOST:PORT/v1")
         self._settings = settings
@@ -88,6 +107,9 @@ class Optimizer:
         self._memory = memory
         self._answers = _read_answers(memory)
         self._dropped: set[str] = set()
+        self._say = say
+        self.hint = ""
+        self._outages = Outages(address=settings.base_url, wait_s=settings.wait_s, retry_s=settings.retry_s, say=say)
         self._client = httpx.AsyncClient(
             base_url=settings.base_url.rstrip("/") + "/", timeout=settings.timeout_s, headers=_headers(settings)
         )
@@ -119,6 +141,7 @@ class Optimizer:
             BudgetExhaustedError: There is no room for another question; nothing was asked.
             OptimizerDownError: The model did not answer.
         """
+        text = _well_formed(text)
         return await self._answer(self._body(text, seed), self._reserve(text))
 
     async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
@@ -130,6 +153,7 @@ class Optimizer:
             BudgetExhaustedError: There is no room for any of them.
             OptimizerDownError: The model answered none of them.
         """
+        questions = [(_well_formed(text), seed) for text, seed in questions]
         reserved: list[Spent] = []
         for text, _ in questions:
             try:
@@ -159,6 +183,12 @@ class Optimizer:
         read, written = answer.tokens
         if read >= 0:  # else the whole reservation stays spent: it is the most that the answer can have cost
             self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
+        if answer.is_cut and not self.hint:
+            self.hint = (
+                f"answers of the optimiser's model end at {self.max_tokens} tokens (finish_reason length), before they "
+                f"are complete; raise max_tokens in optimizer = {{ ..., max_tokens = {4 * self.max_tokens} }}"
+            )
+            self._say(self.hint)
         return answer.text
 
     async def close(self) -> None:
@@ -179,26 +209,31 @@ class Optimizer:
         return {**body, **settings.extra}
 
     async def _post(self, body: Mapping[str, Json]) -> OptimizerAnswer:
-        wait, why = self._settings.retry_s, ""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(wait)
-                wait *= 2
-            try:
-                response = await self._send(body)
-            except httpx.HTTPError as error:
-                why = f"{type(error).__name__}: {error}"
-                continue
-            if response.status_code == 200:
-                answer = _read_answer(response)
-                if answer is not None:
-                    return answer
-                why = "HTTP 200 with a body that is no chat completion"
-                continue
-            why = f"HTTP {response.status_code}: {response.text[:300]}"
-            if response.status_code < 500 and response.status_code not in _RETRIED:
-                break
-        raise OptimizerDownError(f"the optimiser's model at {self._settings.base_url} did not answer: {why}")
+        spoilt = 0
+        with self._outages.waiting() as wait:
+            while True:
+                found = await self._try(body)
+                if isinstance(found, OptimizerAnswer):
+                    return found
+                spoilt += found.kind == "spoilt"
+                if found.kind == "refused" or spoilt == TRIES or not await wait.pause(found):
+                    raise OptimizerDownError(
+                        f"the optimiser's model at {self._settings.base_url} did not answer: {found.why}"
+                    )
+
+    async def _try(self, body: Mapping[str, Json]) -> OptimizerAnswer | NoAnswer:
+        try:
+            response = await self._send(body)
+        except httpx.HTTPError as error:
+            return NoAnswer(f"{type(error).__name__}: {error}", "passing")
+        if response.status_code == 200:
+            answer = _read_answer(response)
+            return answer or NoAnswer("HTTP 200 with a body that is no chat completion", "spoilt")
+        why = f"HTTP {response.status_code}: {' '.join(response.text.split())[:300]}"
+        is_passing = response.status_code >= 500 or response.status_code in _RETRIED
+        if not is_passing or _SPENT in response.text:  # a spent account answers 429, and waiting does not fill it
+            return NoAnswer(why, "refused")
+        return NoAnswer(why, "passing", requested_pause(response.headers))
 
     async def _send(self, body: Mapping[str, Json]) -> httpx.Response:
         """Send a request; a field that the endpoint refuses by name is left out from then on."""
@@ -252,14 +287,31 @@ def _is_refused(name: str, message: str) -> bool:
 def _read_answer(response: httpx.Response) -> OptimizerAnswer | None:
     try:
         body = response.json()
-        text = body["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError):
+        choice = body["choices"][0]
+        text = _text_of(choice["message"]["content"])
+        is_cut = choice.get("finish_reason") == "length"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None
     found: Any = cast("dict[str, Any]", body).get("usage")
     usage = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     read, written = usage.get("prompt_tokens"), usage.get("completion_tokens")
     tokens = (read, written) if isinstance(read, int) and isinstance(written, int) else (-1, -1)
-    return OptimizerAnswer(text=text if isinstance(text, str) else "", tokens=tokens)
+    return OptimizerAnswer(text=_well_formed(text), tokens=tokens, is_cut=is_cut)
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of an answer that is a string or a list of parts, of which those without a text are left out."""
+    if isinstance(content, list):
+        parts = cast("list[Any]", content)
+        return "".join(part if isinstance(part, str) else _text_of(part.get("text")) for part in parts)
+    return content if isinstance(content, str) else ""
+
+
+def _well_formed(text: str) -> str:
+    """Return the text without halves of characters, which no file and no request can hold."""
+    # Two halves that belong together become one character; those that are alone go.
+    joined = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+    return re.sub("[\ud800-\udfff]", "", joined)
 
 
 def _read_answers(memory: Path) -> dict[str, OptimizerAnswer]:

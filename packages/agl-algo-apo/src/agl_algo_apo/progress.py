@@ -38,6 +38,7 @@ class SearchProgress(msgspec.Struct, kw_only=True):
 
     Attributes:
         step: Steps done.
+        rounds: Those of them that tried to improve something.
         seed: Id of the first candidate; ``best`` of the best one.
         published: Id of the candidate that was made live last.
         stop_reason: The reason for which the search is over, ``None`` while it is not; the final measurement follows.
@@ -53,6 +54,7 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     """
 
     step: int = 0
+    rounds: int = 0
     seed: str = ""
     best: str = ""
     published: str = ""
@@ -71,3 +73,8 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         """End the search; only the first reason is kept."""
         if self.stop_reason is None:
             self.stop_reason, self.stop_detail = reason, detail
+
+    def reopen(self) -> None:
+        """Let a search go on that had ended."""
+        self.stop_reason, self.stop_detail = None, ""
+        self.barren = self.idle = 0

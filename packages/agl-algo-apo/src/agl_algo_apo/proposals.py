@@ -1,4 +1,4 @@
-"""Requests to the optimiser's model, the texts in its answers, and merging texts without it.
+"""Requests to the optimiser's model, and merging texts without it.
 
 The requests are data: text files with ``$name`` places, each of which a person can replace with a file of their own.
 
@@ -8,7 +8,6 @@ Deviation: two insertions at one place do not conflict; both stand, as two rules
 """
 
 import difflib
-import re
 import string
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -62,18 +61,6 @@ def _read(kind: str, path: str | None, folder: Path) -> str:
             f"{sorted(_PLACES[kind])}. Write a literal dollar sign twice"
         )
     return text
-
-
-def extract(answer: str) -> str | None:
-    """Return the proposed text in an answer: between the tags, or in the only fenced block; ``None`` without one."""
-    tagged = re.findall(r"<new_text>[ \t]*\n?(.*?)\n?[ \t]*</new_text>", answer, re.DOTALL | re.IGNORECASE)
-    if tagged:
-        return tagged[-1]  # a model that corrects itself gives the final text last
-    cut = re.search(r"<new_text>", answer, re.IGNORECASE)
-    if cut is not None:  # the answer ended before the text did
-        return None
-    fenced = re.findall(r"^```[^\n]*\n(.*?)\n?^```[ \t]*$", answer, re.DOTALL | re.MULTILINE)
-    return fenced[0] if len(fenced) == 1 else None
 
 
 def merge3(base: str, ours: str, theirs: str) -> str | None:

@@ -15,6 +15,7 @@ from agl.contracts import AlgorithmContext, StepReport, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo import artifacts
+from agl_algo_apo.answers import extract
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
 from agl_algo_apo.evaluation import (
@@ -26,10 +27,11 @@ from agl_algo_apo.evaluation import (
     estimate,
     nothing_scored,
 )
+from agl_algo_apo.extension import has_more
 from agl_algo_apo.final_measurement import Result, measure_again
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
-from agl_algo_apo.proposals import Requests, extract
+from agl_algo_apo.proposals import Requests
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
@@ -80,10 +82,11 @@ class PromptSearch:
             self.settings,
             tasks=len(context.train),
             val=len(context.val),
+            after=context.validation,
             calls=self._calls,
             algorithm=self._algorithm,
         )
-        self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final)
+        self.budget = Budget(self.plan.limits, prices=self.settings.prices, kept=self.plan.final + self.plan.after)
         self.requests = Requests(self.settings.requests, folder=context.folder)
         self.editor = self._open_optimizer(self.settings.optimizer)
         self.critic = self.editor if self.settings.critic is None else self._open_optimizer(self.settings.critic)
@@ -115,6 +118,7 @@ class PromptSearch:
             else:
                 await self._refresh(step)
                 await self.improve(step)
+                self.progress.rounds += 1
         except BudgetExhaustedError:
             self.progress.stop("budget")
         except OptimizerDownError as error:
@@ -147,6 +151,9 @@ class PromptSearch:
             "lineage": self.lineage.dump(),
             "scores": self.evaluator.scores.dump(),
             "spent": self.budget.dump(),
+            "limits": msgspec.to_builtins(self.plan.limits),
+            "val": len(self.context.val),
+            "validation": self.context.validation,
             "environment": self.evaluator.environment,
             "dataset": dataset_digest(self.context),
             "result": None if self.result is None else msgspec.to_builtins(self.result),
@@ -169,6 +176,22 @@ class PromptSearch:
         self.rules = [
             msgspec.structs.replace(rules, seed=resource_of(seed[rules.name], rules.seed)) for rules in self.rules
         ]
+        if self.has_more(state, tasks=len(self.context.train), sources_go_on=False):
+            self._reopen()
+
+    def has_more(self, state: Mapping[str, Json], *, tasks: int, sources_go_on: bool) -> bool:
+        """Return whether the reason for which the search ended is gone: an outage, or a limit that was raised.
+
+        A search that continues differs from one of that length by the final measurement in its middle, whose rollouts
+        count as further measurements from then on.
+        """
+        del sources_go_on
+        return has_more(self.settings, state, tasks=tasks, calls=self._calls, algorithm=self._algorithm)
+
+    def _reopen(self) -> None:
+        self.progress.reopen()
+        self.evaluator.scores.keep_fresh()
+        self.result = None
 
     async def close(self) -> None:
         """Close the connections to the optimiser's model."""
@@ -296,6 +319,7 @@ class PromptSearch:
         )
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
+        await self.evaluator.adopt(seed, self.context.validated())
         await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
@@ -331,15 +355,19 @@ class PromptSearch:
         if self.is_perfect:
             progress.stop("perfect")
         if progress.barren >= MAX_BARREN:
-            progress.stop("optimizer_garbage", f"{progress.barren} answers in a row held no usable text")
-        if self.settings.beam_rounds and progress.step > self.settings.beam_rounds:
+            progress.stop("optimizer_garbage", self._garbage_words())
+        if 0 < self.settings.beam_rounds <= progress.rounds:
             progress.stop("rounds")
         if progress.stale >= self.settings.patience:
             progress.stop("patience")
 
+    def _garbage_words(self) -> str:
+        words = f"{self.progress.barren} answers in a row held no usable text"
+        return f"{words}; {self.editor.hint}" if self.editor.hint else words
+
     async def _finish(self, step: int) -> None:
         """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
-        self.budget.release()  # the rollouts that were held back for this
+        self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         await self._refresh(step)
         self.result = await measure_again(
             self.evaluator,
@@ -353,6 +381,8 @@ class PromptSearch:
         )
         if self.result is not None:
             self.progress.best = self.result.winner
+        self.budget.release()
+        self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
     async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
         """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
@@ -460,6 +490,8 @@ class PromptSearch:
 
     def _open_optimizer(self, optimizer: Any) -> Optimizer:
         memory = self.context.workdir / f"answers-{len(self._optimizers)}.jsonl"
-        opened = Optimizer(settings_of(optimizer, self.context), budget=self.budget, memory=memory)
+        opened = Optimizer(
+            settings_of(optimizer, self.context), budget=self.budget, memory=memory, say=self.context.say
+        )
         self._optimizers.append(opened)
         return opened

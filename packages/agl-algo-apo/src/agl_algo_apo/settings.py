@@ -6,6 +6,7 @@ first slice of a race (``val_batch_size``) and K children of a step (``branch_fa
     first measurement   V
     one proposal        (2 * B + (F + V) / 2) / K    the parent's batch and the gate, and half of a race on average
     final measurement   from 3 * min(8, V) to 3 * V  the best, the runner-up and the first prompt, once per task
+    validation          at the end, by the trainer; that at its start is part of the first measurement
 """
 
 from collections.abc import Mapping
@@ -76,6 +77,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
         seed: Rollouts of the first measurement.
         proposal: Rollouts that one proposal takes on average until it is decided.
         final: Rollouts held back for the final measurement.
+        after: Rollouts of the trainer's validation at the end.
         fewest: Rollouts that the method needs at least.
         calls: Questions to the optimiser's model that one proposal takes.
     """
@@ -84,6 +86,7 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
     seed: int
     proposal: float
     final: int
+    after: int
     fewest: int
     calls: int
 
@@ -96,19 +99,23 @@ class SpendingPlan(Record, frozen=True, kw_only=True):
         line = f"plan: at most {', '.join(parts)}"
         if limits.rollouts is None:
             return line
-        search = limits.rollouts - self.seed - self.final  # left for proposals
-        return (
+        search = limits.rollouts - self.seed - self.final - self.after  # left for proposals
+        words = (
             f"{line}; rollouts: {self.seed} on the first prompt, {search} on about "
             f"{int(search / self.proposal)} proposals, {self.final} on the final measurement"
         )
+        return f"{words}, {self.after} on the validation at the end" if self.after else words
 
 
-def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int, algorithm: str) -> SpendingPlan:
+def spending_plan(
+    settings: SearchSettings, *, tasks: int, val: int, after: int, calls: int, algorithm: str
+) -> SpendingPlan:
     """Return the spending plan; raises :class:`ConfigError` when the budget is less than the method needs.
 
     Args:
         settings: The settings, with the budget.
         tasks: Number of training tasks; ``val`` of validation tasks.
+        after: Number of the tasks of the trainer's validation at the end.
         calls: Questions to the optimiser's model per proposal.
         algorithm: The algorithm's name, for the error.
     """
@@ -120,7 +127,7 @@ def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int,
     fewest_final = 3 * min(FEWEST_FINAL, val)  # three finalists
     budget = settings.budget
     if isinstance(budget, str):
-        rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val
+        rollouts = val + round(PROPOSALS[budget] * proposal) + 3 * val + after
         # Twice the questions that the proposals take: answers without a usable text cost one as well.
         budget = BudgetLimits(rollouts=rollouts, calls=2 * calls * PROPOSALS[budget])
     limits = BudgetLimits(rollouts=budget) if isinstance(budget, int) else budget
@@ -129,19 +136,22 @@ def spending_plan(settings: SearchSettings, *, tasks: int, val: int, calls: int,
             f'{algorithm} has no budget; set budget = 400 (rollouts), a preset such as "light", or limits'
         )
     final = min(3 * val, max(fewest_final, int((limits.rollouts or 0) * settings.reserve)))
-    needed = val + final + 2 * batch + first  # one whole step, which makes the fewest proposals
+    needed = val + final + after + 2 * batch + first  # one whole step, which makes the fewest proposals
     if limits.rollouts is not None and limits.rollouts < needed:
         raise ConfigError(
             f"{algorithm} has a budget of {limits.rollouts} rollouts and needs at least {needed}: {val} to measure the "
             f"first prompt on all validation tasks, {2 * batch + first} for {FEWEST_PROPOSALS} proposals, {final} for "
-            "the final measurement. Raise the budget, or give fewer validation tasks"
+            f"the final measurement, {after} for the validation at the end. Raise the budget, or give fewer "
+            "validation tasks"
         )
     if limits.calls is not None and limits.calls < calls * FEWEST_PROPOSALS:
         raise ConfigError(
             f"{algorithm} has a budget of {limits.calls} calls of the optimiser's model and needs at least "
             f"{calls * FEWEST_PROPOSALS}: {calls} for each of {FEWEST_PROPOSALS} proposals. Raise the budget"
         )
-    return SpendingPlan(limits=limits, seed=val, proposal=proposal, final=final, fewest=needed, calls=calls)
+    return SpendingPlan(
+        limits=limits, seed=val, proposal=proposal, final=final, after=after, fewest=needed, calls=calls
+    )
 
 
 def check_question(plan: SpendingPlan, prices: Prices, *, max_input: int, max_output: int, algorithm: str) -> None:

@@ -199,6 +199,9 @@ class AlgorithmContext:
         name: This algorithm's name, unique within the experiment.
         tunes: Names of the resources that it tunes.
         train: Training tasks; ``val`` validation tasks.
+        validation: Number of the first validation tasks that the driver itself runs before the first step, and again
+            after the last one.
+        validated: Returns the episodes of the first of these passes, in order of the tasks; ``()`` before it.
         seed: The experiment's seed; derive random state from (seed, step, purpose), keep none in globals.
         workdir: This algorithm's directory for checkpoints; exists.
         folder: The base of relative paths in the experiment.
@@ -223,6 +226,8 @@ class AlgorithmContext:
     tunes: tuple[str, ...]
     train: Sequence[Json]
     val: Sequence[Json]
+    validation: int
+    validated: Callable[[], Sequence[Episode]]
     seed: int
     workdir: Path
     folder: Path

@@ -59,11 +59,18 @@ class Driver:
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self.validated: Sequence[Episode] = ()
 
     @property
     def name(self) -> str:
         """The experiment's name."""
         return self.session.plan.name
+
+    @property
+    def validation_tasks(self) -> Sequence[Json]:
+        """The tasks of a validation."""
+        plan = self.session.plan
+        return plan.val[: plan.config.experiment.validation_limit or None]
 
     def credit(self, algorithm: AlgorithmConfig) -> Credit:
         """Build an algorithm's credit assignment, its own or the experiment's.
@@ -178,8 +185,7 @@ class Driver:
         Returns ``None`` without validation tasks, and for an earlier step whose rollouts were removed: the versions
         that were live then are no longer known.
         """
-        plan = self.session.plan
-        tasks = plan.val[: plan.config.experiment.validation_limit or None]
+        tasks = self.validation_tasks
         if not tasks:
             return None
         collector = self.collector(VALIDATION, None)
@@ -187,6 +193,8 @@ class Driver:
         if pinned is None and step < self.state.turn:
             return None
         collected = await collector(tasks, step=step, mode="val", resources=pinned)
+        if not step:
+            self.validated = collected.episodes
         mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
         await self._report(VALIDATION, StepReport(step=step, metrics={"reward": mean, "failed": float(failed)}))
@@ -302,6 +310,8 @@ class DrivenAlgorithm:
             tunes=config.tunes,
             train=plan.train,
             val=plan.val,
+            validation=len(driver.validation_tasks),
+            validated=lambda: driver.validated,
             seed=plan.config.experiment.seed,
             workdir=_make_folder(plan.workdir / f"run-{driver.state.run}" / config.name),
             folder=plan.folder,

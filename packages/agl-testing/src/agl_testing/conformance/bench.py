@@ -123,6 +123,8 @@ class AlgorithmBench:
             name=NAME,
             tunes=self.scenario.tunes if tunes is None else tunes,
             train=self.scenario.train,
+            validation=0,
+            validated=lambda: (),
             val=self.scenario.val,
             seed=7,
             workdir=self.workdir,
