@@ -256,9 +256,9 @@ _NO_CALLS = (
 
 
 def _bypassing(spans: Sequence[Span], attempt_id: str) -> str:
-    """Name the clients whose calls a framework's tracer saw."""
+    """Name the clients whose calls were seen and not recorded."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
-    return f". The framework's tracer saw calls by {', '.join(clients)}" if clients else ""
+    return f". These clients made calls that were not recorded: {', '.join(clients)}" if clients else ""
 
 
 async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:
