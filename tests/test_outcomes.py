@@ -246,8 +246,13 @@ def test_agent_whose_only_model_calls_are_not_recorded_is_an_error_that_names_it
             answer.read()
         return 1.0
 
-    with pytest.raises(AglError, match="These clients made calls that were not recorded: urllib to 127.0.0.1"):
+    with pytest.raises(AglError, match="6 model calls that were not recorded, made by urllib") as failure:
         counting(tmp_path, server.base_url, gateway="none").fit(past_the_record, train_dataset=TASKS)
+
+    shown = show(tmp_path, str(failure.value).rpartition("agl show ")[2])
+    assert "none of its model calls was recorded: they are by urllib to 127.0.0.1. Point these clients" in " ".join(
+        shown.split()
+    )
 
 
 @pytest.mark.parametrize("gateway", ["gateway", "none"])

@@ -113,6 +113,10 @@ def echo() -> Iterator[str]:
 
         do_GET = do_POST  # noqa: N815  # the server's name for it
 
+        def do_CONNECT(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
         def log_message(self, *_: object) -> None:
             pass
 
@@ -252,6 +256,21 @@ def test_a_request_that_is_no_model_call_is_not_counted(client: str, path: str, 
 @pytest.mark.parametrize("client", ["urllib", "aiohttp"])
 def test_routes_of_many_providers_are_known(client: str, path: str, echo: str):
     assert [f"{client} to 127.0.0.1"] == unseen(spans_of(lambda: CLIENTS[client](f"{echo}{path}")))
+
+
+def test_the_host_behind_a_proxy_is_named_and_compared_with_the_gateway(echo: str):
+    def through_a_proxy() -> None:
+        requests.post("http://models.example/v1/chat/completions", proxies={"http": echo}, timeout=10)
+        connection = http.client.HTTPConnection(echo.removeprefix("http://"), timeout=10)
+        connection.set_tunnel("tunnel.example", 80)
+        connection.request("POST", "/v1/chat/completions", BODY, KEY)
+        connection.getresponse().read()
+        connection.close()
+
+    assert ["requests to models.example", "http.client to tunnel.example"] == unseen(spans_of(through_a_proxy))
+    assert 2 == len(spans_of(through_a_proxy, gateway_url=echo))
+    left = unseen(spans_of(through_a_proxy, gateway_url="http://Tunnel.example"))
+    assert ["requests to models.example"] == left
 
 
 def test_a_get_is_no_model_call(echo: str):
