@@ -116,6 +116,7 @@ def echo() -> Iterator[str]:
         def do_CONNECT(self) -> None:
             self.send_response(200)
             self.end_headers()
+            self.close_connection = False  # the tunnelled request follows on it
 
         def log_message(self, *_: object) -> None:
             pass
@@ -285,11 +286,12 @@ def test_failed_calls_are_not_counted_and_the_retry_is(server: ScriptedModelServ
     def retried() -> None:
         with pytest.raises(HTTPError):
             by_urllib(chat)
+        by_aiohttp(chat)
         by_urllib(chat)
         with pytest.raises(requests.ConnectionError):
             by_requests("http://127.0.0.1:1/v1/chat/completions")
 
-    answers = iter([Status(code=500), Reply(text="well")])
+    answers = iter([Status(code=500), Status(code=500), Reply(text="well")])
     server.respond_with(lambda _: next(answers))
     assert ["urllib to 127.0.0.1"] == unseen(spans_of(retried))
 
