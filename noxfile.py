@@ -33,6 +33,8 @@ MUTMUT = "mutmut>=3.8.1,<3.9"
 TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "hypothesis>=6.150,<7"]
 CHECKERS = ["ruff==0.17.*", "import-linter==2.16", "pyright==1.1.414"]
 CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2", "httpx>=0.28,<1"]
+UNRECORDED = ["requests>=2.32,<3", "aiohttp>=3.11,<4", "botocore>=1.40,<2"]
+"""Clients whose model calls are only counted."""
 LIGHT = ["agl-core", "agl-run", "agl-gateway", "agl-testing"]
 """Packages that need neither torch nor an agent framework."""
 
@@ -207,7 +209,7 @@ def on_every_python(name: str, folder: str, description: str) -> list[str]:
     return [define(version) for version in found(PYTHONS)]
 
 
-CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, PLOT]
+CORE_TESTS = [*ours(*CORE), *TEST_TOOLS, *CLIENTS, *UNRECORDED, PLOT]
 """Requirements of the tests of the core, of agl-run and of agl-testing: the same, so that they share an environment."""
 
 core = on_every_python("core", "packages/agl-core/tests", "The core's tests.")
@@ -332,7 +334,7 @@ def demo_verl(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
-    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", *notebooks]
+    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", *UNRECORDED, *notebooks]
     pytest(session, environment(session, needs), "tests")
 
 

@@ -58,12 +58,11 @@ def test_a_half_seen_rollout_is_left_out_and_its_client_is_named(experiment, cap
     file = experiment(steps=1, agent=AGENT, tasks=HALF)
     result = run(file)
     assert 0 == result.exit_code, result.output
-    assert (
-        "2 of 6 rollouts have 2 model calls that the framework's tracer saw and that were not recorded" in caplog.text
-    )
+    assert "2 of 6 rollouts have 2 model calls that were not recorded" in caplog.text
     assert "pigeon.ChatPigeon to loft.example (2); they are left out" in " ".join(caplog.text.split()).replace(
-        ". Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
-        'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
+        ". Point these clients at the gateway, with the base URL and key of the resource, or let them call through "
+        "httpx; if they need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "
+        '"accept"',
         "",
     )
     monkeypatch.chdir(file.parent)
@@ -107,7 +106,7 @@ def test_such_calls_may_be_declared_to_matter(experiment):
     assert "none of 6 rollouts can be used: 6 unattributed calls" in " ".join(result.output.split())
 
 
-UNSEEN_BY_ALL = "have {} model calls that the framework's tracer saw and that were not recorded"
+UNSEEN_BY_ALL = "have {} model calls that were not recorded"
 NO_CALL = "rollouts made no recorded model call. If their agent calls a model"
 MIXED = """
 from urllib.request import urlopen

@@ -5,6 +5,7 @@ is one paragraph that says what to do.
 """
 
 import asyncio
+import json
 import socket
 import sqlite3
 import sys
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from click.testing import CliRunner
@@ -233,6 +235,24 @@ def test_agent_without_a_model_call_is_an_error_that_says_what_to_check(
     assert "none of 6 rollouts can be used: 6 failed" in str(failure.value)
     rollout_id = str(failure.value).rpartition("agl show ")[2]
     assert "agl.errors.NoModelCallsError: the agent finished and no model call was seen" in show(tmp_path, rollout_id)
+
+
+def test_agent_whose_only_model_calls_are_not_recorded_is_an_error_that_names_its_client(
+    toy: str, server: ScriptedModelServer, tmp_path: Path
+) -> None:
+    def past_the_record(task: dict[str, Any]) -> float:
+        body = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": task["question"]}]})
+        with urlopen(f"{server.base_url}/chat/completions", data=body.encode(), timeout=30) as answer:
+            answer.read()
+        return 1.0
+
+    with pytest.raises(AglError, match="6 model calls that were not recorded, made by urllib") as failure:
+        counting(tmp_path, server.base_url, gateway="none").fit(past_the_record, train_dataset=TASKS)
+
+    shown = show(tmp_path, str(failure.value).rpartition("agl show ")[2])
+    assert "none of its model calls was recorded: they are by urllib to 127.0.0.1. Point these clients" in " ".join(
+        shown.split()
+    )
 
 
 @pytest.mark.parametrize("gateway", ["gateway", "none"])

@@ -104,6 +104,18 @@ def test_a_foreign_programs_calls_that_name_no_span_count_for_chat_spans_that_we
     assert (["one", "two"], ["c"]) == ids(root(), *chats, named)
 
 
+def test_a_call_that_a_watch_saw_is_unseen_and_makes_no_other_call_unattributed():
+    watched = {semconv.UNRECORDED: True, semconv.CLIENT: "requests"}
+    saw = framework("saw", attributes=watched, start=10_000_000, end=20_000_000)
+    assert (["saw"], []) == ids(root(), saw, recorded("c", "root"))
+    assert (["saw"], ["c"]) == ids(root(), framework("node", "invoke_node"), saw, recorded("c", "root"))
+
+
+def test_a_call_that_a_watch_saw_is_not_taken_for_an_overlapping_one_that_names_no_span():
+    saw = framework("saw", attributes={semconv.UNRECORDED: True}, start=10_000_000, end=20_000_000)
+    assert (["saw"], []) == ids(root(), saw, recorded("c", parent=None, start=11_000_000, end=15_000_000))
+
+
 @given(st.lists(st.sampled_from(["both", "tracer", "recording"]), max_size=12))
 def test_every_call_is_on_exactly_the_side_that_saw_it(seen_by: list[str]):
     spans = [root(), framework("agent", "invoke_agent")]

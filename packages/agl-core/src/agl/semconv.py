@@ -42,6 +42,8 @@ MESSAGE = "agl.message"
 OBJECT = "agl.object"
 MODEL_VERSION = "agl.model_version"
 SPLIT_ARM = "agl.split.arm"
+UNRECORDED = "agl.unrecorded"
+"""On a span that stands for a model call of which only its client is known."""
 
 OP_CHAT = "chat"
 OP_TEXT_COMPLETION = "text_completion"

@@ -18,8 +18,8 @@ _NEXT_STEP: dict[RejectReason, str] = {
     "empty_response": "The model ended at once: look at max_tokens, the stop strings and the chat template.",
     "non_token_input": "Choose an algorithm that trains on such inputs, or leave them out of the prompt.",
     "not_selected": "If it should train, change agent_match or the policy that the algorithm tunes.",
-    "unseen_calls": "Let that client call the model over HTTP with httpx, or give it the base URL and the key of the "
-    'resource; if these calls need no record, set [experiment] unseen_calls = "accept".',
+    "unseen_calls": "Point that client at the gateway, with the base URL and the key of the resource, or let it call "
+    'through httpx; if these calls need no record, set [experiment] unseen_calls = "accept".',
     "unattributed": "Install the tracer of the calling framework, or name the calls: with agl.operation(...).",
     "late": "The call ended after its attempt did: await it in the agent, or raise the time limit.",
     "not_final": "Nothing to do: only the attempt that decided the rollout trains.",
@@ -86,9 +86,9 @@ def _reward(episode: Episode, spans: Sequence[Span], options: ScoreOptions) -> l
 
 
 def _agreement(episode: Episode) -> list[str]:
-    """Name each call that only the tracer or only the recording saw."""
+    """Name each call that was seen but not recorded, and each that was recorded outside of the tracer's spans."""
     lines = [
-        f"unseen: {_loose(call)} made a call that the framework reported as {call.span_id} and that was not recorded"
+        f"unseen: {_loose(call)} made a call that was not recorded; what is known of it is in span {call.span_id}"
         for call in episode.unseen
     ]
     return lines + [

@@ -4,13 +4,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from agl import hookimpl
-from agl.contracts import CommandEntry, PolicyEntry, RunnerEntry, StepReport, StoreEntry
+from agl.contracts import CommandEntry, PolicyEntry, RunnerEntry, StepReport, StoreEntry, TracerEntry
 
 
 @hookimpl
 def agl_stores() -> Iterable[StoreEntry]:
     """Register the store in one SQLite file."""
     yield StoreEntry(name="sqlite", factory="agl_run.sqlite:SQLiteStore", summary="one durable file, the default")
+
+
+@hookimpl
+def agl_tracers() -> Iterable[TracerEntry]:
+    """Register the watch on HTTP clients other than httpx, which is always on."""
+    yield TracerEntry(
+        name="unrecorded",
+        factory="agl_run.unrecorded:UnrecordedCalls",
+        summary="counts model calls through urllib, requests, urllib3, botocore and aiohttp that nothing records",
+    )
 
 
 @hookimpl

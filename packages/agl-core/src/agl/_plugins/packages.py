@@ -27,6 +27,7 @@ _TABLE = (
     ("agl-run", "policy", "openai"),
     ("agl-run", "runner", "async, command, process"),
     ("agl-run", "store", "sqlite"),
+    ("agl-run", "tracer", "unrecorded"),
     ("agl-store-postgres", "store", "postgres, postgresql"),
     ("agl-vllm", "policy", "vllm"),
 )

@@ -3,7 +3,8 @@
 A framework's ``chat`` span without a recorded call means that the call bypassed the gateway and the wire hook: its
 client uses another protocol or another library. A recorded call outside every span of a framework, in an attempt
 where a framework has spans, means that some part of the agent is not observed. Both are found by the links between
-spans, never by names.
+spans, never by names. A span that carries :data:`agl.semconv.UNRECORDED` is a call that a watch on
+clients saw; it says nothing about which other calls a framework observes.
 
 A program that reports over OTLP may not link its calls to its spans. There, and only there, a ``chat`` span counts as
 seen when a call that names no span began while it was open.
@@ -29,8 +30,8 @@ class Agreement(Record, frozen=True, kw_only=True):
     """The model calls that only one side saw, in order of time.
 
     Attributes:
-        unseen: Calls that a framework reported and that were not recorded. Failed ones are left out, as they may never
-            have left the agent.
+        unseen: Calls that a framework or a watch reported and that were not recorded. Failed ones are left out, as
+            they may never have left the agent.
         unattributed: Recorded calls that lie in no framework's span, where a framework reported others.
     """
 
@@ -44,6 +45,7 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     reported = [span for span in own if _is_reported(span)]
     if not reported:
         return Agreement()
+    is_framework_there = not all(map(_is_watched, reported))
     own.sort(key=lambda span: (span.start_ns, span.sequence))
     by_id = {span.span_id: span for span in own}
     calls = [span for span in own if span.call is not None]
@@ -52,7 +54,7 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     enclosing = Enclosing(own)
     return Agreement(
         unseen=tuple(_loose_call(span, enclosing) for span in unseen),
-        unattributed=tuple(_loose_call(span, enclosing) for span in loose),
+        unattributed=tuple(_loose_call(span, enclosing) for span in loose if is_framework_there),
     )
 
 
@@ -101,7 +103,7 @@ def _without_overlapping_call(chats: Sequence[Span], calls: Sequence[Span]) -> l
     left = list(chats)
     for call in calls:
         begun = takewhile(lambda chat: chat.start_ns - _TOLERANCE_NS <= call.start_ns, left)  # noqa: B023  # used at once
-        held = [chat for chat in begun if call.start_ns <= chat.end_ns + _TOLERANCE_NS]
+        held = [chat for chat in begun if call.start_ns <= chat.end_ns + _TOLERANCE_NS and not _is_watched(chat)]
         if held:
             left.remove(min(held, key=lambda chat: chat.end_ns))
     return left
@@ -121,6 +123,11 @@ def _names_a_span(call: Span) -> bool:
 
 def _is_chat(span: Span) -> bool:
     return span.call is None and span.attributes.get(semconv.OPERATION) in _CHATS
+
+
+def _is_watched(span: Span) -> bool:
+    """True if it is by a watch on clients that are not recorded."""
+    return semconv.UNRECORDED in span.attributes
 
 
 def _is_reported(span: Span) -> bool:

@@ -132,7 +132,7 @@ class Episode(Record, frozen=True, kw_only=True):
         rewards: Every reward that was recorded, in order.
         transitions: Every recorded call, in order of time, rejected ones included with their reason.
         rows: The branches.
-        unseen: Calls that a framework reported and that were not recorded; the rollout is only partly known.
+        unseen: Calls that were seen and not recorded; the rollout is only partly known.
         unattributed: Recorded calls outside every span of a framework, in an attempt where a framework has spans.
     """
 

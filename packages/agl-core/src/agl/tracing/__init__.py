@@ -11,6 +11,7 @@ from agl._lazy import lazy_names
 from agl._redact import redact
 from agl.tracing._caller import who
 from agl.tracing._context import ActiveAttempt, activate, current, current_span_id
+from agl.tracing._import_watch import ImportWatch
 from agl.tracing._open_span import OpenSpan, current_span, note_model_call, open_span, stepped
 from agl.tracing._patches import Undo, around_attempts, patch, patch_subclasses
 from agl.tracing._recorder import SpanRecorder
@@ -31,6 +32,7 @@ __all__ = [
     "AdminKey",
     "AttemptToken",
     "AttemptTokens",
+    "ImportWatch",
     "OpenSpan",
     "OtelTracer",
     "SpanRecorder",

@@ -130,7 +130,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         failed: Treatment of a failed rollout: left out of training, or trained with ``penalty``.
         missing_reward: The same for a rollout without a reward.
         penalty: The substitute reward.
-        unseen_calls: Treatment of a rollout whose framework reported model calls that were not recorded: ``drop``
+        unseen_calls: Treatment of a rollout with model calls that were seen and not recorded: ``drop``
             leaves it out, ``error`` ends the run, ``accept`` trains on the recorded calls.
         unattributed_calls: The same for a rollout with recorded calls outside of the framework's spans.
         trust_agent_rewards: Whether rewards that the agent itself reported may train.
@@ -170,7 +170,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
         credit: How rewards reach calls.
         reward: Reward emitters, run after every attempt.
         gateway: The capture proxy.
-        tracers: Names of tracers; ``wire`` is always on where no gateway records.
+        tracers: Names of tracers of frameworks; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.
     """
 

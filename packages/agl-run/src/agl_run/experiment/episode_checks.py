@@ -27,8 +27,8 @@ ATTRIBUTE = "Install the tracer of the framework that makes them, or name them i
 """The next step after unattributed calls."""
 
 _REMEDIES = {
-    UNSEEN: "Let these clients call over HTTP with httpx, or give them the base URL and key of the resource; if they "
-    'need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
+    UNSEEN: "Point these clients at the gateway, with the base URL and key of the resource, or let them call through "
+    'httpx; if they need no record, such as a cached answer or a local model, set [experiment] unseen_calls = "accept"',
     UNATTRIBUTED: ATTRIBUTE,
 }
 
@@ -108,7 +108,7 @@ def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
     clients = Counter(call.client for call in calls)
     named = ", ".join(f"{client} ({count})" for client, count in clients.most_common(5))
     found = {
-        UNSEEN: "model calls that the framework's tracer saw and that were not recorded",
+        UNSEEN: "model calls that were not recorded",
         UNATTRIBUTED: "recorded model calls outside of the framework's spans",
     }
     return f"{len(calls)} {found[kind]}, made by {named}"
@@ -119,7 +119,7 @@ def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:
 
 
 def _has_no_call(episode: Episode) -> bool:
-    """Return true if a rollout succeeded with neither a recorded call nor one that a tracer saw."""
+    """Return true if a rollout succeeded with neither a recorded call nor one that was only seen."""
     return episode.rollout.status == "succeeded" and not (episode.transitions or episode.unseen)
 
 

@@ -76,6 +76,7 @@ class Spool:
 def record_this_process() -> None:
     """Record the rest of this process as one attempt; called by the injected ``sitecustomize``."""
     from agl.tracing import ActiveAttempt, WireTracer, activate
+    from agl_run.unrecorded import UnrecordedCalls
 
     settings = from_json(os.environ.pop(VARIABLE), SpoolSettings)
     lock = threading.Lock()
@@ -96,4 +97,5 @@ def record_this_process() -> None:
         token=settings.token,
     )
     WireTracer().install()
+    UnrecordedCalls().install()
     activate(attempt).__enter__()

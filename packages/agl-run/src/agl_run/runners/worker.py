@@ -218,7 +218,7 @@ class Worker:
         recorded = await all_spans(setup.store, rollout.rollout_id, outcome.attempt_id)
         spans = [*recorded, *outcome.spans]
         if setup.requires_calls and not any(span.call is not None for span in spans):
-            error = describe_error(NoModelCallsError(_NO_CALLS + _bypassing(spans, outcome.attempt_id)))
+            error = describe_error(NoModelCallsError(_no_calls(spans, outcome.attempt_id)))
             return msgspec.structs.replace(outcome, status="failed", error=error)
         rewards = [
             make_reward_span(rollout.rollout_id, outcome.attempt_id, reward)
@@ -256,10 +256,16 @@ _NO_CALLS = (
 )
 
 
-def _bypassing(spans: Sequence[Span], attempt_id: str) -> str:
-    """Name the clients whose calls a framework's tracer saw."""
+def _no_calls(spans: Sequence[Span], attempt_id: str) -> str:
+    """Explain why no call is recorded; names the clients of calls that were seen."""
     clients = dict.fromkeys(call.client for call in find_disagreement(spans, attempt_id=attempt_id).unseen)
-    return f". The framework's tracer saw calls by {', '.join(clients)}" if clients else ""
+    if not clients:
+        return _NO_CALLS
+    return (
+        f"the agent finished and none of its model calls was recorded: they are by {', '.join(clients)}. Point these "
+        "clients at the gateway, with the base URL and key from resources or from the environment, or let them call "
+        "through httpx"
+    )
 
 
 async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans: Sequence[Span]) -> list[Reward]:

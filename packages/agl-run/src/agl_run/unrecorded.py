@@ -1,0 +1,156 @@
+"""Counts the model calls of rollouts that leave through HTTP clients whose calls nothing records.
+
+urllib, urllib3, requests and botocore send through ``http.client``; aiohttp has sockets of its own. A POST to a
+model's route that is answered with success becomes a span that names the library and the host, and by which
+:func:`agl.episodes.find_disagreement` knows of a call without a record. Requests are never changed. Nothing of them
+is read but method and URL, and of these only the host is kept. Left out are calls to the run's own gateway, which
+records them, and failed ones, which may be tried again.
+"""
+
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from types import FrameType, ModuleType
+from typing import Any, ClassVar
+
+from agl import semconv
+from agl.contracts import Tracer
+from agl.tracing import ImportWatch, Undo, current, open_span, patch
+
+_ROUTES = re.compile(
+    r"/completions$"
+    r"|/(?:v\d\w*|openai)/responses$"
+    r"|/v\d\w*/(?:messages|chat)$"  # Anthropic, Cohere
+    r"|/api/(?:chat|generate)$"  # Ollama
+    r"|:(?:generateContent|streamGenerateContent|rawPredict|streamRawPredict)$"  # Gemini, Vertex AI
+    r"|/model/[^/]+/(?:converse|invoke)(?:-stream|-with-response-stream)?$"  # Bedrock
+)
+"""Routes at which models generate. Chat services have some that end in ``/messages``, so the version is required."""
+
+_LIBRARIES = frozenset({"aiobotocore", "aiohttp", "botocore", "requests", "urllib", "urllib3"})
+_BETWEEN = frozenset({"agl_run", "http"})
+_WATCHED_ELSEWHERE = frozenset({"httpx", "httpx2"})
+
+
+class UnrecordedCalls(Tracer):
+    """Counts model calls that nothing records; see the module. Several may be installed at once."""
+
+    _installed: ClassVar[set["UnrecordedCalls"]] = set()
+    _undo: ClassVar[list[Undo]] = []
+
+    def install(self) -> None:
+        """Watch the clients that are imported now or later; idempotent."""
+        if not self._installed:
+            watch = ImportWatch(tuple(_WRAPPERS), lambda module: self._undo.extend(_WRAPPERS[module.__name__](module)))
+            watch.start()
+            self._undo.append(watch.stop)
+        self._installed.add(self)
+
+    def uninstall(self) -> None:
+        """Restore the clients when the last tracer is uninstalled."""
+        self._installed.discard(self)
+        while self._undo and not self._installed:
+            self._undo.pop()()
+
+
+def _wrap_http_client(module: ModuleType) -> list[Undo]:
+    kind = module.HTTPConnection
+    return [patch(kind, "putrequest", _putrequest), patch(kind, "getresponse", _getresponse)]
+
+
+def _wrap_aiohttp(module: ModuleType) -> list[Undo]:
+    return [patch(module.ClientSession, "_request", _request)]
+
+
+_WRAPPERS: dict[str, Callable[[ModuleType], list[Undo]]] = {
+    "http.client": _wrap_http_client,
+    "aiohttp": _wrap_aiohttp,
+}
+
+
+def _putrequest(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def putrequest(self: Any, method: str, url: str, *args: Any, **options: Any) -> None:
+        self._agl_posted = (url, time.time_ns()) if method == "POST" else None
+        original(self, method, url, *args, **options)
+
+    return putrequest
+
+
+def _getresponse(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def getresponse(self: Any, *args: Any, **options: Any) -> Any:
+        response = original(self, *args, **options)
+        posted: tuple[str, int] | None = getattr(self, "_agl_posted", None)
+        self._agl_posted = None
+        if posted is not None and response.status < 300 and _is_model_route(posted[0]):
+            _count(_url_of(self, posted[0]), library="http.client", start_ns=posted[1])
+        return response
+
+    return getresponse
+
+
+def _request(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    async def request(*args: Any, **options: Any) -> Any:
+        start_ns = time.time_ns()
+        response = await original(*args, **options)
+        if response.method == "POST" and response.status < 300 and _is_model_route(response.url.path):
+            _count(str(response.url), library="aiohttp", start_ns=start_ns)
+        return response
+
+    return request
+
+
+def _is_model_route(target: str) -> bool:
+    """Return true if a POST to ``target``, a URL or its path, asks a model to generate."""
+    return _ROUTES.search(target.partition("?")[0].rstrip("/")) is not None
+
+
+def _count(url: str, *, library: str, start_ns: int) -> None:
+    """Record an answered model call to ``url`` as one that has no record, if a rollout made it."""
+    attempt = current()
+    if attempt is None or _is_below(url, attempt.gateway_url):
+        return
+    library = _library_above(library)
+    if library:
+        about: dict[str, Any] = {"client": library, "server": url, "attributes": {semconv.UNRECORDED: True}}
+        open_span(start_ns=start_ns, is_current=False, unless_called=True, **about).close()
+
+
+def _is_below(url: str, root: str) -> bool:
+    return bool(root) and f"{url}/".lower().startswith(f"{root.rstrip('/')}/".lower())
+
+
+def _url_of(connection: Any, target: str) -> str:
+    """Return the URL of a request; ``target`` is its path, or the whole URL where that goes to a proxy."""
+    if not target.startswith("/"):
+        return target
+    tunnel = connection._tunnel_host
+    host, port = (tunnel, connection._tunnel_port) if tunnel else (connection.host, connection.port)
+    netloc = f"[{host}]" if ":" in host else host
+    if port != connection.default_port:
+        netloc += f":{port}"
+    return f"{'https' if connection.default_port == 443 else 'http'}://{netloc}{target}"
+
+
+def _library_above(name: str) -> str:
+    """Return the outermost HTTP library that is calling, by default ``name``; ``""`` within httpx, which records."""
+    is_inside = True
+    for module in _modules_above():
+        if module in _WATCHED_ELSEWHERE:
+            return ""
+        is_inside = is_inside and module in _LIBRARIES | _BETWEEN
+        if is_inside and module in _LIBRARIES:
+            name = module
+    return name
+
+
+def _modules_above() -> Iterator[str]:
+    """Yield the top-level modules of the calling frames, innermost first."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        frame = frame.f_back

@@ -1,0 +1,145 @@
+"""Agents whose clients are not recorded: every command that runs them names the clients and the way out."""
+
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from agl_run.cli.main import cli
+
+AGENT = """
+import asyncio
+import json
+from urllib.request import Request, urlopen
+
+import aiohttp
+import openai
+import requests
+
+URL = "{url}"
+ASKED = {{"model": "scripted", "messages": [{{"role": "user", "content": "what is 4?"}}]}}
+JSON = {{"content-type": "application/json"}}
+
+
+def urllib(url, headers):
+    with urlopen(Request(url, data=json.dumps(ASKED).encode(), headers=headers), timeout=30) as answer:
+        return answer.read()
+
+
+def posted(url, headers):
+    return requests.post(url, json=ASKED, headers=headers, timeout=30).text
+
+
+def over_aiohttp(url, headers):
+    async def call():
+        async with aiohttp.ClientSession() as session, session.post(url, json=ASKED, headers=headers) as answer:
+            return await answer.text()
+
+    return asyncio.run(call())
+
+
+def ask(task):
+    with openai.OpenAI() as client:
+        messages = [{{"role": "user", "content": task["question"]}}]
+        return client.chat.completions.create(model="scripted", messages=messages).choices[0].message.content
+
+
+def only_urllib(task):
+    urllib(URL, JSON)
+    return task["question"]
+
+
+def half_requests(task):
+    posted(URL, JSON)
+    return ask(task)
+
+
+def only_aiohttp(task):
+    over_aiohttp(URL, JSON)
+    return task["question"]
+
+
+def at_the_gateway(task, main):
+    headers = {{"authorization": f"Bearer {{main.api_key}}", **JSON}}
+    for client in (urllib, posted, over_aiohttp):
+        client(f"{{main.endpoint}}/chat/completions", headers)
+    return task["question"]
+"""
+WAY_OUT = (
+    "Point these clients at the gateway, with the base URL and key of the resource, or let them call through httpx"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_key(monkeypatch):
+    monkeypatch.setenv("AGL_SECRET", "x" * 32)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
+    monkeypatch.delitem(sys.modules, "toy_agent", raising=False)
+
+
+@pytest.fixture
+def unrecorded(experiment, server):
+    """Makes an experiment with one of the agents above; without ``trains`` it only records."""
+
+    def make(agent, *, trains=False, **settings):
+        file = experiment(steps=1, agent=AGENT.format(url=f"{server.base_url}/chat/completions"), **settings)
+        text = file.read_text().replace("toy_agent:solve", f"toy_agent:{agent}")
+        before, _, after = text.partition("[[algorithm]]")
+        file.write_text(text if trains else before + after[after.index("[[reward]]") :])
+        return file
+
+    return make
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("command", "runner", "agent", "client"),
+    [
+        (["dev", "-n", "7"], "async", "only_urllib", "urllib"),
+        (["run"], "async", "half_requests", "requests"),
+        (["run"], "process", "half_requests", "requests"),
+        (["run"], "async", "only_aiohttp", "aiohttp"),
+    ],
+)
+def test_calls_past_the_record_are_reported_with_their_client(unrecorded, caplog, command, runner, agent, client):
+    result = CliRunner().invoke(cli, [*command, str(unrecorded(agent, runner=runner))])
+    assert 0 == result.exit_code, result.output
+    [warning] = warnings(caplog)
+    assert f"7 of 7 rollouts have 7 model calls that were not recorded, made by {client} to 127.0.0.1 (7)" in warning
+    assert WAY_OUT in warning
+
+
+def test_training_leaves_half_recorded_rollouts_out_and_ends_with_what_to_do(unrecorded):
+    result = CliRunner().invoke(cli, ["run", str(unrecorded("half_requests", trains=True))])
+    text = " ".join(result.output.split())
+    assert 1 == result.exit_code
+    assert "none of 6 rollouts can be used: 6 unseen calls. There are 6 model calls that were not recorded" in text
+    assert "requests to 127.0.0.1 (6)" in text
+    assert WAY_OUT in text
+
+
+@pytest.mark.parametrize("runner", ["async", "process"])
+def test_calls_at_the_gateway_are_recorded_and_not_reported(unrecorded, caplog, runner):
+    result = CliRunner().invoke(cli, ["run", str(unrecorded("at_the_gateway", trains=True, runner=runner))])
+    assert 0 == result.exit_code, result.output
+    assert [] == warnings(caplog)
+
+
+def test_why_names_the_client_of_a_call_that_was_not_recorded(unrecorded, monkeypatch):
+    file = unrecorded("half_requests")
+    assert 0 == CliRunner().invoke(cli, ["dev", str(file)]).exit_code
+    monkeypatch.chdir(file.parent)
+    why = CliRunner().invoke(cli, ["why", "latest"])
+    assert "unseen: requests to 127.0.0.1 (no agent) made a call that was not recorded" in why.output
+
+
+def test_exec_names_the_client_of_a_program_without_a_record(agl, tmp_path, server):
+    (tmp_path / "program.py").write_text(AGENT.format(url=f"{server.base_url}/chat/completions"))
+    program = "import program; program.only_urllib({'question': ''})"
+    process = agl("exec", "--", sys.executable, "-c", program, cwd=tmp_path)
+    _, err = process.communicate(timeout=60)
+    assert 0 == process.returncode, err
+    assert "agl: there are 1 model calls that were not recorded, made by urllib to 127.0.0.1 (1)." in err
