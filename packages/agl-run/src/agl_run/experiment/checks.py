@@ -98,21 +98,32 @@ def _check_section(plan: Plan) -> None:
     section, config = plan.config.experiment, plan.config
     for name in (section.name, *config.policy, *plan.resources, *(a.name for a in config.algorithm)):
         if not NAME.fullmatch(name):
-            raise ConfigError(f"the name {name!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
+            raise ConfigError(
+                f"the name {name!r} may hold letters, digits, '_' and '-' only, because it is part of ids; write "
+                f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name).strip('-') or 'a-name'!r}"
+            )
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
-        raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
+        raise ConfigError(
+            f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
+            '"penalise"; set one, or remove it'
+        )
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
     _check_first(config)
     if config.runner.concurrency < 0:
-        raise ConfigError("runner.concurrency must be at least 1, or 0 to leave every attempt to `agl worker`")
+        raise ConfigError(
+            f"runner.concurrency is {config.runner.concurrency}; it must be at least 1, or 0 to leave every attempt to "
+            "`agl worker`"
+        )
     _check_limits(config.runner)
     if config.schedule.every < 1:
-        raise ConfigError("schedule.every must be at least 1")
+        raise ConfigError(f"schedule.every is {config.schedule.every}; it must be at least 1")
     if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
-        raise ConfigError("runner.timeout_s must be above 0 seconds")
+        raise ConfigError(
+            f"runner.timeout_s is {config.runner.timeout_s:g}; it must be above 0 seconds, or be left out for no limit"
+        )
     if plan.agent.command and config.runner.use == "async":
         raise ConfigError('the agent is a command; set [runner] use = "command"')
 
@@ -144,7 +155,10 @@ def _check_tasks(plan: Plan) -> None:
     if not (plan.train or plan.val or algorithms):
         raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
     if section.validate_every and not plan.val:
-        raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
+        raise ConfigError(
+            f"experiment.validate_every is {section.validate_every}, and there are no validation tasks; set "
+            "[experiment] val to a JSON-lines file, or remove it"
+        )
     check_hidden([*plan.train, *plan.val], section.hidden, name="train or val")
 
 
@@ -160,7 +174,9 @@ def _check_components(plan: Plan) -> None:
         manager.policy(policy.use)
     both = set(config.policy) & set(plan.resources)
     if both:
-        raise ConfigError(f"{sorted(both)} are both policies and resources; names must be unique")
+        raise ConfigError(
+            f"{sorted(both)} are both policies and resources; names must be unique, so rename one of each"
+        )
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
     if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):
@@ -223,7 +239,8 @@ def _check_pattern(algorithm: AlgorithmConfig) -> None:
         re.compile(algorithm.agents)
     except re.error as error:
         raise ConfigError(
-            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}"
+            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}; "
+            "list names as in 'write|rewrite'"
         ) from None
 
 
@@ -281,7 +298,7 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
     policy = plan.config.policy.get(name)
     if policy is not None:
         if "weights" not in kinds:
-            raise ConfigError(f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a policy")
+            raise ConfigError(_wrong_kind(plan, algorithm, name, "policy"))
         if not plan.manager.policy(policy.use).trains:
             raise ConfigError(
                 f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
@@ -290,11 +307,21 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
     elif name in plan.resources:
         kind = "prompt_template" if isinstance(plan.resources[name], PromptTemplate) else "json"
         if kind not in kinds:
-            raise ConfigError(f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}")
+            raise ConfigError(_wrong_kind(plan, algorithm, name, kind))
     else:
         near = get_close_matches(name, _tunable(plan), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {_tunable(plan)}"
         raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
+
+
+def _wrong_kind(plan: Plan, algorithm: AlgorithmConfig, name: str, kind: str) -> str:
+    """Word the error for a target that an algorithm cannot tune."""
+    kinds = plan.entry(algorithm).tunes
+    found = dict.fromkeys(plan.config.policy, "weights")
+    found |= {n: "prompt_template" if isinstance(r, PromptTemplate) else "json" for n, r in plan.resources.items()}
+    fitting = sorted(other for other, its in found.items() if its in kinds)
+    remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
+    return f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}; {remedy}"
 
 
 def _tunable(plan: Plan) -> list[str]:

@@ -1,0 +1,142 @@
+"""Mistakes in experiment files and commands: each is answered with one paragraph that says what to do instead.
+
+The mistakes are in ``mistakes.toml``, each with the edit to a good experiment, the command and the message.
+"""
+
+import asyncio
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agl import AlgorithmEntry, PluginManager, PolicyEntry, Rollout, hookimpl
+from agl.contracts import AlgorithmContext, StepReport
+from agl.schemas import PromptTemplate, ResourceVersion
+from agl_run import SQLiteStore
+from agl_run.cli.main import cli
+
+BOOK = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8"))
+GOOD: dict[str, str] = BOOK["good"]
+MISTAKES: dict[str, dict[str, Any]] = {mistake["name"]: mistake for mistake in BOOK["mistake"]}
+
+
+class Toy:
+    """Collects once."""
+
+    def __init__(self, *, steps: int = 1, lr: float = 0.1) -> None: ...
+
+    async def setup(self, context: AlgorithmContext) -> None:
+        self._context = context
+
+    async def step(self) -> StepReport:
+        await self._context.collect(self._context.train, step=1)
+        return StepReport(step=1, is_finished=True)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    async def restore(self, state: dict[str, Any]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class ToyPlugin:
+    @hookimpl
+    def agl_algorithms(self) -> list[AlgorithmEntry]:
+        return [
+            AlgorithmEntry(name="toy", factory=Toy, tunes=("prompt_template",), needs_token_ids=False),
+            AlgorithmEntry(name="weights-toy", factory=Toy),
+        ]
+
+    @hookimpl
+    def agl_policies(self) -> list[PolicyEntry]:
+        return [PolicyEntry(name="trainable", factory=dict, trains=True)]
+
+
+def plugins() -> PluginManager:
+    """The plugins of the core, of agl-run and the toy, whatever else is installed."""
+    manager = PluginManager()
+    manager.register(ToyPlugin(), name="toy")
+    return manager
+
+
+async def record(path: Path) -> None:
+    """Fill a store with two rollouts and two versions of a prompt."""
+    store = SQLiteStore(f"sqlite:///{path}")
+    versions = (ResourceVersion(name="prompt", version=name, resource=PromptTemplate(template=name)) for name in "ab")
+    await store.publish(list(versions))
+    await store.enqueue([Rollout(rollout_id=f"ro-{number}", task={"q": 1}, experiment="one") for number in range(2)])
+    await store.close()
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("recorded") / "agl.db"
+    asyncio.run(record(path))
+    return path.read_bytes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, whose modules are forgotten after the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("AGL_STORE", "OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def lay_out(folder: Path, mistake: dict[str, Any], *, recorded: bytes) -> None:
+    """Write the files of the good experiment with the mistake in them."""
+    files = {**GOOD, **mistake.get("files", {})}
+    line = mistake.get("line", "")
+    assert not line or files["experiment.toml"].count(line) == 1, f"{line!r} is not once in the good experiment"
+    files["experiment.toml"] = files["experiment.toml"].replace(line, mistake.get("becomes", line))
+    files["experiment.toml"] += mistake.get("adds", "")
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "folder").mkdir()
+    if mistake.get("is_recorded"):
+        (folder / "runs").mkdir()
+        (folder / "runs" / "agl.db").write_bytes(recorded)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_answered_with_one_paragraph_and_the_next_step(name: str, folder: Path, recorded: bytes) -> None:
+    mistake = MISTAKES[name]
+    lay_out(folder, mistake, recorded=recorded)
+
+    result = CliRunner().invoke(cli, shlex.split(mistake.get("command", "check experiment.toml")), obj=plugins())
+
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code in (1, 2), result.output
+    message = result.stderr.replace(str(folder) + os.sep, "").strip()
+    assert "\n\n" not in message
+    assert "Traceback" not in message
+    for part in mistake["says"].split("…"):  # … stands for the words of other libraries
+        assert part in message
+
+
+def test_the_good_experiment_has_no_mistake(folder: Path, recorded: bytes) -> None:
+    lay_out(folder, {}, recorded=recorded)
+
+    result = CliRunner().invoke(cli, ["check", "experiment.toml"], obj=plugins())
+
+    assert (0, "no problem found; start with: agl run experiment.toml") == (
+        result.exit_code,
+        result.output.splitlines()[-1],
+    )
+
+
+def test_a_hundred_mistakes_are_collected() -> None:
+    assert len(MISTAKES) >= 100
