@@ -4,8 +4,10 @@ The mistakes are in ``mistakes.toml``, each with the edit to a good experiment, 
 """
 
 import asyncio
+import importlib
 import os
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from click.testing import CliRunner
 from agl import AlgorithmEntry, PluginManager, PolicyEntry, Rollout, hookimpl
 from agl.contracts import AlgorithmContext, StepReport
 from agl.schemas import PromptTemplate, ResourceVersion
-from agl_run import SQLiteStore
+from agl_run import Quiet, SQLiteStore, Trainer
 from agl_run.cli.main import cli
 
 BOOK = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text(encoding="utf-8"))
@@ -120,11 +122,62 @@ def test_mistake_is_answered_with_one_paragraph_and_the_next_step(name: str, fol
 
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (1, 2), result.output
-    message = result.stderr.replace(str(folder) + os.sep, "").strip()
+    message = result.stderr.replace(f"{folder}{os.sep}", "").replace(str(folder), "{folder}").strip()
     assert "\n\n" not in message
     assert "Traceback" not in message
     for part in mistake["says"].split("…"):  # … stands for the words of other libraries
         assert part in message
+
+
+RECORDING = """\
+[experiment]
+agent = "agent:solve"
+train = "train.jsonl"
+[[reward]]
+use = "badrew:R"
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        ("float(rollout.task['anser'])", "the reward 'badrew:R' raised KeyError: 'anser' at badrew.py:2 (1)."),
+        ("float('nan')", "the reward 'badrew:R' returned nan; return a finite number, or None for no reward (1)."),
+        ("'good'", "the reward emitter 'badrew:R' returned str; return a number or a Reward (1)."),
+    ],
+)
+def test_reward_that_fails_is_named_with_its_line_and_no_traceback(result: str, says: str, folder: Path) -> None:
+    (folder / "experiment.toml").write_text(RECORDING)
+    (folder / "train.jsonl").write_text('{"q": 1}')
+    (folder / "agent.py").write_text("def solve(task): return 'two'\n")
+    (folder / "badrew.py").write_text(f"def R(rollout, spans):\n    return {result}\n")
+
+    command = [sys.executable, "-m", "agl_run", "--no-plugins", "run", "experiment.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert 1 == done.returncode
+    assert says in done.stderr
+    assert "Correct the agent or the reward, then run it again with --fresh" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        ("float(rollout.task['anser'])", "the reward 'R' raised KeyError: 'anser' at badrew.py:2"),
+        ("float('nan')", "the reward 'R' returned nan"),
+    ],
+)
+def test_reward_that_fails_asynchronously_is_named_too(result: str, says: str, folder: Path) -> None:
+    (folder / "badrew.py").write_text(f"async def R(rollout, spans):\n    return {result}\n")
+    sys.path.insert(0, str(folder))
+    trainer = Trainer(store="memory://", rewards=importlib.import_module("badrew").R, folder=folder, progress=Quiet())
+
+    (episode,) = trainer.dev(lambda task: "two", [{"q": 1}]).episodes
+
+    assert episode.attempt is not None
+    assert episode.attempt.error is not None
+    assert says in episode.attempt.error.message
 
 
 def test_the_good_experiment_has_no_mistake(folder: Path, recorded: bytes) -> None:

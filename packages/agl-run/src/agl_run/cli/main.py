@@ -74,7 +74,20 @@ def cli(debug: bool, no_plugins: bool) -> None:
     """Train AI agents from their own runs."""
 
 
+class _Formatter(logging.Formatter):
+    """Names the error of an attempt in one line, and leaves its traceback to ``agl show``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.name == "agl_run.runners":
+            text = f"{record.getMessage()}: {visible(str(error))}; agl show prints the traceback"
+            record = logging.makeLogRecord({**record.__dict__, "msg": text, "args": None, "exc_info": None})
+        return super().format(record)
+
+
 def main() -> None:
     """Entry point of the ``agl`` command."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     cli(prog_name="agl")

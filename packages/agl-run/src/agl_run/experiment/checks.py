@@ -14,7 +14,7 @@ from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
-from agl_run.experiment.config import ExperimentConfig, ResourceConfig, RunnerConfig
+from agl_run.experiment.config import ExperimentConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
@@ -42,6 +42,8 @@ def make_plan(
         PluginError: A component is unknown or broken.
     """
     config, section = _with_targets(config, manager), config.experiment
+    if agent is None and not section.agent:
+        raise ConfigError('experiment.agent is empty; write "module:attribute", such as agent = "agent:solve"')
     spec = AgentSpec.of(section.agent if agent is None else agent, folder=str(folder))
     plan = Plan(
         config=config,
@@ -112,26 +114,42 @@ def _check_section(plan: Plan) -> None:
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
     _check_first(config)
-    if config.runner.concurrency < 0:
-        raise ConfigError(
-            f"runner.concurrency is {config.runner.concurrency}; it must be at least 1, or 0 to leave every attempt to "
-            "`agl worker`"
-        )
-    _check_limits(config.runner)
+    _check_runner(plan)
     if config.schedule.every < 1:
         raise ConfigError(f"schedule.every is {config.schedule.every}; it must be at least 1")
-    if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
-        raise ConfigError(
-            f"runner.timeout_s is {config.runner.timeout_s:g}; it must be above 0 seconds, or be left out for no limit"
-        )
-    if plan.agent.command and config.runner.use == "async":
-        raise ConfigError('the agent is a command; set [runner] use = "command"')
+    _check_workdir(plan)
 
 
-def _check_limits(runner: RunnerConfig) -> None:
+def _check_workdir(plan: Plan) -> None:
+    for path in (plan.workdir, *plan.workdir.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(
+                f"checkpoints and metrics go to {str(plan.workdir)!r}, and {path.name!r} is a file; set [experiment] "
+                "workdir to another directory, or move the file away"
+            )
+
+
+def _check_runner(plan: Plan) -> None:
+    runner = plan.config.runner
     for name, limit, least in (("max_attempts", runner.max_attempts, 1), ("max_losses", runner.max_losses, 0)):
         if not least <= limit <= MAX_ATTEMPTS:
             raise ConfigError(f"runner.{name} is {limit}; choose between {least} and {MAX_ATTEMPTS}")
+    if runner.concurrency < 0:
+        raise ConfigError(
+            f"runner.concurrency is {runner.concurrency}; it must be at least 1, or 0 to leave every attempt to "
+            "`agl worker`"
+        )
+    if runner.timeout_s is not None and runner.timeout_s <= 0:
+        raise ConfigError(
+            f"runner.timeout_s is {runner.timeout_s:g}; it must be above 0 seconds, or be left out for no limit"
+        )
+    if plan.agent.command and runner.use == "async":
+        raise ConfigError('the agent is a command; set [runner] use = "command"')
+    if runner.use == "command" and not plan.agent.command:
+        raise ConfigError(
+            f'runner.use is "command", and the agent {plan.agent.identity!r} is none; write a command as an array of '
+            'words, such as agent = ["python", "agent.py"], or set [runner] use = "async"'
+        )
 
 
 def _check_first(config: ExperimentConfig) -> None:
@@ -336,7 +354,7 @@ def _check_agent(plan: Plan) -> None:
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
             near = get_close_matches(parameter, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
                 f"the agent needs the resource {parameter!r}, which the experiment lacks{hint} "
                 f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"
