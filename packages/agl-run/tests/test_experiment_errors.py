@@ -316,7 +316,7 @@ def test_setting_a_key_of_the_only_table_of_a_list_needs_no_position(
     [
         ("algorithm.use=sft", "there are 2 entries in 'algorithm'; say which: algorithm.0.use or algorithm.1.use"),
         ("algorithm.params.lr=1", "say which: algorithm.0.params or algorithm.1.params"),
-        ("algorithm.1=sft", "'algorithm' is a list of tables; name a key of one, as in algorithm.0.use=NAME"),
+        ("algorithm.1=sft", "'algorithm' is a list of tables, and '1' is no key of one, as in algorithm.0.use=NAME"),
         ("algorithm.sft.use=dpo", "there is no 'sft' in that list"),
         ("experiment.name.first=a", "'experiment.name' is 'lists', which has no keys; write --set experiment.name=VAL"),
         ("experiment.hidden.0=a", r"'experiment.hidden' is a list of values; set it as a whole: --set 'experiment.hid"),

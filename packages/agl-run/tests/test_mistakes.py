@@ -118,7 +118,8 @@ def test_mistake_is_answered_with_one_paragraph_and_the_next_step(name: str, fol
     mistake = MISTAKES[name]
     lay_out(folder, mistake, recorded=recorded)
 
-    result = CliRunner().invoke(cli, shlex.split(mistake.get("command", "check experiment.toml")), obj=plugins())
+    command = shlex.split(mistake.get("command", "check experiment.toml"))
+    result = CliRunner().invoke(cli, command, obj=plugins(), prog_name="agl")
 
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (1, 2), result.output

@@ -8,13 +8,16 @@ import asyncio
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from agl import PluginManager
+from agl.errors import ConfigError
 from agl_run.cli.context import pass_manager
 from agl_run.experiment.command_recording import RecordedRun, record_command
 from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
+from agl_run.experiment.store_url import as_url, refuse_directory
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
@@ -36,11 +39,13 @@ def exec_(
     manager: PluginManager, url: str | None, upstream: str | None, timeout_s: float | None, command: tuple[str, ...]
 ) -> None:
     """Run COMMAND once and record its model calls; its output and exit status pass through."""
+    store_url = as_url(url or DEFAULT_STORE)
+    refuse_directory(store_url, Path())
+    if upstream and not upstream.startswith(("http://", "https://")):
+        raise ConfigError(f"--upstream {upstream!r} is no URL; write http://HOST:PORT/v1")
     started = time.monotonic()
     run: RecordedRun = asyncio.run(
-        record_command(
-            command, manager=manager, store_url=url or DEFAULT_STORE, upstream=upstream or "", timeout_s=timeout_s
-        )
+        record_command(command, manager=manager, store_url=store_url, upstream=upstream or "", timeout_s=timeout_s)
     )
     seconds = time.monotonic() - started
     click.echo(

@@ -21,6 +21,7 @@ from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
+from agl_run.experiment.store_url import check_store_url
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
 
@@ -200,6 +201,7 @@ def _check_components(plan: Plan) -> None:
     if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):
         raise ConfigError('gateway.params and gateway.advertise are ignored with use = "none"; remove them')
     if plan.store is None:
+        check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])
 
 
