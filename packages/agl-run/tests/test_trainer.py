@@ -111,6 +111,7 @@ def test_adapter_says_whose_calls_train_where_the_algorithm_does_not() -> None:
     ("arguments", "message"),
     [
         ({"sead": 3}, "unknown argument 'sead'; did you mean 'seed'"),
+        ({"n_workers": 4}, "unknown argument 'n_workers'; n_workers is n_runners: write n_runners=4"),
         ({"algorithms": ["apo"]}, "unknown argument 'algorithms'; did you mean 'algorithm'"),
         ({"seed": "three"}, 'experiment.seed is "three"; write a whole number'),
         ({"schedule": "paralel"}, 'schedule.mode is "paralel"; write one of sequential, alternate, concurrent'),
