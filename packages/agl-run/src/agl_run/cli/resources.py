@@ -83,7 +83,11 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 @_label_option
 @click.option("--if-better", is_flag=True, help="Only if its rewards are better than those of the label's version.")
 @click.option(
-    "--confidence", type=_confidence, default=0.95, show_default=True, help="Of the interval above --min-gain."
+    "--confidence",
+    type=_confidence,
+    default=0.95,
+    show_default=True,
+    help="Of the interval that must lie above --min-gain.",
 )
 @click.option("--min-gain", default=0.0, show_default=True, help="Least difference of the mean rewards.")
 @click.option("--min-rollouts", default=20, show_default=True, help="Least number of rewards of either version.")
