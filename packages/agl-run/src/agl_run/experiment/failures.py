@@ -107,6 +107,6 @@ def _error_of(rollout: Rollout, attempt: Attempt | None) -> str:
     error = attempt.error if attempt else None
     if error is None:
         return f"{rollout.status} without an error"
-    kind = "" if error.type.startswith("agl.errors.") else f"{error.type}: "  # ours name everything in the message
+    kind = "" if error.type == "agl.errors.RunError" else f"{error.type}: "  # whose message says all
     text = f"{kind}{error.message.strip()}".splitlines()[0]
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"
