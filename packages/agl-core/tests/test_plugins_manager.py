@@ -142,13 +142,13 @@ def test_unmatched_names_of_disabled_plugins_are_told():
     ],
 )
 def test_missing_component_names_the_package_to_install(kind, name, package):
-    with pytest.raises(UnknownComponentError, match=f"no {kind} named '{name}'.*pip install {package}$"):
+    with pytest.raises(UnknownComponentError, match=f"no {kind} is named '{name}'.*pip install {package}$"):
         PluginManager().entry(kind, name)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("store", "redis"), ("runner", "ray"), ("command", "console")])
 def test_missing_component_of_no_known_package_is_sent_nowhere(kind, name):
-    with pytest.raises(UnknownComponentError, match=f"no {kind} named '{name}'") as raised:
+    with pytest.raises(UnknownComponentError, match=f"no {kind} is named '{name}'") as raised:
         PluginManager().entry(kind, name)
     assert "pip install" not in str(raised.value)
 

@@ -48,7 +48,7 @@ def test_run_in_which_every_rollout_failed_ends_with_the_errors_and_the_next_ste
     assert 1 == result.exit_code
     assert (
         "Error: none of 4 rollouts succeeded: ValueError: no answer to question 0 (3), KeyError: 'question' (1). "
-        "Correct the agent, then run it again with --fresh (fresh=True). "
+        "Correct the agent or the reward, then run it again with --fresh (fresh=True). "
         "Look at one with: agl show e-1-validate-val-00000-00000-000\n"
     ) in result.output
     assert "for a long reason" not in result.output

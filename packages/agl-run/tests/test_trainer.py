@@ -111,13 +111,17 @@ def test_adapter_says_whose_calls_train_where_the_algorithm_does_not() -> None:
     ("arguments", "message"),
     [
         ({"sead": 3}, "unknown argument 'sead'; did you mean 'seed'"),
+        ({"n_workers": 4}, "unknown argument 'n_workers'; n_workers is n_runners: write n_runners=4"),
         ({"algorithms": ["apo"]}, "unknown argument 'algorithms'; did you mean 'algorithm'"),
-        ({"seed": "three"}, "at 'experiment.seed': Expected `int`, got `str`"),
-        ({"schedule": "paralel"}, "at 'schedule.mode'.* write one of sequential, alternate, concurrent"),
-        ({"failed": "ignore"}, "at 'experiment.failed'.* write one of drop, penalise"),
-        ({"runner": agl_run.runner(retry_on="lst")}, r"at 'runner.retry_on\[0\]'.* write one of failed, timeout"),  # pyright: ignore[reportArgumentType]  # the slip
+        ({"seed": "three"}, 'experiment.seed is "three"; write a whole number'),
+        ({"schedule": "paralel"}, 'schedule.mode is "paralel"; write one of sequential, alternate, concurrent'),
+        ({"failed": "ignore"}, 'experiment.failed is "ignore"; write one of drop, penalise'),
+        (
+            {"runner": agl_run.runner(retry_on="lst")},
+            r'runner.retry_on is \["lst"\]; write an array of failed or timeout',
+        ),  # pyright: ignore[reportArgumentType]  # the slip
         ({"algorithm": agl.GRPO}, r"algorithm is <function GRPO.*call it, as in agl.GRPO\(...\)"),
-        ({"algorithm": agl.GRPO(tunes=[3])}, r"at 'algorithm.tunes\[0\]': Expected `str`, got `int`"),
+        ({"algorithm": agl.GRPO(tunes=[3])}, r"algorithm.tunes is \[3\]; write an array of texts"),
         ({"algorithm": "apo", "adapter": {"agent_mach": "x"}}, "adapter has unknown keys .*it takes agent_match"),
         ({"initial_resources": {"prompt": "Go"}}, r"resource 'prompt' is 'Go'; write agl.PromptTemplate\(template"),
     ],
@@ -130,10 +134,13 @@ def test_slip_in_an_argument_is_named_with_its_remedy(arguments: dict[str, Any],
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": {"mode": "paralel"}}, "at 'schedule.mode'.* write one of sequential, alternate, concurrent"),
+        (
+            {"schedule": {"mode": "paralel"}},
+            'schedule.mode is "paralel"; write one of sequential, alternate, concurrent',
+        ),
         (
             {"algorithm": [{"use": "grpo", "lr": 0.1}]},
-            r"unknown key 'algorithm.lr'; .*go below params: params = \{ lr = ... \}",
+            r"unknown key 'algorithm.lr'; if lr is an argument of grpo, put it under params: params = \{ lr = 0.1 \}",
         ),
     ],
 )
@@ -145,10 +152,10 @@ def test_slip_in_a_file_is_named_with_its_remedy(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"algorithm": "verll"}, "no algorithm named 'verll'.*did you mean 'verl'.*pip install agl-algo-verl"),
-        ({"algorithm": agl.VERL(tunes="x")}, "no algorithm named 'verl' is registered; run: pip install agl-algo-verl"),
-        ({"runner": "proces"}, "no runner named 'proces' is registered .did you mean 'process'"),
-        ({"credit": "episod"}, "no credit named 'episod' is registered .did you mean 'episode'"),
+        ({"algorithm": "verll"}, "no algorithm is named 'verll'.*did you mean 'verl'.*pip install agl-algo-verl"),
+        ({"algorithm": agl.VERL(tunes="x")}, "no algorithm is named 'verl'; run: pip install agl-algo-verl"),
+        ({"runner": "proces"}, "no runner is named 'proces' .did you mean 'process'"),
+        ({"credit": "episod"}, "no credit is named 'episod' .did you mean 'episode'"),
     ],
 )
 def test_unknown_component_is_named_with_the_next_step(arguments: dict[str, Any], message: str) -> None:

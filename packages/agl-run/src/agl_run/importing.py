@@ -5,12 +5,13 @@ the next step.
 """
 
 import importlib
+import json
 import sys
 import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from agl.contracts import Tracer
 from agl.errors import ConfigError
@@ -29,14 +30,40 @@ def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any
     """
     module_name, _, attribute = path.partition(":")
     if not attribute:
-        raise ConfigError(f"the {kind} {path!r} is not of the form 'module:attribute', such as 'agent:solve'")
+        hint = _meant_by(path, folder) or "'module:attribute', such as 'agent:solve'"
+        raise ConfigError(f"the {kind} {path!r} names no attribute of a module; write {hint}")
     module = _import_module(module_name, folder, kind)
     try:
         return getattr(module, attribute)
     except AttributeError:
-        near = get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"module {module_name!r} has no {attribute!r}{hint}") from None
+        raise ConfigError(_no_attribute(module, attribute, kind)) from None
+
+
+def _meant_by(path: str, folder: str) -> str:
+    """Return what is meant by the name of a file, of a module alone, or of an attribute behind a dot."""
+    words = path.split()
+    if len(words) > 1:
+        return f"a command as an array of words: {json.dumps(words)}"
+    if path.endswith(".py"):
+        return repr(".".join(Path(path).with_suffix("").parts) + ":NAME") + ", with a function or class of that file"
+    module, _, attribute = path.rpartition(".")
+    if module and _file_of(module, folder).is_file():
+        return repr(f"{module}:{attribute}")
+    return f"'{path}:NAME', with a function or class of {path}.py" if _file_of(path, folder).is_file() else ""
+
+
+def _file_of(module: str, folder: str) -> Path:
+    return Path(folder, *module.split(".")).with_suffix(".py")
+
+
+def _no_attribute(module: Any, attribute: str, kind: str) -> str:
+    """Word the error for a missing attribute, with a close match, or with all that the module defines."""
+    values = cast("dict[str, Any]", vars(module))
+    own = [name for name, value in values.items() if getattr(value, "__module__", "") == module.__name__]
+    near = get_close_matches(attribute, dir(module), n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(sorted(own)) or 'no function or class'}"
+    where = Path(getattr(module, "__file__", None) or module.__name__).name
+    return f"the {kind}'s module {where} has no {attribute!r}; {hint}"
 
 
 def _import_module(name: str, folder: str, kind: str) -> Any:
@@ -48,12 +75,38 @@ def _import_module(name: str, folder: str, kind: str) -> Any:
         if error.name is not None and not (name + ".").startswith(error.name + "."):
             raise ConfigError(f"the {kind}'s module {name!r} {_needs(error)}") from error
         where = folder or str(Path.cwd())
-        raise ConfigError(f"no module {name!r} for the {kind}; looked in {where} and sys.path") from error
-    except Exception as error:  # any error of the module is reported as its own
         raise ConfigError(
-            f"the {kind}'s module {name!r} raised {type(error).__name__} when it was imported: {error}; "
-            "make it importable first, or use --debug to see where it happened"
+            f"no module {name!r} for the {kind}; looked in {where} and sys.path; {_other_module(name, Path(where))}"
         ) from error
+    except (Exception, SystemExit) as error:  # any error of the module is reported as its own
+        problem = f"{type(error).__name__} when it was imported: {error}{_at(error, folder)}"
+        raise ConfigError(
+            f"the {kind}'s module {name!r} raised {problem}; make it importable first, or use --debug for the traceback"
+        ) from error
+
+
+def _other_module(name: str, folder: Path) -> str:
+    """Return what to write instead of the name of a module that does not exist."""
+    if name.endswith(".py"):
+        return f"write the module without .py: '{name.removesuffix('.py')}:NAME'"
+    there = sorted(path.stem for path in folder.glob("*.py"))
+    near = get_close_matches(name, there, n=1)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"there are {', '.join(there[:8])}" if there else "name a module of that folder, or an installed one"
+
+
+def _at(error: BaseException, folder: str) -> str:
+    place = "" if isinstance(error, SyntaxError) else place_of(error, folder)  # a syntax error says it itself
+    return f" (at {place})" if place else ""
+
+
+def place_of(error: BaseException, folder: str | Path) -> str:
+    """Return the last line of a folder's code that an error came through, as ``agent.py:3``; ``""`` for none."""
+    root = str(Path(folder).absolute())
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename.startswith(root) and "site-packages" not in frame.filename]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def install_tracers(tracers: Iterable[tuple[str, Tracer]]) -> None:

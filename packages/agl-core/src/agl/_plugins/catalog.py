@@ -110,7 +110,7 @@ def missing(
                 f"the {kind} {name!r} is in the plugin {source.shown_name}, which is disabled; "
                 f"take it out of {DISABLED_VARIABLE} (or of --no-plugins) to use it"
             )
-    parts = [f"no {kind} named {name!r} is registered{_suggestion(key, names)}", *_advice(key, names)]
+    parts = [f"no {kind} is named {name!r}{_suggestion(key, names)}", *_advice(key, names)]
     if broken:
         plugins = ", ".join(plugin.source.shown_name for plugin in broken)
         parts.append(f"it may be in a plugin that failed to load: {plugins} (see: agl plugins check)")
@@ -122,7 +122,7 @@ def missing(
 def _suggestion(key: Key, names: Sequence[str]) -> str:
     kind, name = key
     installable = [known for known_kind, known in KNOWN if known_kind == kind]
-    near = get_close_matches(name, [*names, *installable], n=1)
+    near = get_close_matches(name.lower(), [*names, *installable], n=1)
     if key in KNOWN or not near:
         return ""
     install = "" if near[0] in names else f" Then run: pip install {KNOWN[kind, near[0]]}"
@@ -132,7 +132,10 @@ def _suggestion(key: Key, names: Sequence[str]) -> str:
 def _advice(key: Key, names: Sequence[str]) -> list[str]:
     if key in KNOWN:
         return [f"run: pip install {KNOWN[key]}"]
-    return [f"available: {', '.join(names)}" if names else f"no {key[0]} is installed"]
+    if names:
+        return [f"available: {', '.join(names)}"]
+    homes = sorted({home for (kind, _), home in KNOWN.items() if kind == key[0]})
+    return [f"no {key[0]} is installed", *(f"run: pip install {home}" for home in homes)]
 
 
 def _quarantined(key: Key, plugin: QuarantinedPlugin) -> PluginError:

@@ -13,7 +13,7 @@ from agl_run.cli.output import json_option, print_json, visible
 
 @click.command()
 @experiment_argument
-@click.option("-n", "--tasks", default=3, show_default=True, help="How many tasks to try.")
+@click.option("-n", "--tasks", type=click.IntRange(min=1), default=3, show_default=True, help="How many tasks to try.")
 @json_option
 @pass_manager
 def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:

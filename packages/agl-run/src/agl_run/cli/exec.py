@@ -9,13 +9,16 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 from agl import PluginManager
+from agl.errors import ConfigError
 from agl_run.cli.context import pass_manager
 from agl_run.experiment.command_recording import RecordedRun, StopRequest, record_command
 from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
+from agl_run.experiment.store_url import as_url, refuse_directory
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
 
@@ -40,12 +43,16 @@ def exec_(
 
     Ctrl-C and SIGTERM end COMMAND with all that it started, and keep its record; the exit status is 130 or 143.
     """
+    store_url = as_url(url or DEFAULT_STORE)
+    refuse_directory(store_url, Path())
+    if upstream and not upstream.startswith(("http://", "https://")):
+        raise ConfigError(f"--upstream {upstream!r} is no URL; write http://HOST:PORT/v1")
     started = time.monotonic()
     request = StopRequest()
     recording = record_command(
         command,
         manager=manager,
-        store_url=url or DEFAULT_STORE,
+        store_url=store_url,
         upstream=upstream or "",
         timeout_s=timeout_s,
         request=request,

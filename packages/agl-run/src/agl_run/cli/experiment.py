@@ -55,7 +55,7 @@ def read_experiment(
 
 def _override(data: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
-    if not equals:
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"--set {setting!r} is not of the form KEY=VALUE, such as experiment.seed=3")
     *tables, last = key.strip().split(".")
     table: Any = data
@@ -90,7 +90,10 @@ def _table_with(table: Any, key: str, place: _Place) -> dict[str, Any]:
         raise place.error(f"{place.path!r} is {table!r}, which has no keys; write --set {place.path}=VALUE")
     items = _tables(cast("list[Any]", table), place)
     if key not in _KEYS.get(place.path, ()):
-        raise place.error(f"{place.path!r} is a list of tables; name a key of one, as in {place.path}.0.use=NAME")
+        raise place.error(
+            f"{place.path!r} is a list of tables, and {key!r} is no key of one, as in {place.path}.0.use=NAME; an "
+            f"argument of it goes under params, as in {place.path}.params.{key}=VALUE"
+        )
     if not items:
         items.append({})
     if len(items) > 1:
@@ -116,7 +119,8 @@ def _entry(items: list[dict[str, Any]], name: str, place: _Place) -> dict[str, A
     if len(found) == 1:
         return found[0]
     what = "there is no" if not found else f"there are {len(found)} entries called"
-    raise place.error(f"{what} {name!r} in that list; use a name, or the position from 0")
+    there = ", ".join(str(item.get("name") or item.get("use")) for item in items) or "nothing"
+    raise place.error(f"{what} {name!r} in that list; use a name, or the position from 0 (it holds: {there})")
 
 
 def _value(text: str) -> Any:

@@ -2,6 +2,9 @@
 
 import logging
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -22,7 +25,11 @@ class OpenGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing a plugin's; an unknown one is a usage error."""
-        return super().get_command(ctx, cmd_name) or _plugin_command(ctx, f"{self.name} {cmd_name}")
+        own, name = super().get_command(ctx, cmd_name), f"{self.name} {cmd_name}"
+        near = get_close_matches(cmd_name, self.list_commands(ctx), n=1)
+        if own is None and near and near[0] != cmd_name:
+            raise click.UsageError(f"there is no command {name!r}; did you mean {near[0]!r}?", ctx)
+        return own or _plugin_command(ctx, name)
 
 
 class PluginGroup(click.Group):
@@ -41,14 +48,40 @@ class PluginGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(entry.name, entry.summary) for entry in _entries_below(ctx, "")])
 
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Read the options before the command; see :meth:`invoke` for errors."""
+        with _refused():
+            return super().make_context(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an :class:`AglError` becomes one paragraph on stderr and exit status 1."""
+        """Run the command.
+
+        An :class:`AglError` becomes one paragraph on stderr and exit status 1, a usage error one and exit status 2.
+        """
         try:
-            return super().invoke(ctx)
+            with _refused():
+                return super().invoke(ctx)
         except AglError as error:
             if ctx.params.get("debug"):
                 click.echo(traceback.format_exc(), err=True)
             raise click.ClickException(visible(str(error))) from error
+
+
+class _UsageError(click.ClickException):
+    """A usage error in one paragraph, where click prints three."""
+
+    exit_code = 2
+
+
+@contextmanager
+def _refused() -> Generator[None]:
+    try:
+        yield
+    except click.exceptions.NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "agl"
+        raise _UsageError(f"{error.format_message().rstrip('.')}; see: {where} --help") from error
 
 
 def _entries_below(ctx: click.Context, parent: str) -> list[CommandEntry]:
@@ -74,16 +107,23 @@ def cli(debug: bool, no_plugins: bool) -> None:
     """Train AI agents from their own runs."""
 
 
-class _VisibleFormatter(logging.Formatter):
-    """Escapes the control characters of agents' and models' text, in tracebacks too."""
+class _Formatter(logging.Formatter):
+    """Escapes the control characters of agents' and models' text.
+
+    An attempt's error is named in one line; ``agl show`` prints its traceback.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and record.name == "agl_run.runners":
+            text = f"{record.getMessage()}: {error}; agl show prints the traceback"
+            record = logging.makeLogRecord({**record.__dict__, "msg": text, "args": None, "exc_info": None})
         return visible(super().format(record))
 
 
 def main() -> None:
     """Entry point of the ``agl`` command."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
+    handler.setFormatter(_Formatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     cli(prog_name="agl")

@@ -10,10 +10,9 @@ import click
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
+from agl_run.experiment.store_url import SQLITE, as_url, refuse_directory
 
 T = TypeVar("T")
-
-SQLITE = "sqlite:///"
 
 store_option = click.option(
     "--store",
@@ -42,7 +41,8 @@ def resolve_url(url: str | None, folder: Path = Path()) -> str:
     """Return the store's URL; raises :class:`ConfigError` for a missing file, because reading must not create it."""
     if not url:
         return _only_file(folder)
-    url = url if "://" in url else f"{SQLITE}{url}"
+    url = as_url(url)
+    refuse_directory(url, folder)
     path = folder / url.removeprefix(SQLITE)
     if url.startswith(SQLITE) and not path.exists():
         raise ConfigError(
@@ -53,8 +53,14 @@ def resolve_url(url: str | None, folder: Path = Path()) -> str:
 
 def _only_file(folder: Path) -> str:
     files = sorted((folder / "runs").glob("*.db"))
+    if not files:
+        raise ConfigError(
+            "nothing is recorded in this folder yet (found 0 of runs/*.db); run an experiment here, or name a store "
+            f"with --store {SQLITE}PATH or AGL_STORE"
+        )
     if len(files) != 1:
         found = f"found {len(files)} of runs/*.db" + "".join(f", {file.name}" for file in files[:5])
-        example = files[0].as_posix() if files else "runs/agl.db"
-        raise ConfigError(f"which store? {found}; name one with --store {SQLITE}{example}, or set AGL_STORE")
+        raise ConfigError(
+            f"which store? {found}; name one with --store {SQLITE}{files[0].as_posix()}, or set AGL_STORE"
+        )
     return f"{SQLITE}{files[0]}"

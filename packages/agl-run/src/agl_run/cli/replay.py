@@ -26,7 +26,7 @@ from agl.stores import all_spans
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
 from agl_run.cli.experiment import make_trainer
-from agl_run.cli.opening import SQLITE, resolve_url, store_option, with_store
+from agl_run.cli.opening import resolve_url, store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find, read_one
 from agl_run.cli.replay_report import ComparedRun, compare, side_of
@@ -35,6 +35,7 @@ from agl_run.experiment.command_recording import record_command
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig, ResourceConfig, policy
 from agl_run.experiment.file import load_config
 from agl_run.experiment.progress import Quiet
+from agl_run.experiment.store_url import SQLITE
 from agl_run.experiment.trainer import Trainer
 
 SUFFIX = "-replay"

@@ -17,6 +17,7 @@ from agl_run.cli.output import echo, json_option, print_json, print_table, short
 from agl_run.comparison import Criterion, check_better, compare
 from agl_run.experiment import labels
 
+_confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
 _label_option = click.option("--label", default="production", show_default=True, help="The label to move.")
 
 
@@ -81,7 +82,13 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 @click.argument("version")
 @_label_option
 @click.option("--if-better", is_flag=True, help="Only if its rewards are better than those of the label's version.")
-@click.option("--confidence", default=0.95, show_default=True, help="Of the interval that must lie above --min-gain.")
+@click.option(
+    "--confidence",
+    type=_confidence,
+    default=0.95,
+    show_default=True,
+    help="Of the interval that must lie above --min-gain.",
+)
 @click.option("--min-gain", default=0.0, show_default=True, help="Least difference of the mean rewards.")
 @click.option("--min-rollouts", default=20, show_default=True, help="Least number of rewards of either version.")
 @click.option("--split", "is_split", is_flag=True, help="With --if-better: VERSION and the label as arms of a split.")
@@ -159,7 +166,7 @@ def rollback(manager: PluginManager, name: str, label: str, store_url: str | Non
 @click.argument("old")
 @click.argument("new")
 @click.option("--experiment", help="Only rollouts of this experiment.")
-@click.option("--confidence", default=0.95, show_default=True, help="Of the interval.")
+@click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Of the interval.")
 @store_option
 @json_option
 @pass_manager
@@ -177,6 +184,8 @@ def compare_(
 
     async def work(store: Store) -> Sequence[Arm]:
         names = [(await shown(store, name, which)).version.version for which in (old, new)]
+        if names[0] == names[1]:
+            raise ConfigError(f"{old!r} and {new!r} are both the version {names[0]!r} of {name!r}; name two versions")
         return await arms(store, name, names, experiment=experiment)
 
     before, after = with_store(manager, store_url, work)

@@ -45,7 +45,13 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.group(invoke_without_command=True)
 @store_option
 @filter_options
-@click.option("--limit", default=50, show_default=True, help="Rollouts at most, in descending order of id.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Rollouts at most, in descending order of id.",
+)
 @json_option
 @pass_manager
 @click.pass_context

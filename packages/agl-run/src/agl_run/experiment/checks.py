@@ -14,13 +14,14 @@ from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
-from agl_run.experiment.config import ExperimentConfig, ResourceConfig, RunnerConfig
+from agl_run.experiment.config import ExperimentConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
+from agl_run.experiment.store_url import check_store_url
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
 
@@ -42,6 +43,8 @@ def make_plan(
         PluginError: A component is unknown or broken.
     """
     config, section = _with_targets(config, manager), config.experiment
+    if agent is None and not section.agent:
+        raise ConfigError('experiment.agent is empty; write "module:attribute", such as agent = "agent:solve"')
     spec = AgentSpec.of(section.agent if agent is None else agent, folder=str(folder))
     plan = Plan(
         config=config,
@@ -98,29 +101,56 @@ def _check_section(plan: Plan) -> None:
     section, config = plan.config.experiment, plan.config
     for name in (section.name, *config.policy, *plan.resources, *(a.name for a in config.algorithm)):
         if not NAME.fullmatch(name):
-            raise ConfigError(f"the name {name!r} may hold letters, digits, '_' and '-' only, for it is part of ids")
+            raise ConfigError(
+                f"the name {name!r} may hold letters, digits, '_' and '-' only, because it is part of ids; write "
+                f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name).strip('-') or 'a-name'!r}"
+            )
     if any(algorithm.name == VALIDATION for algorithm in config.algorithm):
         raise ConfigError(f"an algorithm is called {VALIDATION!r}, a name reserved for validation; rename it")
     if section.penalty and "penalise" not in (section.failed, section.missing_reward):
-        raise ConfigError('penalty is ignored unless failed or missing_reward is "penalise"; set one, or remove it')
+        raise ConfigError(
+            f"experiment.penalty is {section.penalty:g}, and penalty is ignored unless failed or missing_reward is "
+            '"penalise"; set one, or remove it'
+        )
     if config.schedule.every != 1 and config.schedule.mode != "alternate":
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
     _check_first(config)
-    if config.runner.concurrency < 0:
-        raise ConfigError("runner.concurrency must be at least 1, or 0 to leave every attempt to `agl worker`")
-    _check_limits(config.runner)
+    _check_runner(plan)
     if config.schedule.every < 1:
-        raise ConfigError("schedule.every must be at least 1")
-    if config.runner.timeout_s is not None and config.runner.timeout_s <= 0:
-        raise ConfigError("runner.timeout_s must be above 0 seconds")
-    if plan.agent.command and config.runner.use == "async":
-        raise ConfigError('the agent is a command; set [runner] use = "command"')
+        raise ConfigError(f"schedule.every is {config.schedule.every}; it must be at least 1")
+    _check_workdir(plan)
 
 
-def _check_limits(runner: RunnerConfig) -> None:
+def _check_workdir(plan: Plan) -> None:
+    for path in (plan.workdir, *plan.workdir.parents):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(
+                f"checkpoints and metrics go to {str(plan.workdir)!r}, and {path.name!r} is a file; set [experiment] "
+                "workdir to another directory, or move the file away"
+            )
+
+
+def _check_runner(plan: Plan) -> None:
+    runner = plan.config.runner
     for name, limit, least in (("max_attempts", runner.max_attempts, 1), ("max_losses", runner.max_losses, 0)):
         if not least <= limit <= MAX_ATTEMPTS:
             raise ConfigError(f"runner.{name} is {limit}; choose between {least} and {MAX_ATTEMPTS}")
+    if runner.concurrency < 0:
+        raise ConfigError(
+            f"runner.concurrency is {runner.concurrency}; it must be at least 1, or 0 to leave every attempt to "
+            "`agl worker`"
+        )
+    if runner.timeout_s is not None and runner.timeout_s <= 0:
+        raise ConfigError(
+            f"runner.timeout_s is {runner.timeout_s:g}; it must be above 0 seconds, or be left out for no limit"
+        )
+    if plan.agent.command and runner.use == "async":
+        raise ConfigError('the agent is a command; set [runner] use = "command"')
+    if runner.use == "command" and not plan.agent.command:
+        raise ConfigError(
+            f'runner.use is "command", and the agent {plan.agent.identity!r} is none; write a command as an array of '
+            'words, such as agent = ["python", "agent.py"], or set [runner] use = "async"'
+        )
 
 
 def _check_first(config: ExperimentConfig) -> None:
@@ -144,7 +174,10 @@ def _check_tasks(plan: Plan) -> None:
     if not (plan.train or plan.val or algorithms):
         raise ConfigError("there are no tasks; set [experiment] train or val to a JSON-lines file")
     if section.validate_every and not plan.val:
-        raise ConfigError("validate_every is set and there are no validation tasks; set [experiment] val")
+        raise ConfigError(
+            f"experiment.validate_every is {section.validate_every}, and there are no validation tasks; set "
+            "[experiment] val to a JSON-lines file, or remove it"
+        )
     check_hidden([*plan.train, *plan.val], section.hidden, name="train or val")
 
 
@@ -160,12 +193,15 @@ def _check_components(plan: Plan) -> None:
         manager.policy(policy.use)
     both = set(config.policy) & set(plan.resources)
     if both:
-        raise ConfigError(f"{sorted(both)} are both policies and resources; names must be unique")
+        raise ConfigError(
+            f"{sorted(both)} are both policies and resources; names must be unique, so rename one of each"
+        )
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
     if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):
         raise ConfigError('gateway.params and gateway.advertise are ignored with use = "none"; remove them')
     if plan.store is None:
+        check_store_url(config.experiment.store, plan.folder)
         manager.store_entry(config.experiment.store.partition("://")[0])
 
 
@@ -223,7 +259,8 @@ def _check_pattern(algorithm: AlgorithmConfig) -> None:
         re.compile(algorithm.agents)
     except re.error as error:
         raise ConfigError(
-            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}"
+            f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r} is no regular expression: {error}; "
+            "list names as in 'write|rewrite'"
         ) from None
 
 
@@ -281,7 +318,7 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
     policy = plan.config.policy.get(name)
     if policy is not None:
         if "weights" not in kinds:
-            raise ConfigError(f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a policy")
+            raise ConfigError(_wrong_kind(plan, algorithm, name, "policy"))
         if not plan.manager.policy(policy.use).trains:
             raise ConfigError(
                 f"algorithm {algorithm.name!r} tunes the weights of {name!r}, and a policy of use = {policy.use!r} "
@@ -290,11 +327,21 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
     elif name in plan.resources:
         kind = "prompt_template" if isinstance(plan.resources[name], PromptTemplate) else "json"
         if kind not in kinds:
-            raise ConfigError(f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}")
+            raise ConfigError(_wrong_kind(plan, algorithm, name, kind))
     else:
         near = get_close_matches(name, _tunable(plan), n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {_tunable(plan)}"
         raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
+
+
+def _wrong_kind(plan: Plan, algorithm: AlgorithmConfig, name: str, kind: str) -> str:
+    """Word the error for a target that an algorithm cannot tune."""
+    kinds = plan.entry(algorithm).tunes
+    found = dict.fromkeys(plan.config.policy, "weights")
+    found |= {n: "prompt_template" if isinstance(r, PromptTemplate) else "json" for n, r in plan.resources.items()}
+    fitting = sorted(other for other, its in found.items() if its in kinds)
+    remedy = f"set tunes to one of {fitting}" if fitting else "add one of that kind, or use another algorithm"
+    return f"algorithm {algorithm.name!r} tunes {' or '.join(kinds)}, and {name!r} is a {kind}; {remedy}"
 
 
 def _tunable(plan: Plan) -> list[str]:
@@ -309,7 +356,7 @@ def _check_agent(plan: Plan) -> None:
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
             near = get_close_matches(parameter, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
                 f"the agent needs the resource {parameter!r}, which the experiment lacks{hint} "
                 f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"

@@ -5,15 +5,14 @@ algorithms, rewards and credit are in :mod:`agl.algorithms`. :func:`policy` and 
 component's own parameters written beside the settings, as in a file.
 """
 
-import re
 from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 import msgspec
 
 from agl.algorithms import AlgorithmConfig, ComponentConfig
-from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record
+from agl_run.experiment.wording import check_value
 
 ASYNC = "async"
 """The default runner."""
@@ -252,29 +251,11 @@ def _checked(value: Any, where: str) -> Any:
         return tuple(_checked(item, where) for item in value)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]  # likewise
     if not isinstance(value, Record):
         return value
-    try:
-        return msgspec.convert(msgspec.structs.asdict(value), type(value))
-    except msgspec.ValidationError as error:
-        raise ConfigError(readable(error, where)) from None
-
-
-def readable(error: msgspec.ValidationError, where: str = "") -> str:
-    """Word an error as in an experiment file: the key, the problem, and the values that the key may have."""
-    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", str(error))
-    if match is None:
-        return str(error)
-    said, path = match[1], ".".join(filter(None, (where, match[2])))
-    if said.startswith("Invalid enum value"):
-        said += f"; write one of {', '.join(_choices(path))}"
-    return f"at {path!r}: {said}" if path else said
-
-
-def _choices(path: str) -> tuple[str, ...]:
-    """Return the words that a key takes; a key of several sections takes the same words in each."""
-    key = re.findall(r"[a-z_]+", path)[-1]
-    sections = (ExperimentSection, RunnerConfig, ResourceConfig, ScheduleConfig)
-    hint = next(hints[key] for hints in map(get_type_hints, sections) if key in hints)
-    return get_args(hint if get_origin(hint) is Literal else get_args(hint)[0])
+    hints = get_type_hints(type(value))
+    for name, item in msgspec.structs.asdict(value).items():
+        plain = list(cast("tuple[Any, ...]", item)) if isinstance(item, tuple) else item
+        check_value(plain, hints[name], f"{where}.{name}")
+    return msgspec.convert(msgspec.structs.asdict(value), type(value))
 
 
 def listed(names: str | Iterable[str]) -> tuple[str, ...]:

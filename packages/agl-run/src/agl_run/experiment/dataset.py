@@ -1,8 +1,9 @@
 """Datasets: JSON-lines files, JSON arrays, or any sequence of tasks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -19,7 +20,11 @@ def load_dataset(path: Path) -> list[Json]:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise DatasetError(f"no dataset {str(path)!r}; paths in an experiment file are relative to it") from None
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.json*")], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "paths in an experiment file are relative to it"
+        raise DatasetError(f"no dataset {str(path)!r}; {hint}") from None
+    except IsADirectoryError:
+        raise DatasetError(f"the dataset {str(path)!r} is a directory; name a JSON-lines file in it") from None
     except OSError as error:
         raise DatasetError(f"cannot read the dataset {str(path)!r}: {error}") from error
     array = _array(data)
@@ -88,7 +93,12 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
     """Refuse hidden keys that no task has: a misspelt one would show the agent the answer."""
     for key in hidden:
         if tasks and not any(isinstance(task, dict) and key in task for task in tasks):
-            raise DatasetError(f"hidden key {key!r} is in no task of {name}; check [experiment] hidden")
+            keys = sorted(
+                {found for task in tasks if isinstance(task, dict) for found in cast("dict[str, Json]", task)}
+            )
+            near = get_close_matches(key, keys, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys of tasks are {keys[:8]}"
+            raise DatasetError(f"hidden key {key!r} is in no task of {name}; check [experiment] hidden; {hint}")
 
 
 def unkeyed_tasks(*datasets: Sequence[Json]) -> list[str]:

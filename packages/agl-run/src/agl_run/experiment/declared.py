@@ -12,6 +12,8 @@ from agl_run.experiment.plan import Plan
 
 _KEY = "api_key_env"
 
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+
 _NAME = re.compile(r"[^\W\d][\w -]*([.\[].*)?")
 """A placeholder's name, with an attribute or an index."""
 
@@ -34,6 +36,11 @@ def check_policy_key(plan: Plan, name: str, resource: Resource) -> None:
 
 def require_key(place: str, variable: str) -> None:
     """Raise :class:`ConfigError` if the environment lacks the variable; ``""`` is none."""
+    if variable and not _VARIABLE.fullmatch(variable):
+        raise ConfigError(
+            f"[{place}] {_KEY} is no name of an environment variable, and may be a key itself; export the key, such as "
+            f'in OPENAI_API_KEY, and write {_KEY} = "OPENAI_API_KEY"'
+        )
     if variable and not os.environ.get(variable):
         raise ConfigError(
             f"[{place}] takes its key from the environment variable {variable}, which is not set; set it, name another "

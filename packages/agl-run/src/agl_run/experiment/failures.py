@@ -92,8 +92,8 @@ class FailureReport:
         for counts, where in ((self._all, ""), (self._training, " on training tasks")):
             if counts.all_failed:
                 raise RunError(
-                    f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent, then run "
-                    f"it again with --fresh (fresh=True). Look at one with: agl show {counts.example}"
+                    f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent or the "
+                    f"reward, then run it again with --fresh (fresh=True). Look at one with: agl show {counts.example}"
                 )
         if self._all.failed:
             found = (
@@ -107,5 +107,6 @@ def _error_of(rollout: Rollout, attempt: Attempt | None) -> str:
     error = attempt.error if attempt else None
     if error is None:
         return f"{rollout.status} without an error"
-    text = f"{error.type}: {error.message.strip()}".splitlines()[0]
+    kind = "" if error.type == "agl.errors.RunError" else f"{error.type}: "  # whose message says all
+    text = f"{kind}{error.message.strip()}".splitlines()[0]
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}…"

@@ -6,14 +6,17 @@ and need none of this.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from agl.contracts import RewardEmitter, RewardEntry
-from agl.errors import ConfigError
-from agl.schemas import Json
+from agl.errors import AglError, ConfigError, RunError, UnknownComponentError
+from agl.schemas import Json, Rollout, Span
 from agl_run.experiment.plan import Plan
-from agl_run.importing import import_attribute
+from agl_run.importing import import_attribute, place_of
 
 _EXAMPLE = "def {name}(rollout, spans, *, tolerance=0.0)"
 
@@ -50,9 +53,18 @@ def check_known(plan: Plan) -> None:
     """
     for item in plan.config.reward:
         if not is_own(plan, item.use):
-            plan.manager.reward(item.use)
+            _check_registered(plan, item.use)
         elif item.use not in plan.rewards:
             import_attribute(item.use, str(plan.folder), kind="reward")
+
+
+def _check_registered(plan: Plan, name: str) -> None:
+    try:
+        plan.manager.reward(name)
+    except UnknownComponentError as error:
+        if not (plan.folder / f"{name}.py").is_file():
+            raise
+        raise ConfigError(f"{error}. For a reward of {name}.py write '{name}:NAME', its function or class") from None
 
 
 def is_own(plan: Plan, name: str) -> bool:
@@ -71,8 +83,53 @@ def build_own(plan: Plan, name: str, params: Mapping[str, Json]) -> RewardEmitte
     found = plan.rewards.get(name)
     target = import_attribute(name, str(plan.folder), kind="reward") if found is None else found
     if inspect.isclass(target):
-        return _emitter(name, plan.manager.build(RewardEntry(name=name, factory=target), **params), {})
+        return _emitter(name, _instance(plan, name, target, params), {})
     return _emitter(name, target, params)
+
+
+def _instance(plan: Plan, name: str, target: Any, params: Mapping[str, Json]) -> Any:
+    try:
+        return plan.manager.build(RewardEntry(name=name, factory=target), **params)
+    except AglError:
+        raise
+    except Exception as error:  # the experiment's own class may raise anything
+        raise ConfigError(f"{_raised(name, error, plan.folder)} when it was made; correct its __init__") from error
+
+
+def named(name: str, emitter: RewardEmitter, *, folder: Path) -> RewardEmitter:
+    """Return the emitter with its errors named: ``the reward 'judge:score' raised KeyError: 'anser' at judge.py:2``."""
+
+    async def awaited(value: Awaitable[Any]) -> Any:
+        with _naming(name, folder):
+            return _finite(name, await value)
+
+    def emit(rollout: Rollout, spans: Sequence[Span]) -> Any:
+        with _naming(name, folder):
+            value: Any = emitter(rollout, spans)
+            return awaited(value) if inspect.isawaitable(value) else _finite(name, value)
+
+    return emit
+
+
+@contextmanager
+def _naming(name: str, folder: Path) -> Generator[None]:
+    try:
+        yield
+    except AglError:
+        raise
+    except Exception as error:  # a reward may raise anything
+        raise RunError(_raised(name, error, folder)) from error
+
+
+def _finite(name: str, value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RunError(f"the reward {name!r} returned {value}; return a finite number, or None for no reward")
+    return value
+
+
+def _raised(name: str, error: Exception, folder: Path) -> str:
+    place = place_of(error, folder)
+    return f"the reward {name!r} raised {type(error).__name__}: {error}" + (f" at {place}" if place else "")
 
 
 def _emitter(name: str, reward: Callable[..., Any], params: Mapping[str, Json]) -> RewardEmitter:

@@ -12,6 +12,7 @@ import msgspec
 from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
+from agl.errors import AglError, ConfigError
 from agl.schemas import Json, Resource
 from agl_run.experiment.config import ExperimentConfig, RunnerConfig
 from agl_run.runners.agent import AgentSpec, LoadedAgent
@@ -89,5 +90,16 @@ class Plan:
 def load_agent(spec: AgentSpec) -> LoadedAgent:
     """Import the agent, with placeholders for API keys that are not set; raises :class:`ConfigError`."""
     missing = [name for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY") if name not in os.environ]
-    with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # for clients made at the top of the module
-        return spec.load()
+    try:
+        with environment(dict.fromkeys(missing, PLACEHOLDER_KEY)):  # for clients made at the top of the module
+            return spec.load()
+    except AglError:
+        raise
+    except Exception as error:  # an agent's class may raise anything when its instance is made
+        problem = f"{type(error).__name__}: {error}"
+        if "is not a callable object" in problem:
+            problem = "it is neither a function nor a class with a method rollout"
+        raise ConfigError(
+            f"the agent {spec.identity!r} cannot be used: {problem}; name a function, such as "
+            "def solve(task), or a class with a method rollout(task, resources, rollout) that is made without arguments"
+        ) from error

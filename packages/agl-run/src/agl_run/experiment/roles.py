@@ -20,7 +20,10 @@ def check_patterns(patterns: Mapping[str, str]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(
+                f"[policy.{policy}] agents = {pattern!r} is no regular expression: {error}; list names as in "
+                "'write|rewrite'"
+            ) from None
     upstreams = [Upstream(name=policy, base_url="", agents=pattern) for policy, pattern in patterns.items()]
     for name in (name for pattern in patterns.values() for name in pattern.split("|")):
         claimed = [upstream.name for upstream in upstreams_for(upstreams, names=[name])]

@@ -267,6 +267,7 @@ def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSe
             arguments = [*known, *(Trainer.__init__.__kwdefaults__ or ())]
             near = get_close_matches(key, arguments, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"settings of an experiment are {', '.join(known)}"
+            hint = f"n_workers is n_runners: write n_runners={settings[key]!r}" if key == "n_workers" else hint
             raise ConfigError(f"Trainer got the unknown argument {key!r}; {hint}")
     fields: dict[str, Any] = {"agent": "", **settings, "name": name, "store": store}
     return ExperimentSection(**fields)

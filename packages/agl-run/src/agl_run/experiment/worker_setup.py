@@ -9,6 +9,7 @@ from agl.errors import RunError
 from agl.schemas import Claim, NamedResources, Outcome, Rollout
 from agl.tracing import load_secret
 from agl_run.experiment.build import build_rewards
+from agl_run.experiment.own_rewards import named
 from agl_run.experiment.plan import Plan
 from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
@@ -71,12 +72,13 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
     runner: Runner = (
         manager.build(manager.runner(config.use), setup=setup, **config.params) if context.concurrency else NoRunner()
     )
+    rewards = build_rewards(plan, context.upstreams, unreachable=context.unreachable)
     return WorkerSetup(
         store=context.store,
         runner=runner,
         experiment=plan.name,
         concurrency=context.concurrency,
-        rewards=build_rewards(plan, context.upstreams, unreachable=context.unreachable),
+        rewards=[(name, named(name, emitter, folder=plan.folder)) for name, emitter in rewards],
         gateway=context.gateway,
         requires_calls=context.requires_calls,
     )

@@ -1,0 +1,38 @@
+"""Checks the URL of an experiment's store before the store is opened."""
+
+from pathlib import Path
+
+from agl.errors import ConfigError
+
+SQLITE = "sqlite:///"
+
+
+def check_store_url(url: str, folder: Path) -> None:
+    """Check a store's URL.
+
+    Args:
+        url: As in the experiment.
+        folder: Base of relative paths.
+
+    Raises:
+        ConfigError: It is a path, a malformed URL of a SQLite file, or one of a directory.
+    """
+    if "://" not in url or (url.startswith("sqlite:") and not url.startswith(SQLITE)) or url == SQLITE:
+        path = url.removeprefix("sqlite:").lstrip("/") or "runs/agl.db"
+        meant = "memory://" if path == "memory" else f"{SQLITE}{path}"
+        raise ConfigError(f"experiment.store is {url!r}, which is no URL of a store; write {meant}")
+    refuse_directory(url, folder)
+
+
+def refuse_directory(url: str, folder: Path) -> None:
+    """Raise :class:`ConfigError` for the URL of a SQLite store whose path is a directory."""
+    name = url.removeprefix(SQLITE)
+    if url.startswith(SQLITE) and (folder / name).is_dir():
+        files = sorted(path.name for path in (folder / name).glob("*.db"))
+        inside = f"{SQLITE}{name.rstrip('/')}/{files[0] if files else 'agl.db'}"
+        raise ConfigError(f"the store {name!r} is a directory; name a file in it, such as {inside}")
+
+
+def as_url(text: str) -> str:
+    """Return what a command line gives as a store, a URL or the path of a SQLite file, as a URL."""
+    return text if "://" in text else f"{SQLITE}{text}"

@@ -1,0 +1,68 @@
+"""Words the errors for values of another type than a setting's: the key, the value, and what to write instead."""
+
+import types
+from difflib import get_close_matches
+from typing import Any, Literal, Union, get_args, get_origin
+
+import msgspec
+
+from agl.errors import ConfigError
+
+EXAMPLES = {
+    "agent": 'write "module:attribute", such as agent = "agent:solve", or a command as an array of words: '
+    'agent = ["python", "agent.py"]',
+    "plugins": 'write plugins = { disabled = ["NAME"] }, the only key of it',
+    "reward_weights": "write the weights by reward: reward_weights = { NAME = 1.0 }",
+    "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",
+    "use": 'write a name in quotes, such as use = "NAME"',
+}
+"""What to write for keys that a type alone does not explain."""
+
+
+def check_value(value: Any, hint: Any, where: str) -> None:
+    """Raise :class:`ConfigError` if a key's value, as in a file, has another type than ``hint``."""
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        key = where.rpartition(".")[2]
+        raise ConfigError(f"{where} is {shown(value)}; {EXAMPLES.get(key) or _remedy(key, value, hint)}") from None
+
+
+def _remedy(key: str, value: Any, hint: Any) -> str:
+    """Return what to write for a value of another type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return _one_of(value, get_args(hint))
+    if get_origin(hint) is tuple:
+        return _array(key, value, get_args(hint)[0])
+    number = value if isinstance(value, str) and value.isdecimal() else "8"
+    return {
+        bool: f"write {key} = true or {key} = false, without quotes",
+        int: f"write a whole number without quotes, such as {key} = {number}",
+        float: f"write a number without quotes, such as {key} = 0.5",
+        str: f'write one text in quotes: {key} = "..."',
+    }.get(hint, f"write a table, such as {key} = {{ NAME = VALUE }}")
+
+
+def _array(key: str, value: Any, item: Any) -> str:
+    choices = get_args(item) if get_origin(item) is Literal else ()
+    if isinstance(value, str) and (not choices or value in choices):
+        return f"write {key} = [{shown(value)}]"
+    if choices:
+        return f"write an array of {' or '.join(choices)}, such as {key} = [{shown(choices[0])}]"
+    return f'write an array of texts, such as {key} = ["NAME"]'
+
+
+def _one_of(value: Any, choices: tuple[str, ...]) -> str:
+    near = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
+    return f"write one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def shown(value: Any) -> str:
+    """Format a value as in the file, in at most 60 characters."""
+    try:
+        text = msgspec.json.encode(value).decode()
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
