@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from agl_run.cli.main import cli
+from agl_testing.model_server import Reply, ScriptedModelServer
 
 AGENT = """
 import asyncio
@@ -81,8 +82,8 @@ def own_key(monkeypatch):
 def unrecorded(experiment, server):
     """Makes an experiment with one of the agents above; without ``trains`` it only records."""
 
-    def make(agent, *, trains=False, **settings):
-        file = experiment(steps=1, agent=AGENT.format(url=f"{server.base_url}/chat/completions"), **settings)
+    def make(agent, *, trains=False, url=server.base_url, **settings):
+        file = experiment(steps=1, agent=AGENT.format(url=f"{url}/chat/completions"), **settings)
         text = file.read_text().replace("toy_agent:solve", f"toy_agent:{agent}")
         before, _, after = text.partition("[[algorithm]]")
         file.write_text(text if trains else before + after[after.index("[[reward]]") :])
@@ -119,6 +120,17 @@ def test_training_leaves_half_recorded_rollouts_out_and_ends_with_what_to_do(unr
     assert "none of 6 rollouts can be used: 6 unseen calls. There are 6 model calls that were not recorded" in text
     assert "requests to 127.0.0.1 (6)" in text
     assert WAY_OUT in text
+
+
+def test_calls_to_a_model_behind_a_tool_are_reported_and_the_rollout_trains(unrecorded, caplog):
+    with ScriptedModelServer(respond=lambda request: Reply(text="no policy")) as other:
+        file = unrecorded("half_requests", trains=True, url=other.base_url)
+        result = CliRunner().invoke(cli, ["run", str(file)])
+    assert 0 == result.exit_code, result.output
+    found = [text for text in warnings(caplog) if "were not recorded" in text]
+    assert 1 == len(found)
+    assert "6 of 6 rollouts have 6 model calls that were not recorded, made by requests to 127.0.0.1 (6)" in found[0]
+    assert "they train with the calls that were recorded" in found[0]
 
 
 @pytest.mark.parametrize("runner", ["async", "process"])

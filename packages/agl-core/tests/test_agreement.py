@@ -1,5 +1,6 @@
 """Compare the model calls that the tracer saw with the recorded ones, and report the difference."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,15 +106,25 @@ def test_a_foreign_programs_calls_that_name_no_span_count_for_chat_spans_that_we
 
 
 def test_a_call_that_a_watch_saw_is_unseen_and_makes_no_other_call_unattributed():
-    watched = {semconv.UNRECORDED: True, semconv.CLIENT: "requests"}
+    watched = {semconv.UNRECORDED: "policy", semconv.CLIENT: "requests"}
     saw = framework("saw", attributes=watched, start=10_000_000, end=20_000_000)
     assert (["saw"], []) == ids(root(), saw, recorded("c", "root"))
     assert (["saw"], ["c"]) == ids(root(), framework("node", "invoke_node"), saw, recorded("c", "root"))
 
 
 def test_a_call_that_a_watch_saw_is_not_taken_for_an_overlapping_one_that_names_no_span():
-    saw = framework("saw", attributes={semconv.UNRECORDED: True}, start=10_000_000, end=20_000_000)
+    saw = framework("saw", attributes={semconv.UNRECORDED: "policy"}, start=10_000_000, end=20_000_000)
     assert (["saw"], []) == ids(root(), saw, recorded("c", parent=None, start=11_000_000, end=15_000_000))
+
+
+@pytest.mark.parametrize(("kind", "reject"), [("policy", "unseen_calls"), ("foreign", "")])
+def test_a_call_to_a_server_of_no_policy_leaves_the_rollout_in_training(kind: str, reject: str):
+    saw = framework("saw", attributes={semconv.UNRECORDED: kind}, start=10_000_000, end=20_000_000)
+    episode = build_episode(ROLLOUT, ATTEMPT, [root(), saw, recorded("c", "root")])
+    assert ([reject], [kind == "foreign"]) == (
+        [call.reject for call in episode.transitions],
+        [call.is_foreign for call in episode.unseen],
+    )
 
 
 @given(st.lists(st.sampled_from(["both", "tracer", "recording"]), max_size=12))

@@ -43,7 +43,8 @@ OBJECT = "agl.object"
 MODEL_VERSION = "agl.model_version"
 SPLIT_ARM = "agl.split.arm"
 UNRECORDED = "agl.unrecorded"
-"""On a span that stands for a model call of which only its client is known."""
+"""On a span that stands for a model call of which only its client is known: ``policy``, or ``foreign`` for a call to a
+server that serves no policy."""
 
 OP_CHAT = "chat"
 OP_TEXT_COMPLETION = "text_completion"

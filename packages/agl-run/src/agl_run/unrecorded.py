@@ -4,7 +4,8 @@ urllib, urllib3, requests and botocore send through ``http.client``; aiohttp has
 model's route that is answered with success becomes a span that names the library and the host, and by which
 :func:`agl.episodes.find_disagreement` knows of a call without a record. Requests are never changed. Nothing of them
 is read but method and URL, and of these only the host is kept. Left out are calls to the run's own gateway, which
-records them, and failed ones, which may be tried again.
+records them, and failed ones, which may be tried again. Calls to a server of a policy lack in the rollout's record;
+calls to another, such as the model behind a tool, are only told of.
 """
 
 import inspect
@@ -116,7 +117,9 @@ def _count(url: str, *, library: str, start_ns: int) -> None:
         return
     library = _library_above(library)
     if library:
-        about: dict[str, Any] = {"client": library, "server": url, "attributes": {semconv.UNRECORDED: True}}
+        served = [one for up in attempt.upstreams for one in (up.base_url, *up.replicas)]
+        kind = "policy" if any(_is_below(url, one) for one in served) else "foreign"
+        about: dict[str, Any] = {"client": library, "server": url, "attributes": {semconv.UNRECORDED: kind}}
         open_span(start_ns=start_ns, is_current=False, unless_called=True, **about).close()
 
 

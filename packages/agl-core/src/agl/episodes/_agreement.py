@@ -142,4 +142,5 @@ def _loose_call(span: Span, enclosing: Enclosing) -> LooseCall:
         agent=enclosing.who(span).agent,
         model=str(span.attributes.get(semconv.REQUEST_MODEL) or (span.call.model if span.call else "")),
         client=client_of(span),
+        is_foreign=span.attributes.get(semconv.UNRECORDED) == "foreign",
     )

@@ -122,8 +122,9 @@ def to_transitions(
 
 def _disagreement(found: Agreement, options: EpisodeOptions) -> Reject | None:
     """The reason why no call of an incompletely recorded attempt trains."""
-    if found.unseen and options.unseen == "drop":
-        detail = f"{len(found.unseen)} model calls of the attempt were not recorded; {found.unseen[0].client} made one"
+    missed = [call for call in found.unseen if not call.is_foreign]
+    if missed and options.unseen == "drop":
+        detail = f"{len(missed)} model calls of the attempt were not recorded; {missed[0].client} made one"
         return Reject(reason="unseen_calls", detail=detail)
     if found.unattributed and options.unattributed == "drop":
         detail = f"{len(found.unattributed)} recorded calls lie outside the framework's spans"

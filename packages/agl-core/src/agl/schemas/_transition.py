@@ -114,12 +114,15 @@ class LooseCall(Record, frozen=True, kw_only=True):
     Attributes:
         span_id: The framework's ``chat`` span, or the recorded call's.
         client: The class or library that called, and the host, as far as they are known.
+        is_foreign: True for a call to a server that serves no policy, such as the model behind a tool: reported, and
+            no reason to leave the rollout out of training.
     """
 
     span_id: str
     agent: str = ""
     model: str = ""
     client: str = ""
+    is_foreign: bool = False
 
 
 class Episode(Record, frozen=True, kw_only=True):

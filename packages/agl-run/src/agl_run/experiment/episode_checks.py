@@ -54,7 +54,7 @@ class AgreementPolicy:
 
     def refusal(self, episode: Episode) -> str:
         """Return the reason why the rollout is left out of training, ``""`` if there is none."""
-        return next((kind for kind in self._settings if _found(episode, kind) and self.verdict(kind) == "drop"), "")
+        return next((kind for kind in self._settings if _counts(episode, kind) and self.verdict(kind) == "drop"), "")
 
     def report(self, episodes: Sequence[Episode], *, trains: bool) -> None:
         """Log a warning about the calls that are missing from a batch.
@@ -87,6 +87,8 @@ class AgreementPolicy:
         if setting == "error" and not self._is_trial:
             raise RunError(text)
         if self._is_new(kind, trains=trains):
+            if not any(_counts(episode, kind) for episode in concerned):
+                setting = "accept"
             fate = _fate_in_training(setting) if trains else _fate(kind, setting)
             _LOG.warning("%s; %s. See: agl why %s", text, fate, concerned[0].rollout.rollout_id)
 
@@ -116,6 +118,11 @@ def describe_calls(calls: Sequence[LooseCall], kind: str) -> str:
 
 def _found(episode: Episode, kind: str) -> tuple[LooseCall, ...]:
     return episode.unseen if kind == UNSEEN else episode.unattributed
+
+
+def _counts(episode: Episode, kind: str) -> bool:
+    """Return true if calls to a policy's server are concerned, or calls of which the server is not known."""
+    return any(not call.is_foreign for call in _found(episode, kind))
 
 
 def _has_no_call(episode: Episode) -> bool:
