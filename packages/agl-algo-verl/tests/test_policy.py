@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -29,12 +30,14 @@ class Replica:
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
+        self.keys: list[str] = []
         self.address = ""
         self.goes_on = asyncio.Event()
         self.goes_on.set()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.keys.append(request.headers.get("authorization", ""))
         self.seen[json.dumps(body["messages"][0])] += 1
         if body.get("stream"):
             response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -82,7 +85,8 @@ async def models(_: web.Request) -> web.Response:
 async def call(llm: LLM, text: str, **fields: Any) -> Any:
     body = {"model": "llm", "messages": [{"role": "user", "content": text}], **fields}
     url = f"{llm.endpoint}/chat/completions"
-    async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+    headers = {"authorization": f"Bearer {os.environ[llm.api_key_env]}"}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body, headers=headers) as reply:
         return await (reply.text() if fields.get("stream") else reply.json())
 
 
@@ -96,6 +100,19 @@ def test_a_conversation_stays_on_one_replica_and_all_are_used() -> None:
                 assert "inside" == answers[0]["model"]
             assert all(replica.seen for replica in found)
             assert {"replica_calls": 32, "replica_failures": 0} == policy.counts()
+
+    asyncio.run(body())
+
+
+def test_relay_and_replicas_are_asked_with_the_policies_key() -> None:
+    async def body() -> None:
+        async with replicas(1) as (found, _), serving(model="m") as (policy, llm):
+            await policy.attach([found[0].address])
+            await call(llm, "hi")
+            assert [f"Bearer {os.environ['AGL_POLICY_KEY']}"] == found[0].keys
+            async with aiohttp.ClientSession() as session, session.post(f"{llm.endpoint}/chat/completions") as reply:
+                assert (401, True) == (reply.status, "AGL_POLICY_KEY" in await reply.text())
+            assert 1 == len(found[0].keys)
 
     asyncio.run(body())
 

@@ -220,7 +220,8 @@ async def served_gap(bench: AlgorithmBench) -> float:
     endpoint, weights = bench.context().endpoint("llm").endpoint, bench.published[-1].resource
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "model": "llm"}
     asked |= {"logprobs": True, "return_token_ids": True}
-    async with aiohttp.ClientSession() as session, session.post(f"{endpoint}/chat/completions", json=asked) as reply:
+    url, headers = f"{endpoint}/chat/completions", {"authorization": f"Bearer {os.environ['AGL_POLICY_KEY']}"}
+    async with aiohttp.ClientSession() as session, session.post(url, json=asked, headers=headers) as reply:
         answer = await reply.json()
     choice = answer["choices"][0]
     call = Transition(

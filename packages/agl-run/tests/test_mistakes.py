@@ -144,7 +144,7 @@ use = "badrew:R"
     [
         ("float(rollout.task['anser'])", "the reward 'badrew:R' raised KeyError: 'anser' at badrew.py:2 (1)."),
         ("float('nan')", "the reward 'badrew:R' returned nan; return a finite number, or None for no reward (1)."),
-        ("'good'", "the reward emitter 'badrew:R' returned str; return a number or a Reward (1)."),
+        ("'good'", "the reward 'badrew:R' returned str; return a number or a Reward (1)."),
     ],
 )
 def test_reward_that_fails_is_named_with_its_line_and_no_traceback(result: str, says: str, folder: Path) -> None:

@@ -163,7 +163,7 @@ def test_reward_that_is_not_finite_fails_its_own_rollout_and_names_its_emitter(
 
     assert ["failed", "succeeded"] == [episode.rollout.status for episode in result.episodes]
     assert [None, 1.0] == rewards_of(result)
-    assert f"the reward emitter 'judge' returned {said}; return a finite number" in caplog.text
+    assert f"the reward 'judge' returned {said}; return a finite number" in caplog.text
 
 
 def test_agents_own_reward_that_is_not_finite_fails_its_rollout_alone() -> None:

@@ -10,12 +10,14 @@ All mutable state belongs to one event loop in a thread of its own, so that a bu
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agl import PluginManager
-from agl.contracts import ServedModel
+from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import AglError, ConfigError, PolicyError
 from agl.schemas import ResourceVersion, Weights
 from agl_algo_verl.relay import Backend, ReplicaRelay
@@ -56,7 +58,7 @@ class VerlPolicy:
         self._host, self._port = host, port
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agl-verl-policy", daemon=True)
-        self._relay = ReplicaRelay(self._backend)
+        self._relay = ReplicaRelay(self._backend, key=policy_key())
         self._lock = asyncio.Lock()
         self._replicas: Backend | None = None
         self._home: Policy | None = None
@@ -121,8 +123,9 @@ class VerlPolicy:
         urls = tuple(f"http://{address}/v1" for address in addresses)
         known = self._replicas
         same = known if known is not None and known.urls == urls else None
-        model = same.model if same else await self._there(self._relay.model_of(urls[0]))
-        await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True)))
+        key = policy_key()
+        model = same.model if same else await self._there(self._relay.model_of(urls[0], key=key))
+        await self._there(self._attach(Backend(urls=urls, model=model, version=version, is_awaited=True, key=key)))
 
     async def hold(self) -> None:
         """Hold new calls until `attach`, `detach` or `stop`; returns once the calls under way have ended."""
@@ -146,7 +149,7 @@ class VerlPolicy:
 
     def _served(self) -> ServedModel:
         version = self._live.version if self._live else ""
-        return ServedModel(base_urls=(self._address,), model=self.name, version=version)
+        return ServedModel(base_urls=(self._address,), model=self.name, version=version, api_key_env=POLICY_KEY_ENV)
 
     async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
@@ -186,7 +189,8 @@ class VerlPolicy:
                 except AglError as error:
                     self._failure = error  # later calls fail at once; starting would fail again
                     raise
-            return Backend(urls=self._home_serves.base_urls, model=self._home_serves.model)
+            home = self._home_serves
+            return Backend(urls=home.base_urls, model=home.model, key=os.environ.get(home.api_key_env, ""))
 
     async def _start_home(self) -> ServedModel:
         manager = PluginManager.from_environment()
@@ -196,6 +200,11 @@ class VerlPolicy:
             served = await home.load(self._live)
         self._home = home
         return served
+
+
+def policy_key() -> str:
+    """Return the key that policies of this process ask for, and VERL's replicas; made at first unless it is set."""
+    return os.environ.setdefault(POLICY_KEY_ENV, secrets.token_urlsafe(32))
 
 
 def is_absent(model: str) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from agl.contracts import POLICY_KEY_ENV
+from agl_algo_verl.policy import policy_key
 from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
@@ -171,6 +173,7 @@ def environment(read: RaySettings, *, folder: Path, threads: int) -> dict[str, s
         "VERL_FILE_LOGGER_PATH": str(folder / METRICS),
         "VERL_LOGGING_LEVEL": os.environ.get("VERL_LOGGING_LEVEL", "WARNING"),
         "TOKENIZERS_PARALLELISM": "false",
+        POLICY_KEY_ENV: policy_key(),
     }
     if not read.is_cpu:
         return common

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import hmac
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import aiohttp
 from aiohttp import web
 
+from agl.contracts import POLICY_KEY_ENV
 from agl.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -49,12 +51,14 @@ class Backend:
         model: The model name that they know.
         version: The version of their weights, `""` where it is not known.
         is_awaited: Whether calls wait for other servers once none of these can be reached.
+        key: Their API key, `""` for none.
     """
 
     urls: tuple[str, ...]
     model: str
     version: str = ""
     is_awaited: bool = False
+    key: str = ""
 
 
 class CallGate:
@@ -98,10 +102,11 @@ class ReplicaRelay:
 
     Args:
         backend: Returns the servers of this moment, and may start them; its error becomes the call's answer.
+        key: API key that calls must bring.
     """
 
-    def __init__(self, backend: Callable[[], Awaitable[Backend]]) -> None:
-        self._backend = backend
+    def __init__(self, backend: Callable[[], Awaitable[Backend]], *, key: str) -> None:
+        self._backend, self._key = backend, key.encode()
         self._session: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._is_over = False
@@ -132,11 +137,11 @@ class ReplicaRelay:
             await self._session.close()
         self._runner = self._session = None
 
-    async def model_of(self, url: str) -> str:
+    async def model_of(self, url: str, *, key: str) -> str:
         """Return the name under which a server knows its model; raises PolicyError when it does not say."""
         session = cast("aiohttp.ClientSession", self._session)
         try:
-            async with session.get(f"{url}/models") as reply:
+            async with session.get(f"{url}/models", headers=_authorization(key)) as reply:
                 return str((await reply.json())["data"][0]["id"])
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise PolicyError(
@@ -145,6 +150,9 @@ class ReplicaRelay:
             ) from error
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
+        sent = request.headers.get("authorization", "").partition(" ")[2].strip()
+        if not hmac.compare_digest(sent.encode("utf-8", "replace"), self._key):
+            return _error_response(401, f"this policy asks for its key, which its process has as {POLICY_KEY_ENV}")
         content = await request.read()
         while True:
             async with self.gate:
@@ -164,26 +172,27 @@ class ReplicaRelay:
         for url in preferred_order(backend.urls, key):
             path = request.match_info["path"].removeprefix("v1/")
             try:
-                return await self._pass_on(request, f"{url}/{path}", body, version=backend.version)
+                return await self._pass_on(request, f"{url}/{path}", body, backend=backend)
             except (aiohttp.ClientConnectionError, TimeoutError):
                 self.failures[url] += 1
-        if backend.is_awaited and not await self._any_answers(backend.urls):
+        if backend.is_awaited and not await self._any_answers(backend):
             self.gate.close()
             self.lost.set()
             return None
         return _error_response(502, f"none of the replicas can be reached: {', '.join(backend.urls)}")
 
-    async def _any_answers(self, urls: Sequence[str]) -> bool:
-        for url in urls:
+    async def _any_answers(self, backend: Backend) -> bool:
+        for url in backend.urls:
             with contextlib.suppress(PolicyError):
-                await self.model_of(url)
+                await self.model_of(url, key=backend.key)
                 return True
         return False
 
-    async def _pass_on(self, request: web.Request, url: str, body: bytes, *, version: str) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request, url: str, body: bytes, *, backend: Backend) -> web.StreamResponse:
         """Pass a call on and return its answer; raises aiohttp.ClientConnectionError while nothing was answered."""
-        session = cast("aiohttp.ClientSession", self._session)
+        session, version = cast("aiohttp.ClientSession", self._session), backend.version
         headers = {"content-type": request.headers.get("content-type", "application/json")}
+        headers |= _authorization(backend.key)
         async with session.request(request.method, url, data=body or None, headers=headers) as reply:
             self.calls[url] += 1
             passed = {name: value for name, value in reply.headers.items() if name.lower() not in CONNECTION_HEADERS}
@@ -207,6 +216,10 @@ def preferred_order(urls: Sequence[str], key: str) -> list[str]:
     By rendezvous hashing: each URL has a rank for each conversation, so when one goes, only its conversations move.
     """
     return sorted(urls, key=lambda url: hashlib.blake2b(f"{key}|{url}".encode(), digest_size=8).digest())
+
+
+def _authorization(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def _addressed(body: bytes, model: str) -> tuple[bytes, str]:

@@ -6,7 +6,6 @@ and need none of this.
 
 import functools
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,12 +100,12 @@ def named(name: str, emitter: RewardEmitter, *, folder: Path) -> RewardEmitter:
 
     async def awaited(value: Awaitable[Any]) -> Any:
         with _naming(name, folder):
-            return _finite(name, await value)
+            return await value
 
     def emit(rollout: Rollout, spans: Sequence[Span]) -> Any:
         with _naming(name, folder):
             value: Any = emitter(rollout, spans)
-            return awaited(value) if inspect.isawaitable(value) else _finite(name, value)
+            return awaited(value) if inspect.isawaitable(value) else value
 
     return emit
 
@@ -119,12 +118,6 @@ def _naming(name: str, folder: Path) -> Generator[None]:
         raise
     except Exception as error:  # a reward may raise anything
         raise RunError(_raised(name, error, folder)) from error
-
-
-def _finite(name: str, value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise RunError(f"the reward {name!r} returned {value}; return a finite number, or None for no reward")
-    return value
 
 
 def _raised(name: str, error: Exception, folder: Path) -> str:

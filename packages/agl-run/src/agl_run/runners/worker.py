@@ -281,7 +281,7 @@ async def _rewards_of(name: str, emitter: RewardEmitter, rollout: Rollout, spans
 def _named(name: str, value: Any) -> Reward:
     reward = read_reward(value)
     if reward is None:
-        raise TypeError(f"the reward emitter {name!r} returned {type(value).__name__}; return a number or a Reward")
+        raise TypeError(f"the reward {name!r} returned {type(value).__name__}; return a number or a Reward")
     if reward.fault:
-        raise RunError(f"the reward emitter {name!r} returned {reward.fault}; return a finite number, or None for none")
+        raise RunError(f"the reward {name!r} returned {reward.fault}; return a finite number, or None for no reward")
     return msgspec.structs.replace(reward, name=reward.name if isinstance(value, Reward) else name, source="evaluator")
