@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -183,11 +184,11 @@ def _columns(points: Sequence[tuple[int, float]], *, width: int) -> list[float]:
 def _save(curves: Sequence[Curve], output: Path) -> None:
     """Write a picture with all curves, those of one metric in one diagram."""
     try:
-        from matplotlib.figure import Figure
+        figures: Any = import_module("matplotlib.figure")
     except ModuleNotFoundError:
         raise ConfigError("a picture needs matplotlib; run: pip install matplotlib") from None
     names = list(dict.fromkeys(name.partition(" ")[2] for name, _ in curves))
-    figure: Any = Figure(figsize=(8, 3 * len(names)), layout="constrained")
+    figure = figures.Figure(figsize=(8, 3 * len(names)), layout="constrained")
     for axis, metric in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
         for name, points in curves:
             algorithm, _, own = name.partition(" ")
