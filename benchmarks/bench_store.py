@@ -36,11 +36,11 @@ CLAIM_RAW = (
 COPY_ROLLOUT = (
     """WITH RECURSIVE n(at) AS (SELECT 2 UNION ALL SELECT at + 1 FROM n WHERE at < :rollouts)
     INSERT INTO rollouts SELECT at, printf('ro-copy%020x', at), experiment, mode, group_id, status, stage, attempts,
-    at << 8 | 1, started_at, finished_at, data FROM n, rollouts WHERE seq = 1""",
+    at << 14 | 1, started_at, finished_at, data, failures, losses FROM n, rollouts WHERE seq = 1""",
     """INSERT INTO attempts SELECT attempt, a.status, a.claim_id, a.deadline, a.data FROM rollouts, attempts a
-    WHERE seq > 1 AND a.id = (1 << 8 | 1)""",
+    WHERE seq > 1 AND a.id = (1 << 14 | 1)""",
     """INSERT INTO spans SELECT (attempt << 24) + (key & 0xffffff), span_id, s.data FROM rollouts CROSS JOIN spans s
-    WHERE seq > 1 AND s.key >> 24 = (1 << 8 | 1)""",
+    WHERE seq > 1 AND s.key >> 24 = (1 << 14 | 1)""",
 )
 VOCABULARY = ["".join(random.Random(at).choices("etaoinshrdlcumwfgypbvk", k=1 + at % 9)) for at in range(5000)]
 WEIGHTS = [1 / (rank + 3) for rank in range(5000)]
