@@ -136,7 +136,7 @@ def test_outage_that_the_agent_survived_is_not_its_error(work: Callable[[], None
 
 
 def is_hit(key: str, *, percent: int) -> bool:
-    """Whether a fault strikes; the same for the same key."""
+    """Return true if a fault strikes; the same for the same key."""
     return hashlib.sha256(key.encode()).digest()[0] * 100 < percent * 256
 
 

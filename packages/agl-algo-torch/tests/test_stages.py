@@ -42,7 +42,7 @@ def settings(lora: LoraSettings | None) -> LearnerSettings:
 
 @pytest.fixture
 def adapter(model_dir: Path, tmp_path: Path) -> Weights:
-    """What a LoRA stage of rank 4 published, well away from its base."""
+    """The weights that a LoRA stage of rank 4 published, well away from its base."""
     learner = PolicyLearner(origin=Weights(uri=str(model_dir)), settings=settings(LORA))
     for _ in range(3):
         learner.loaded.model(input_ids=IDS, labels=IDS).loss.backward()

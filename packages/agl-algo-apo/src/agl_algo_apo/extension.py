@@ -1,4 +1,4 @@
-"""Whether a search that has ended can go on, by the reason for which it ended and the parameters that it has now."""
+"""Decides if a search that has ended can go on, by the reason for its end and its parameters of today."""
 
 from collections.abc import Mapping
 

@@ -25,7 +25,7 @@ _RENAMED = {"n_workers": "runner.concurrency", "n_runners": "runner.concurrency"
 
 
 _FILLED = {"policy": 'use = "openai" and model = {}', "resource": "template = {}", "experiment": "agent = {}"}
-"""What a text stands for that was written in the place of a section; in the other sections it is ``use``."""
+"""The key that a text means where a section belongs; in the other sections it means ``use``."""
 
 
 def check_shape(data: Mapping[str, Any], record: type[Record], *, path: str = "") -> None:

@@ -16,7 +16,7 @@ EXAMPLES = {
     "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",
     "use": 'write a name in quotes, such as use = "NAME"',
 }
-"""What to write for keys that a type alone does not explain."""
+"""Examples of what to write for keys that a type alone does not explain."""
 
 
 def check_value(value: Any, hint: Any, where: str) -> None:
