@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from agl.schemas import LLM
 from agl.stores import MemoryStore
 from agl_run import Quiet, Trainer
+from agl_testing.adapters import MODEL
 from agl_testing.model_server import Reply, ScriptedModelServer
 from agl_testing.repeats import check_repeats
 
@@ -59,6 +61,29 @@ def test_client_that_is_closed_in_a_rollout_leaves_no_connection_open(
     check_repeats(agent, server, tracers=(), gateway="none", folder=tmp_path, calls=2)
     gc.collect()
 
+    assert [] == [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
+
+
+def test_client_that_a_rollout_drops_closes_its_connections_in_their_loop(
+    server: ScriptedModelServer, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Else sockets close under transports that still listen to their descriptors, which new connections get."""
+
+    async def agent(task: Any) -> float:
+        client = AsyncOpenAI(base_url=server.base_url, api_key="none", max_retries=0)
+        await asyncio.gather(*(ask(client, task["marker"]) for _ in range(3)))
+        del client
+        gc.collect()
+        return 1.0
+
+    gc.collect()
+    recwarn.clear()
+    policy = LLM(endpoint=server.base_url, model=MODEL)
+    trainer = Trainer(name="one", store=MemoryStore(), initial_resources={"main": policy}, progress=Quiet())
+    trainer.dev(agent, [{"marker": f"#{number}#"} for number in range(4)], tasks=4)
+    gc.collect()
+
+    assert 24 == len(server.calls)
     assert [] == [str(warning.message) for warning in recwarn if warning.category is ResourceWarning]
 
 

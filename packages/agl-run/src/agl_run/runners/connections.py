@@ -5,6 +5,11 @@ asynchronous clients on a loop of each thread (``Runner.run_sync``, ``asyncio.ru
 for the whole process: the OpenAI Agents SDK and LangChain share theirs, and programs keep one in a module. Here the
 client's pool of connections gets a twin for each loop. Its limits count for each loop.
 
+A client that nobody closed closes its twins when it is collected, each in the loop that opened it. Else asyncio closes
+only the sockets, and the client's own finaliser (the OpenAI and Anthropic SDKs have one) ends the connections later,
+maybe in the loop of another thread: by then their descriptors may belong to new connections, which would wait for an
+answer until they time out.
+
 This covers ``httpx`` and ``httpx2``, through the pools of ``httpcore`` and ``httpcore2``; clients of other libraries
 (``aiohttp``) are left as they are. Outside of rollouts nothing changes.
 """
@@ -12,18 +17,23 @@ This covers ``httpx`` and ``httpx2``, through the pools of ``httpcore`` and ``ht
 import asyncio
 import copy
 import importlib
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeAlias
 
 from agl.tracing import Undo, current, patch
 
 _MODULES = ("httpcore", "httpcore2")
 _TWINS = "_agl_twins"
 _IS_TWIN = "_agl_is_twin"
+_CLOSING = "_agl_closing"
 _STATE = {"_connections", "_requests", "_optional_thread_lock"}
 """The only state of a pool that changes; httpcore has no public way to make another one like it."""
+
+_Twins: TypeAlias = dict[asyncio.AbstractEventLoop, Any]
 
 
 def separate_loops() -> Undo:
@@ -53,12 +63,27 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
 def _close(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     async def aclose(self: Any) -> None:
-        twin = self.__dict__.get(_TWINS, {}).pop(_running_loop(), None)
+        twins: _Twins = self.__dict__.get(_TWINS, {})
+        loop = _running_loop()
+        twin = twins.pop(loop, None) if loop is not None else None
+        _close_all(twins)
         if twin is not None:
             await original(twin)
         await original(self)
 
     return aclose
+
+
+def _close_all(twins: _Twins) -> None:
+    """Have every loop close its connections; those of closed loops close with their sockets."""
+    while twins:
+        loop, twin = twins.popitem()
+        with suppress(RuntimeError, AttributeError):  # the loop is closed, or is none of asyncio's
+            loop.call_soon_threadsafe(_close_soon, loop, twin)
+
+
+def _close_soon(loop: asyncio.AbstractEventLoop, twin: Any) -> None:
+    setattr(twin, _CLOSING, loop.create_task(twin.aclose()))
 
 
 def _twin(pool: Any) -> Any:
@@ -69,12 +94,21 @@ def _twin(pool: Any) -> Any:
     loop = _running_loop()
     if loop is None or hasattr(pool, _IS_TWIN) or not pool.__dict__.keys() >= _STATE:
         return pool
-    twins: dict[asyncio.AbstractEventLoop, Any] = pool.__dict__.setdefault(_TWINS, {})
+    twins = _twins(pool)
     if loop not in twins:
         for other in [one for one in list(twins) if one.is_closed()]:
             twins.pop(other, None)
         twins[loop] = _copy(pool)
     return twins[loop]
+
+
+def _twins(pool: Any) -> _Twins:
+    """Return the pool's twins, which outlive it until they are closed."""
+    fresh: _Twins = {}
+    twins: _Twins = pool.__dict__.setdefault(_TWINS, fresh)
+    if twins is fresh:
+        weakref.finalize(pool, _close_all, twins).atexit = False
+    return twins
 
 
 def _copy(pool: Any) -> Any:
