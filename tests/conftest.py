@@ -103,6 +103,18 @@ def solve(task):
     return text
 '''
 
+AGL = """
+import os
+import socket
+
+if name := os.environ.get("HOST_NAME"):
+    socket.gethostname = lambda: name
+from agl_run.cli.main import main
+
+main()
+"""
+"""The command, on a machine of the name in ``HOST_NAME``."""
+
 TASKS = [{"question": f"what is {n}?", "answer": str(n)} for n in range(7)]
 
 
@@ -184,7 +196,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., sub
         environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
         environment.update(more)
         process = subprocess.Popen(
-            [sys.executable, "-c", "from agl_run.cli.main import main; main()", *words],
+            [sys.executable, "-c", AGL, *words],
             cwd=cwd,
             env=environment,
             stdout=subprocess.PIPE,
