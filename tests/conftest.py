@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -190,7 +191,7 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., sub
     """Starts the ``agl`` command with the toy plugin; the caller waits for it, and what still runs is killed."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
+    def start(*words: str, cwd: Path, log: int | IO[bytes] = subprocess.PIPE, **more: str) -> subprocess.Popen[str]:
         environment = {**agl_plugins.environment, "AGL_SECRET": "x" * 32, "XDG_STATE_HOME": str(tmp_path / "state")}
         environment.pop("OPENAI_BASE_URL", None)
         environment["OPENAI_API_KEY"] = "sk-the-users-own-key-0123456789"
@@ -199,8 +200,8 @@ def agl(agl_plugins: PluginFolder, tmp_path: Path) -> Iterator[Callable[..., sub
             [sys.executable, "-c", AGL, *words],
             cwd=cwd,
             env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
             text=True,
         )
         started.append(process)

@@ -13,19 +13,26 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import IO, TypeVar
 
 from agl.contracts import RolloutQuery, Store
 from agl_run.experiment.state import load_experiment
 from agl_testing.waiting import wait_until
+
+T = TypeVar("T")
 
 StartAgl = Callable[..., "subprocess.Popen[str]"]
 
 TOKEN = {"AGL_TOKEN": "an-admin-token-of-the-tests"}
 HOSTS = ("", "", "left", "right")
 """Names of machines under which programs come back; ``""`` keeps this machine's."""
+
+EARLY = 0.2
+"""Share of the programs that are killed before or soon after they work."""
 
 ORPHANS_S = 5.0
 """Seconds after which nothing that a killed program started may run."""
@@ -48,6 +55,7 @@ async def main(url, report):
             retry = RetryPolicy(max_attempts=1)
             await store.enqueue([Rollout(rollout_id=name, task=None, experiment="writer", retry=retry)])
             acknowledged.write(f"enqueued {name}\\n".encode())
+            print("wrote", flush=True)
             for claim in await store.claim(worker=name, experiment="writer", lease_s=600):
                 name = claim.rollout.rollout_id
                 await store.append_spans([make_span(claim, name="work")])
@@ -66,37 +74,47 @@ class Program:
 
     Attributes:
         name: What it is, for the report.
-        start: Starts it on a machine of that name.
+        sign: Text in its output once it works.
+        log: The file with its output.
+        start: Starts it on a machine of that name, with its output into that file.
+        lives_s: Seconds for which it works at most before it is killed.
         returns_at: Monotonic time at which it is started again while it is dead.
+        dies_at: Monotonic time at which it is killed; ``None`` until it works.
     """
 
     name: str
-    start: Callable[[str], "subprocess.Popen[str]"]
+    sign: str
+    log: Path
+    start: Callable[[str, IO[bytes]], "subprocess.Popen[str]"]
+    lives_s: float = 3.0
     process: "subprocess.Popen[str] | None" = None
-    started_at: float = 0.0
     returns_at: float = 0.0
+    dies_at: float | None = None
 
     def is_alive(self) -> bool:
         """Return true if it runs."""
         return self.process is not None and self.process.poll() is None
 
+    def works(self) -> bool:
+        """Return true once its output has the sign."""
+        return self.sign in self.output()
+
+    def output(self) -> str:
+        """Everything that it wrote since it was last started."""
+        return self.log.read_text(errors="replace")
+
     def begin(self, host: str = "") -> None:
         """Start it."""
-        self.process, self.started_at = self.start(host), time.monotonic()
+        with self.log.open("wb") as log:
+            self.process, self.dies_at = self.start(host, log), None
 
     def kill(self) -> list[tuple[int, str]]:
         """``kill -9``; returns the process and its descendants, each with the time of its start."""
         assert self.process is not None
         family = [(pid, start_of(pid)) for pid in family_of(self.process.pid)]
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
         return family
-
-    def last_words(self) -> str:
-        """The output of a program that has ended."""
-        assert self.process is not None
-        out, err = self.process.communicate()
-        return out + err
 
 
 @dataclass
@@ -122,14 +140,18 @@ class Installation:
         return self.file.parent / "acknowledged"
 
     def programs(self) -> list[Program]:
-        """Every program, the server first."""
+        """Every program, the server first, the trainer next."""
+        of_process = "worker with processes"
         return [
-            Program("server", self._server),
-            Program("trainer", self._trainer),
-            Program("worker", lambda host: self._worker(host, "async")),
-            Program("worker with processes", lambda host: self._worker(host, "process")),
-            Program("writer", self._writer),
+            Program("server", "stop with", self._log("server"), self._server, lives_s=12),
+            Program("trainer", "step", self._log("trainer"), self._trainer),
+            Program("worker", "experiment 'toy'", self._log("worker"), partial(self._worker, "async")),
+            Program(of_process, "experiment 'toy'", self._log(of_process), partial(self._worker, "process")),
+            Program("writer", "wrote", self._log("writer"), self._writer, lives_s=6),
         ]
+
+    def _log(self, name: str) -> Path:
+        return self.file.parent / f"{name}.log"
 
     def is_begun(self) -> bool:
         """Return true if the experiment is in the store."""
@@ -140,36 +162,37 @@ class Installation:
         lines = [line.split() for line in self.report.read_text().splitlines() if len(line) > 40]
         return asyncio.run(self._with_store(lambda store: missing_of(store, lines)))
 
-    def trainer_options(self) -> tuple[str, ...]:
-        """``--resume`` once there is something to resume."""
-        return ("--resume",) if self.is_begun() else ()
+    def losses(self) -> int:
+        """Return how many attempts of the experiment lost their worker."""
+        query = RolloutQuery(experiment="toy", limit=10**6)
+        return sum(one.losses for one in asyncio.run(self._with_store(lambda store: store.rollouts(query))))
 
-    async def _with_store(self, work: Callable[[Store], object]) -> object:
+    async def _with_store(self, work: Callable[[Store], Awaitable[T]]) -> T:
         store = self.open_store()
         try:
             return await work(store)
         finally:
             await store.close()
 
-    def _server(self, host: str) -> "subprocess.Popen[str]":
+    def _server(self, host: str, log: IO[bytes]) -> "subprocess.Popen[str]":
         del host  # its address stays
         words = ("--store", self.served, "--port", str(self.port))
-        return self.agl("serve", *words, cwd=self.file.parent, **TOKEN)
+        return self.agl("serve", *words, cwd=self.file.parent, log=log, **TOKEN)
 
-    def _trainer(self, host: str) -> "subprocess.Popen[str]":
+    def _trainer(self, host: str, log: IO[bytes]) -> "subprocess.Popen[str]":
         file = self._home(f"trainer-{host}")
-        return self.agl("run", str(file), "--quiet", *self.trainer_options(), cwd=file.parent, HOST_NAME=host, **TOKEN)
+        options = ("--resume",) if self.is_begun() else ()
+        return self.agl("run", str(file), *options, cwd=file.parent, log=log, HOST_NAME=host, **TOKEN)
 
-    def _worker(self, host: str, runner: str) -> "subprocess.Popen[str]":
+    def _worker(self, runner: str, host: str, log: IO[bytes]) -> "subprocess.Popen[str]":
         file = self._home(f"worker-{host}-{runner}")
-        words = ("--set", f"runner.use={runner}", "--concurrency", "2", "--stay", "--quiet")
-        return self.agl("worker", str(file), *words, cwd=file.parent, HOST_NAME=host, **TOKEN)
+        words = ("--set", f"runner.use={runner}", "--concurrency", "2", "--stay")
+        return self.agl("worker", str(file), *words, cwd=file.parent, log=log, HOST_NAME=host, **TOKEN)
 
-    def _writer(self, host: str) -> "subprocess.Popen[str]":
+    def _writer(self, host: str, log: IO[bytes]) -> "subprocess.Popen[str]":
         del host
         words = [sys.executable, "-c", WRITER, f"http://127.0.0.1:{self.port}", str(self.report)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(words, env={**os.environ, **TOKEN}, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(words, env={**os.environ, **TOKEN}, stdout=log, stderr=log, text=True)
 
     def _home(self, name: str) -> Path:
         """A folder with the experiment's files, one per machine and program."""
@@ -222,12 +245,11 @@ class Campaign:
     def run(self) -> None:
         """Kill until the number is reached, then let everything come back and the trainer finish."""
         programs = self.installation.programs()
-        for program in programs:
-            program.begin()
         while self.killed.total() < self.kills:
-            time.sleep(self.draw.uniform(0.05, 0.6))
-            self._look(programs)
-            self._kill_one([one for one in programs if one.is_alive()])
+            for program in programs:
+                self._step(program)
+            self._look_for_orphans()
+            time.sleep(0.05)
         self._end(programs)
 
     def report(self) -> str:
@@ -237,13 +259,24 @@ class Campaign:
         return (
             f"{self.killed.total()} kills: {by_name}; away for up to {self.longest_s:.0f} s; "
             f"ended by themselves, and were started again: {ended}; "
+            f"attempts that lost their worker: {self.installation.losses()}; "
             f"left running after {ORPHANS_S:g} s: {len(self.orphans)}"
         )
 
-    def _kill_one(self, alive: list[Program]) -> None:
-        if not alive:
-            return
-        program = self.draw.choice(alive)
+    def _step(self, program: Program) -> None:
+        """Start or kill a program, if its time has come."""
+        now = time.monotonic()
+        if not program.is_alive():
+            if now >= program.returns_at:
+                self._note_end(program)
+                program.begin(self.draw.choice(HOSTS))
+                program.dies_at = now + self.draw.uniform(0, 2) if self.draw.random() < EARLY else None
+        elif program.dies_at is None:
+            program.dies_at = now + self.draw.uniform(0, program.lives_s) if program.works() else None
+        elif now >= program.dies_at:
+            self._kill(program)
+
+    def _kill(self, program: Program) -> None:
         self.families.append((time.monotonic() + ORPHANS_S, program.kill()[1:]))
         self.killed[program.name] += 1
         away_s = self.away_s(self.draw)
@@ -252,23 +285,21 @@ class Campaign:
         if self.lapse is not None and self.draw.random() < 0.3:
             self.lapse()
 
-    def _look(self, programs: list[Program]) -> None:
-        """Start what is due, and look for processes that outlived who started them."""
+    def _look_for_orphans(self) -> None:
+        """Note the processes that outlived the program that started them."""
         now = time.monotonic()
-        for program in programs:
-            if not program.is_alive() and now >= program.returns_at:
-                self._note_end(program)
-                program.begin(self.draw.choice(HOSTS))
         for due, family in self.families:
             if now >= due:
-                self.orphans += [f"{pid}: {command_of(pid)}" for pid, start in family if start_of(pid) == start]
+                self.orphans += [
+                    f"{pid}: {command_of(pid)}" for pid, start in family if start and start_of(pid) == start
+                ]
         self.families = [item for item in self.families if now < item[0]]
 
     def _note_end(self, program: Program) -> None:
-        """Count a program that ended by itself."""
+        """Count a program that ended by itself, and keep what it said."""
         if program.process is not None and program.process.returncode != -9:
             self.ended[program.name] += 1
-            self.last_words[program.name] = program.last_words()
+            self.last_words[program.name] = program.output()[-2000:]
 
     def _end(self, programs: list[Program]) -> None:
         server, trainer, *others = programs
@@ -280,7 +311,7 @@ class Campaign:
         wait_until(lambda: self._is_finished(trainer), within_s=400, every_s=0.1)
         for program in (*others, server):
             program.kill()
-        wait_until(lambda: not [one for _, family in self.families for one in family if start_of(one[0]) == one[1]])
+        wait_until(lambda: self._look_for_orphans() or not self.families)
 
     def _is_finished(self, trainer: Program) -> bool:
         """Return true once the trainer has ended well; a refused one is started again."""
@@ -292,7 +323,6 @@ class Campaign:
             time.sleep(1)
             trainer.begin()
             return False
-        trainer.last_words()
         return True
 
 
@@ -329,4 +359,5 @@ def command_of(pid: int) -> str:
 def serve(file: Path, url: str) -> None:
     """Let the experiment in ``file`` use the store at ``url`` and give each rollout one attempt."""
     text = file.read_text().replace('"sqlite:///runs/toy.db"', json.dumps(url))
-    file.write_text(text.replace("concurrency = 3", "concurrency = 2\nmax_attempts = 1\nmax_losses = 1000"))
+    text = text.replace("concurrency = 3", "concurrency = 2\nmax_attempts = 1\nmax_losses = 1000")
+    file.write_text(text + '\n[gateway]\nparams = { host = "0.0.0.0" }\nadvertise = "127.0.0.1"\n')

@@ -8,12 +8,18 @@ import pytest
 
 from agl_run import SQLiteStore
 
+from .conftest import AGENT
 from .kills import Campaign, Installation, StartAgl, serve
 from .test_crash import check_end
 from .test_lost import pass_time
 from .test_workers import free_port, store_of
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at processes in /proc")
+
+SLOW = f"import random\nimport time\n{AGENT}".replace(
+    "        for _", "        time.sleep(0.5 * random.random())\n        for _"
+)
+"""An agent that is killed at work more often than not."""
 
 
 def soon(draw: random.Random) -> float:
@@ -29,7 +35,7 @@ def installation(agl: StartAgl, experiment: Callable[..., Path]) -> Callable[...
     """Makes an installation around a SQLite store, with an experiment of that many steps."""
 
     def make(steps: int) -> Installation:
-        file, port = experiment(steps=steps, pause_s=0.5), free_port()
+        file, port = experiment(steps=steps, pause_s=0.1, agent=SLOW), free_port()
         store_of(file).parent.mkdir()
         serve(file, f"http://127.0.0.1:{port}")
         url = f"sqlite:///{store_of(file)}"
@@ -40,18 +46,21 @@ def installation(agl: StartAgl, experiment: Callable[..., Path]) -> Callable[...
 
 def check(campaign: Campaign, *, steps: int) -> None:
     print(campaign.report())
+    for name, words in campaign.last_words.items():
+        print(f"--- the last {name} that ended by itself:\n{words}")
+    assert campaign.installation.losses() > 0
     assert [] == campaign.orphans
     assert [] == campaign.installation.lost()
     check_end(campaign.installation.file, steps=steps)
 
 
 def test_killed_installation_loses_nothing_and_trains_nothing_twice(installation: Callable[..., Installation]) -> None:
-    parts = installation(steps=30)
-    campaign = Campaign(parts, 60, random.Random(1), soon, lapse=lambda: pass_time(parts.file, seconds=120))
+    parts = installation(steps=20)
+    campaign = Campaign(parts, 30, random.Random(1), soon, lapse=lambda: pass_time(parts.file, seconds=120))
 
     campaign.run()
 
-    check(campaign, steps=30)
+    check(campaign, steps=20)
 
 
 @pytest.mark.soak
