@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import io
 import json
 import time
 import zlib
@@ -64,7 +65,7 @@ async def send(url: str, body: bytes, headers: dict[str, str]) -> tuple[int, str
     sent = {"Content-Type": "application/x-protobuf" if url.endswith("traces") else "application/json", **headers}
     async with (
         aiohttp.ClientSession(auto_decompress=False) as session,
-        session.post(url, data=body, headers=sent) as answer,
+        session.post(url, data=io.BytesIO(body), headers=sent) as answer,
     ):
         return answer.status, await answer.text(), answer.headers.get("connection", "")
 
@@ -127,3 +128,25 @@ async def test_body_that_does_not_end_with_its_stream_is_refused(stage, body: by
         status, text, _ = await send(f"{it.url}{MODEL}", body, headers)
         assert 400 == status
         assert "content-encoding 'gzip'" in text
+
+
+@pytest.mark.parametrize("values", [b"[],", b"[[[]]],", b'"",1,'])
+async def test_body_of_millions_of_values_is_refused_and_holds_up_nobody(stage, values: bytes):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        body = b'{"model": "main_llm", "messages": [' + values * (60_000_000 // len(values)) + b"0]}"
+        async with probed(it.url) as waits:
+            answer = await send(f"{it.url}{MODEL}", body, {"Authorization": f"Bearer {token}"})
+        assert (413, True) == (answer[0], "too_many_values" in answer[1])
+        assert max(waits) < MAX_WAIT_S
+
+
+@pytest.mark.parametrize("text", ["[{" * 150_000, '\\"[[' * 150_000], ids=["plain", "escaped"])
+async def test_long_text_is_no_body_of_many_values(stage, text: str):
+    async with stage() as it:
+        _, token = await it.open_attempt()
+        messages = [{"role": "user", "content": content} for content in ("\\", text)]
+        body = json.dumps({"model": "main_llm", "messages": messages}).encode()
+        status, _, _ = await send(f"{it.url}{MODEL}", body, {"Authorization": f"Bearer {token}"})
+        assert 200 == status
+        assert text == json.loads(it.server.calls[0].body)["messages"][1]["content"]

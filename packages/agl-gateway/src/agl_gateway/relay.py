@@ -20,6 +20,7 @@ from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
 from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
 from agl_gateway.gate import Gate
+from agl_gateway.json_values import check_values
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, UpstreamTarget
@@ -98,7 +99,7 @@ class Relay:
     ) -> web.StreamResponse:
         """Answer one model call of an attempt; the caller has verified its token."""
         await self._recorder.admit()
-        asked = Request(dialect, await self._bodies.read(request, limit=self._max_body))
+        asked = await self._read(request, dialect)
         context = context_of(rollout_id, attempt_id, request.headers, asked.body, self._request_ids)
         return await self._answer(request, _call(asked, endpoint, context))
 
@@ -107,7 +108,7 @@ class Relay:
     ) -> web.StreamResponse:
         """Answer one model call of a conversation; the call is in the store before the answer ends."""
         await self._recorder.admit()
-        asked = Request(dialect, await self._bodies.read(request, limit=self._max_body))
+        asked = await self._read(request, dialect)
         async with conversations.hold_open(conversation_of(request.headers, asked)) as found:
             context = context_of(found.rollout_id, found.attempt_id, request.headers, asked.body, self._request_ids)
             call = _call(asked, endpoint, context)
@@ -118,6 +119,11 @@ class Relay:
             if self._arms is not None:
                 self._arms.forget(found.rollout_id)
         return reply
+
+    async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
+        body = await self._bodies.read(request, limit=self._max_body)
+        check_values(body)
+        return Request(dialect, body)
 
     async def _answer(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:
         try:

@@ -1,6 +1,7 @@
 """Sends requests to backends: one aiohttp session, the headers to pass on, and failures as problems."""
 
 import asyncio
+import io
 from collections.abc import Mapping
 
 import aiohttp
@@ -44,6 +45,8 @@ CONNECT_TRIES = 3
 _KEEPALIVE_S = 4.0
 """Below the 5 seconds after which uvicorn, and so vLLM, closes an idle connection."""
 _CONNECT_PAUSE_S = 0.1
+_IN_PARTS = 1024 * 1024
+"""Bytes from which a body is sent in parts, so that other requests have their turn between them."""
 
 
 def make_session(*, timeout_s: float, connect_timeout_s: float) -> aiohttp.ClientSession:
@@ -92,7 +95,8 @@ async def open_upstream(
     """
     for attempt in range(1, connect_tries + 1):
         try:
-            return await session.request(method, url, data=body, headers=headers, allow_redirects=False)
+            data = io.BytesIO(body) if len(body) > _IN_PARTS else body
+            return await session.request(method, url, data=data, headers=headers, allow_redirects=False)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             if attempt == connect_tries:
                 raise problem_of(error, url) from error
