@@ -28,7 +28,7 @@ from agl_run.cli.dialogues import chat_tools
 from agl_run.cli.main import cli
 from agl_run.cli.opening import resolve_url
 from agl_run.cli.query import seconds_of
-from agl_run.cli.show import tree
+from agl_run.cli.show import shown, tree
 from agl_run.experiment.state import save
 from agl_testing.waiting import wait_until
 
@@ -332,10 +332,11 @@ def test_show_of_an_unknown_attempt_says_how_many_there_are(store_of):
 def test_tree_keeps_deep_and_circular_spans():
     ids = {"rollout_id": "r", "attempt_id": "r.1"}
     deep = [Span(**ids, span_id=str(n), parent_id=str(n - 1), name=f"s{n}", start_ns=n) for n in range(3000)]
-    lines = tree(deep)
-    assert (3000, f"{'  ' * 2999}- s2999") == (len(lines), lines[-1])
+    found = list(tree([shown(span) for span in deep]))
+    assert (3000, (2999, "s2999")) == (len(found), (found[-1][0], found[-1][1].line))
     circle = [Span(**ids, span_id="x", parent_id="y", name="x"), Span(**ids, span_id="y", parent_id="x", name="y")]
-    assert ["- x (its parents form a circle)", "- y (its parents form a circle)"] == sorted(tree(circle))
+    lines = sorted(span.line for _, span in tree([shown(span) for span in circle]))
+    assert ["x (its parents form a circle)", "y (its parents form a circle)"] == lines
 
 
 def test_why_accounts_for_every_call(store_of):

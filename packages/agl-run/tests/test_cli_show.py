@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,3 +213,21 @@ def test_table_names_the_columns_that_it_left_out(
     monkeypatch.setenv("COLUMNS", "20")
     print_table(("rollout", "status", "task"), [(ID, "failed", "q")])
     assert "(no room for status, task: widen the terminal, or use --json)\n" == capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the unit of ru_maxrss is that of Linux")
+@pytest.mark.parametrize("command", [("show",), ("show", "--json"), ("why",)], ids=" ".join)
+def test_rollout_of_many_long_calls_is_read_in_little_memory(record: Callable[..., None], command: tuple[str, ...]):
+    messages = [{"role": "user", "content": f"{number}: {'x' * 1000}"} for number in range(400)]
+    answer = {"role": "assistant", "content": "yes"}
+    record(*(chat(number, messages[: number + 1], answer) for number in range(350, 400) for _ in range(6)))
+
+    words = [sys.executable, "-c", "from agl_run.cli.main import main; main()", *command, "ro-shown"]
+    with Path("out").open("wb") as out:
+        process = subprocess.Popen(words, stdout=out)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+
+    assert 0 == process.returncode
+    assert Path("out").stat().st_size > 40_000
+    assert used.ru_maxrss / 1024 < 200  # MiB

@@ -3,8 +3,12 @@
 Everything here was written by agents, models and tools, and may have any shape.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import Any, cast
+
+import msgspec
 
 from agl import semconv
 from agl.dialects import call_messages, comparable
@@ -43,7 +47,7 @@ class Contents:
 
     def __init__(self, *, is_full: bool) -> None:
         self.is_full = is_full
-        self._shown: list[Sequence[Any]] = []
+        self._shown: set[bytes] = set()
         self.is_cut = False
 
     def of(self, span: Span) -> list[str]:
@@ -90,9 +94,9 @@ class Contents:
     def _conversation(self, call: ModelCall) -> list[str]:
         """Return a call's messages behind those that it has in common with an earlier call."""
         messages = call_messages(call)
-        known = comparable(messages)
-        common = max((_common(known, earlier) for earlier in self._shown), default=0)
-        self._shown.append(known)
+        digests = list(_digests(comparable(messages)))
+        common = sum(1 for _ in takewhile(self._shown.__contains__, digests))
+        self._shown.update(digests)
         above = [f"({common} messages as above)"] if common else []
         return above + [line for message in messages[common:] for line in self._message(message)]
 
@@ -117,10 +121,13 @@ class Contents:
         return [line for label, value in given for line in self.text(label, value)]
 
 
-def _common(messages: Sequence[Any], earlier: Sequence[Any]) -> int:
-    """Return the number of messages at the beginning that two conversations share."""
-    pairs = zip(messages, earlier, strict=False)
-    return next((count for count, (one, other) in enumerate(pairs) if one != other), min(len(messages), len(earlier)))
+def _digests(messages: Sequence[Any]) -> Iterator[bytes]:
+    """Return a digest of each beginning of a conversation, the shortest first."""
+    digest = b""
+    for message in messages:
+        text = msgspec.json.encode(message, order="sorted")
+        digest = hashlib.blake2b(digest + text, digest_size=16).digest()
+        yield digest
 
 
 def _plain(content: Any) -> str:

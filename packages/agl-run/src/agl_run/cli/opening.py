@@ -27,14 +27,17 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
     """Open the store, do the work, close the store."""
     found = resolve_url(url)
 
-    async def use() -> T:
+    result: list[T] = []
+
+    async def use() -> None:
         store: Store = manager.build(manager.store_entry(found.partition("://")[0]), url=found)
         try:
-            return await work(store)
+            result.append(await work(store))
         finally:
             await store.close()
 
-    return asyncio.run(use())
+    asyncio.run(use())  # what a main coroutine returns is written out by Python, and thrown away, as it ends
+    return result[0]
 
 
 def resolve_url(url: str | None, folder: Path = Path()) -> str:

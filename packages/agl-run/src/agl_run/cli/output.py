@@ -36,7 +36,12 @@ def echo(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print ``value`` as one line of JSON."""
-    click.echo(to_json(value).decode().translate(_IN_JSON))
+    click.echo(json_line(value))
+
+
+def json_line(value: Any) -> str:
+    """Return ``value`` as one line of JSON, with control characters escaped."""
+    return to_json(value).decode().translate(_IN_JSON)
 
 
 def print_table(

@@ -1,29 +1,48 @@
 """``agl show``: one rollout as a tree of its spans with their contents, or one resource with its history."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import click
+from msgspec.structs import replace
 
 from agl import PluginManager, semconv
 from agl.contracts import Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
-from agl.stores import all_spans
 from agl_run.cli.contents import Contents
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import echo, json_option, print_json, short, when
+from agl_run.cli.output import echo, json_line, json_option, print_json, short, when
 from agl_run.cli.query import LATEST, find, find_exact
+from agl_run.cli.span_reader import SpanReader
 from agl_run.explain import token_counts
 
 
-class ShownRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A rollout, its attempts, and the spans of the chosen attempt and of the rollout alone."""
+@dataclass(frozen=True, kw_only=True)
+class ShownRollout:
+    """A rollout, its attempts, and the readers of the chosen attempt's spans and of the rollout's own."""
 
     rollout: Rollout
     attempts: list[Attempt]
-    spans: list[Span]
+    readers: tuple[SpanReader, ...]
+
+
+class ShownSpan(Record, frozen=True, kw_only=True):
+    """A span's place in the tree, and its line.
+
+    Attributes:
+        reader: Index of its reader.
+    """
+
+    span_id: str
+    parent_id: str | None
+    start_ns: int
+    sequence: int
+    line: str
+    reader: int = 0
+    is_circular: bool = False
 
 
 @click.command()
@@ -41,14 +60,19 @@ def show(
     The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
     of the id shows its versions, their scores and the changes since the first one.
     """
-    found = with_store(manager, store_url, lambda store: _find(store, rollout_id, number))
-    if as_json:
-        print_json(found)
-        return
     contents = Contents(is_full=is_full)
-    lines = _rollout(found, contents) if isinstance(found, ShownRollout) else _story(found)
-    for line in lines:
-        echo(line)
+
+    async def work(store: Store) -> None:
+        found = await _find(store, rollout_id, number)
+        if isinstance(found, ShownRollout):
+            await (_print_json(found) if as_json else _print(found, contents))
+        elif as_json:
+            print_json(found)
+        else:
+            for line in _story(found):
+                echo(line)
+
+    with_store(manager, store_url, work)
     if contents.is_cut:
         echo("… texts are cut; --full shows them whole")
 
@@ -80,14 +104,39 @@ async def _load(store: Store, rollout_id: str, number: int | None) -> ShownRollo
     chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
     if number is not None and chosen is None:
         raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
-    spans = await all_spans(store, rollout.rollout_id, chosen)
-    return ShownRollout(
-        rollout=rollout, attempts=attempts, spans=[*spans, *await all_spans(store, rollout.rollout_id, "")]
-    )
+    readers = tuple(SpanReader(store, rollout.rollout_id, attempt_id) for attempt_id in (chosen, ""))
+    return ShownRollout(rollout=rollout, attempts=attempts, readers=readers)
+
+
+async def _print_json(found: ShownRollout) -> None:
+    """Print one line of JSON, piece by piece."""
+    click.echo(f'{{"rollout":{json_line(found.rollout)},"attempts":{json_line(found.attempts)},"spans":[', nl=False)
+    comma = ""
+    for reader in found.readers:
+        async for span in reader:
+            click.echo(comma + json_line(span), nl=False)
+            comma = ","
+    click.echo("]}")
+
+
+async def _print(found: ShownRollout, contents: Contents) -> None:
+    """Print the rollout and its attempts, then its spans as a tree."""
+    for line in _rollout(found, contents):
+        echo(line)
+    spans = [shown(span, index) for index, reader in enumerate(found.readers) async for span in reader]
+    if not spans:
+        echo("no spans were recorded")
+    for depth, span in tree(spans):
+        indent = "  " * depth
+        echo(f"{indent}- {span.line}")
+        if not span.is_circular:
+            recorded = await found.readers[span.reader].at(span.sequence)
+            for line in contents.of(recorded):
+                echo(f"{indent}    {line}")
 
 
 def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
-    """Describe the rollout and its attempts, then the spans."""
+    """Describe the rollout and its attempts."""
     rollout = found.rollout
     yield f"{rollout.rollout_id}: {rollout.status}, {rollout.mode}, experiment {rollout.experiment or '-'}"
     yield f"created {when(rollout.created_at)} UTC, group {rollout.group_id or '-'}, task {short(rollout.task, 100)}"
@@ -98,27 +147,34 @@ def _rollout(found: ShownRollout, contents: Contents) -> Iterator[str]:
         took = f", {seconds:.2f} s" if attempt.finished_at else ""
         yield f"attempt {attempt.number}: {attempt.status}, by {attempt.worker}{took}{_error(attempt.error)}"
         yield from (f"    {line}" for line in (contents.of_error(attempt.error) if attempt.error else ()))
-    if not found.spans:
-        yield "no spans were recorded"
-    yield from tree(found.spans, contents)
 
 
-def tree(spans: Sequence[Span], contents: Contents | None = None) -> list[str]:
-    """Format the spans as indented lines, with their contents: children below their parent, in order of start."""
+def shown(span: Span, reader: int = 0) -> ShownSpan:
+    """Return what the tree needs of a span."""
+    return ShownSpan(
+        span_id=span.span_id,
+        parent_id=span.parent_id,
+        start_ns=span.start_ns,
+        sequence=span.sequence,
+        line=line_of(span),
+        reader=reader,
+    )
+
+
+def tree(spans: Sequence[ShownSpan]) -> Iterator[tuple[int, ShownSpan]]:
+    """Return the spans with their depths: children below their parent, in order of start."""
     known = {span.span_id for span in spans}
-    children: dict[str, list[Span]] = {}
+    children: dict[str, list[ShownSpan]] = {}
     for span in sorted(spans, key=lambda span: (span.start_ns, span.sequence)):
         parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else None
         children.setdefault(parent or "", []).append(span)
-    lines: list[str] = []
-    waiting = [(span, 0) for span in reversed(children.pop("", []))]
+    waiting = [(0, span) for span in reversed(children.pop("", []))]
     while waiting:
-        span, depth = waiting.pop()
-        lines.append(f"{'  ' * depth}- {line_of(span)}")
-        lines.extend(f"{'  ' * depth}    {line}" for line in (contents.of(span) if contents else ()))
-        waiting.extend((child, depth + 1) for child in reversed(children.pop(span.span_id, [])))
-    cyclic = [span for left in children.values() for span in left]
-    return [*lines, *(f"- {line_of(span)} (its parents form a circle)" for span in cyclic)]
+        depth, span = waiting.pop()
+        yield depth, span
+        waiting.extend((depth + 1, child) for child in reversed(children.pop(span.span_id, [])))
+    for span in (span for left in children.values() for span in left):
+        yield 0, replace(span, line=f"{span.line} (its parents form a circle)", is_circular=True)
 
 
 def line_of(span: Span) -> str:

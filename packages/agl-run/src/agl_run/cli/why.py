@@ -1,15 +1,17 @@
 """``agl why``: explain the outcome of every recorded model call: its training row, or the reason for its rejection."""
 
 import click
+from msgspec.structs import replace
 
 from agl import PluginManager
 from agl.contracts import Store
 from agl.episodes import build_episode
-from agl.schemas import Episode, Span
+from agl.schemas import Episode, Json, Span
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
-from agl_run.cli.query import deciding, find, read_one
+from agl_run.cli.query import deciding, find
+from agl_run.cli.span_reader import SpanReader
 from agl_run.explain import explain
 
 
@@ -35,8 +37,10 @@ def why(
 
     async def load(store: Store) -> tuple[Episode, list[Span]]:
         rollout = await find(store, rollout_id)
-        recording = await read_one(store, rollout.rollout_id, spans="all")
-        attempt, spans = deciding(rollout, recording.attempts), recording.spans
+        attempts = await store.attempts(rollout.rollout_id)
+        readers = [SpanReader(store, rollout.rollout_id, name) for name in ("", *(one.attempt_id for one in attempts))]
+        spans = [_without_text(span) for reader in readers async for span in reader]
+        attempt = deciding(rollout, attempts)
         return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans
 
     episode, spans = with_store(manager, store_url, load)
@@ -51,3 +55,11 @@ def why(
         return
     for line in lines:
         echo(line)
+
+
+def _without_text(span: Span) -> Span:
+    """Drop a call's request and response, which decide nothing and are most of its size."""
+    if span.call is None:
+        return span
+    response: Json = None if span.call.response is None else {}
+    return replace(span, call=replace(span.call, request={}, response=response))
