@@ -12,7 +12,13 @@ from tools.public import ROOT
 
 def generated() -> dict[Path, str]:
     """Every generated file with its text."""
-    return {components.TARGET: components.text(), **reference.files()}
+    return {components.TARGET: components.text(), **licences(), **reference.files()}
+
+
+def licences() -> dict[Path, str]:
+    """The licence in every package, whose wheel and source distribution can hold only what is in its folder."""
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    return {file.parent / "LICENSE": text for file in ROOT.glob("packages/*/pyproject.toml")}
 
 
 def superfluous() -> list[Path]:
