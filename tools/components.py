@@ -43,13 +43,14 @@ def text() -> str:
     """The module as it has to be."""
     lines = [
         f'    ("{distribution}", "{kind}", "{names}"),\n'
-        for (distribution, kind), every in sorted(_by_kind().items())
+        for (distribution, kind), every in sorted(by_kind().items())
         for names in textwrap.wrap(", ".join(sorted(every)), WIDTH, break_on_hyphens=False)
     ]
     return _HEAD + "".join(lines).replace(',"),\n', '"),\n') + _TAIL
 
 
-def _by_kind() -> dict[tuple[str, str], list[str]]:
+def by_kind() -> dict[tuple[str, str], list[str]]:
+    """Names of components by distribution and kind, such as ``("agl-rewards", "reward")``."""
     found: dict[tuple[str, str], list[str]] = {}
     for distribution, kind, name in _components():
         found.setdefault((distribution, kind), []).append(name)
