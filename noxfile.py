@@ -334,7 +334,15 @@ def demo_verl(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
-    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", *UNRECORDED, *notebooks, "pyyaml>=6,<7"]
+    needs = [
+        *ours(*LIGHT, "agl-credit"),
+        *TEST_TOOLS,
+        "openai>=3,<4",
+        *UNRECORDED,
+        *notebooks,
+        "pyyaml>=6,<7",
+        "datasets>=5.2,<6",
+    ]
     pytest(session, environment(session, needs), "tests")
 
 
