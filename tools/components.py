@@ -15,7 +15,7 @@ from tools.public import ROOT, folders
 
 TARGET = ROOT / "packages/agl-core/src/agl/_plugins/packages.py"
 
-WIDTH = 92
+WIDTH = 88
 """Characters of names in a row; the others get another row."""
 
 _HEAD = '''"""The distributions of well-known components, for the ``pip install`` line of one that is not installed.
