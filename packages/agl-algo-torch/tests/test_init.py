@@ -1,11 +1,14 @@
 """The template ``weights`` of ``agl init`` runs as it is written, with a tiny model."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from agl_run.cli.main import cli
 
 CHANGED = (
     "experiment.validation_limit=1",
@@ -18,22 +21,19 @@ CHANGED = (
 )
 
 
-def agl(*words: str, folder: Path) -> str:
-    """The output of a command, which must succeed."""
-    environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state")}
-    command = [sys.executable, "-m", "agl", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert 0 == done.returncode, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_template_to_train_weights_runs(tmp_path: Path, make_loaded: Callable[..., Any]) -> None:
+def test_template_to_train_weights_runs(
+    tmp_path: Path, make_loaded: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = make_loaded()
     loaded.model.save_pretrained(tmp_path / "model")
     loaded.tokenizer.save_pretrained(tmp_path / "model")
-    agl("init", "--template", "weights", folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delitem(sys.modules, "agent", raising=False)
     settings = [word for change in CHANGED for word in ("--set", change)]
 
-    agl("run", "experiment.toml", *settings, folder=tmp_path)
+    for command in (["init", "-t", "weights"], ["run", "experiment.toml", *settings]):
+        result = CliRunner().invoke(cli, command)
+        assert 0 == result.exit_code, result.output
     (metrics,) = tmp_path.rglob("metrics.jsonl")
     assert '"grpo"' in metrics.read_text()
