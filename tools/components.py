@@ -10,6 +10,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from typing import Any
 
 from tools.public import ROOT, folders
 
@@ -52,13 +53,19 @@ def text() -> str:
 def by_kind() -> dict[tuple[str, str], list[str]]:
     """Names of components by distribution and kind, such as ``("agl-rewards", "reward")``."""
     found: dict[tuple[str, str], list[str]] = {}
-    for distribution, kind, name in _components():
+    for distribution, entry in entries():
+        kind, name = kind_of(entry), f"{getattr(entry, 'parent', '')} {entry.name}".strip()
         found.setdefault((distribution, kind), []).append(name)
     return found
 
 
-def _components() -> Iterator[tuple[str, str, str]]:
-    """Distribution, kind and name of everything that our plugins register."""
+def kind_of(entry: Any) -> str:
+    """The kind of a component by its record: ``reward`` for a ``RewardEntry``."""
+    return type(entry).__name__.removesuffix("Entry").lower()
+
+
+def entries() -> Iterator[tuple[str, Any]]:
+    """Everything that our plugins register, with the distribution."""
     for folder in folders().values():
         sys.path.append(str(folder.parent))
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
@@ -66,6 +73,4 @@ def _components() -> Iterator[tuple[str, str, str]]:
         for value in project.get("entry-points", {}).get("agl", {}).values():
             for name, hook in vars(importlib.import_module(value)).items():
                 if name.startswith("agl_") and not inspect.signature(hook).parameters:
-                    for entry in hook():
-                        kind = type(entry).__name__.removesuffix("Entry").lower()
-                        yield project["name"], kind, f"{getattr(entry, 'parent', '')} {entry.name}".strip()
+                    yield from ((project["name"], entry) for entry in hook())

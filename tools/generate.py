@@ -6,14 +6,14 @@ With ``--check`` nothing is written; the exit status is 1 when a file is not wha
 import sys
 from pathlib import Path
 
-from tools import architecture, components, reference
+from tools import algorithms, architecture, components, reference
 from tools.public import ROOT
 
 
 def generated() -> dict[Path, str]:
     """Every generated file with its text."""
-    made = {components.TARGET: components.text(), architecture.TARGET: architecture.text()}
-    return {**made, **licences(), **reference.files()}
+    pages = (algorithms, architecture, components)
+    return {**{page.TARGET: page.text() for page in pages}, **licences(), **reference.files()}
 
 
 def licences() -> dict[Path, str]:
