@@ -51,11 +51,16 @@ def _section(distribution: str, entry: Any) -> str:
 
 def parameters(factory: Definition) -> Iterator[tuple[str, str, str]]:
     """Name, type and default of every keyword argument of a factory, as an experiment file has them."""
-    body = factory.node.body if isinstance(factory.node, ast.ClassDef) else [factory.node]
-    (given,) = [item.args for item in body if isinstance(item, ast.FunctionDef) and item.name in ("__init__", "make")]
-    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+    for argument, default in keywords(factory):
         kind = _type(argument.annotation, factory.module) if argument.annotation else "any"
         yield argument.arg, kind, "required" if default is None else _default(default)
+
+
+def keywords(factory: Definition) -> list[tuple[ast.arg, ast.expr | None]]:
+    """The keyword arguments of a factory, a class or the function ``make``, with their defaults."""
+    body = factory.node.body if isinstance(factory.node, ast.ClassDef) else [factory.node]
+    (given,) = [item.args for item in body if isinstance(item, ast.FunctionDef) and item.name in ("__init__", "make")]
+    return list(zip(given.kwonlyargs, given.kw_defaults, strict=True))
 
 
 def _type(annotation: ast.expr, module: str) -> str:

@@ -6,13 +6,13 @@ With ``--check`` nothing is written; the exit status is 1 when a file is not wha
 import sys
 from pathlib import Path
 
-from tools import algorithms, architecture, components, reference
+from tools import algorithms, architecture, components, reference, stub
 from tools.public import ROOT
 
 
 def generated() -> dict[Path, str]:
     """Every generated file with its text."""
-    pages = (algorithms, architecture, components)
+    pages = (algorithms, architecture, components, stub)
     return {**{page.TARGET: page.text() for page in pages}, **licences(), **reference.files()}
 
 
