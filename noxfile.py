@@ -334,7 +334,15 @@ def demo_verl(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
-    needs = [*ours(*LIGHT, "agl-credit"), *TEST_TOOLS, "openai>=3,<4", *UNRECORDED, *notebooks]
+    needs = [
+        *ours(*LIGHT, "agl-credit"),
+        *TEST_TOOLS,
+        "openai>=3,<4",
+        *UNRECORDED,
+        *notebooks,
+        "pyyaml>=6,<7",
+        "datasets>=5.2,<6",
+    ]
     pytest(session, environment(session, needs), "tests")
 
 
@@ -345,20 +353,30 @@ def docs(session: nox.Session) -> None:
     pytest(session, environment(session, needs), "docs")
 
 
+UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "uv"]
+
+
 @nox.session
 def wheels(session: nox.Session) -> None:
-    """Build every package, install the wheels without the sources, and check the plugins."""
-    tools = environment(session, ["build>=1.3,<2", "uv"])
+    """Build every package as a release does, install the wheels without the sources, and check the plugins."""
+    tools = environment(session, UPLOAD)
     out = ROOT / ".nox" / "dist"
-    shutil.rmtree(out, ignore_errors=True)
-    for name in PACKAGES:
-        tools.run(session, "python", "-m", "build", "-q", "--installer=uv", f"--outdir={out}", f"packages/{name}")
+    tools.run(session, "python", "-m", "tools.release", f"--out={out}", "--repository=https://example.org/agl/agl")
     light = [path for path in sorted(out.glob("*.whl")) if path.name.split("-")[0].replace("_", "-") in LIGHT]
     clean = Environment(folder=out / "clean")
     tools.run(session, "uv", "venv", "-q", str(clean.folder))
     tools.run(session, "uv", "pip", "install", "-q", "--python", str(clean.folder / "bin/python"), *map(str, light))
     session.chdir(out)
     clean.run(session, "agl", "plugins", "check")
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Build every package, check it and print what to upload: ``nox -s release -- [VERSION] [--repository URL]``.
+
+    A version is set in every package first; ``-- --help`` shows every option.
+    """
+    environment(session, UPLOAD).run(session, "python", "-m", "tools.release", *session.posargs)
 
 
 @nox.session
@@ -416,17 +434,3 @@ EVERYTHING = [
     *(f"example({name})" for name in EXAMPLES),
 ]
 """The sessions that ``tests`` runs."""
-
-
-@nox.session
-def release(session: nox.Session) -> None:
-    """Set the version of every package: ``nox -s release -- 0.2.0``."""
-    import re
-
-    (version,) = session.posargs
-    major, minor, _ = version.split(".")
-    bound = rf"\1>={major}.{minor},<{major}.{int(minor) + 1}"
-    for name in PACKAGES:
-        file = ROOT / "packages" / name / "pyproject.toml"
-        text = re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', file.read_text())
-        file.write_text(re.sub(r"(agl-(?:core|run)(?:\[\w+\])?)>=[\d.]+,<[\d.]+", bound, text))

@@ -1,6 +1,7 @@
 """``Trainer`` within a notebook: its event loop runs already, and cells are executed one after the other."""
 
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -69,3 +70,28 @@ def test_notebook_runs_fit_and_dev_within_its_running_loop(tmp_path: Path) -> No
     assert ["", "fit 0.5\n", "awaited 1.0\n", "dev [1.0, 0.0]\n"] == printed[:4]
     assert "refused Trainer got the unknown argument 'runnr'; did you mean 'runner'?\n" == printed[4]
     assert (tmp_path / "runs" / "notebook.db").exists()
+
+
+BOOKS = Path(__file__).parents[1] / "examples" / "notebook"
+
+
+def outputs(book: Any) -> list[list[str]]:
+    """What each code cell printed and returned."""
+    return [
+        [str(output.get("text") or output["data"]["text/plain"]) for output in cell.outputs]
+        for cell in book.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the notebook libraries' own
+@pytest.mark.parametrize("name", sorted(path.name for path in BOOKS.glob("*.ipynb")))
+def test_example_notebook_gives_the_outputs_that_it_shows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    shown = nbformat.read(BOOKS / name, as_version=4)
+    expected = outputs(shown)
+    client = NotebookClient(shown, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
+    assert expected == outputs(client.execute())
+    assert any(expected)

@@ -10,12 +10,13 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from typing import Any
 
 from tools.public import ROOT, folders
 
 TARGET = ROOT / "packages/agl-core/src/agl/_plugins/packages.py"
 
-WIDTH = 92
+WIDTH = 88
 """Characters of names in a row; the others get another row."""
 
 _HEAD = '''"""The distributions of well-known components, for the ``pip install`` line of one that is not installed.
@@ -43,21 +44,28 @@ def text() -> str:
     """The module as it has to be."""
     lines = [
         f'    ("{distribution}", "{kind}", "{names}"),\n'
-        for (distribution, kind), every in sorted(_by_kind().items())
+        for (distribution, kind), every in sorted(by_kind().items())
         for names in textwrap.wrap(", ".join(sorted(every)), WIDTH, break_on_hyphens=False)
     ]
     return _HEAD + "".join(lines).replace(',"),\n', '"),\n') + _TAIL
 
 
-def _by_kind() -> dict[tuple[str, str], list[str]]:
+def by_kind() -> dict[tuple[str, str], list[str]]:
+    """Names of components by distribution and kind, such as ``("agl-rewards", "reward")``."""
     found: dict[tuple[str, str], list[str]] = {}
-    for distribution, kind, name in _components():
+    for distribution, entry in entries():
+        kind, name = kind_of(entry), f"{getattr(entry, 'parent', '')} {entry.name}".strip()
         found.setdefault((distribution, kind), []).append(name)
     return found
 
 
-def _components() -> Iterator[tuple[str, str, str]]:
-    """Distribution, kind and name of everything that our plugins register."""
+def kind_of(entry: Any) -> str:
+    """The kind of a component by its record: ``reward`` for a ``RewardEntry``."""
+    return type(entry).__name__.removesuffix("Entry").lower()
+
+
+def entries() -> Iterator[tuple[str, Any]]:
+    """Everything that our plugins register, with the distribution."""
     for folder in folders().values():
         sys.path.append(str(folder.parent))
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
@@ -65,6 +73,4 @@ def _components() -> Iterator[tuple[str, str, str]]:
         for value in project.get("entry-points", {}).get("agl", {}).values():
             for name, hook in vars(importlib.import_module(value)).items():
                 if name.startswith("agl_") and not inspect.signature(hook).parameters:
-                    for entry in hook():
-                        kind = type(entry).__name__.removesuffix("Entry").lower()
-                        yield project["name"], kind, f"{getattr(entry, 'parent', '')} {entry.name}".strip()
+                    yield from ((project["name"], entry) for entry in hook())

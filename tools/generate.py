@@ -6,13 +6,20 @@ With ``--check`` nothing is written; the exit status is 1 when a file is not wha
 import sys
 from pathlib import Path
 
-from tools import components, reference
+from tools import algorithms, architecture, components, reference, stub
 from tools.public import ROOT
 
 
 def generated() -> dict[Path, str]:
     """Every generated file with its text."""
-    return {components.TARGET: components.text(), **reference.files()}
+    pages = (algorithms, architecture, components, stub)
+    return {**{page.TARGET: page.text() for page in pages}, **licences(), **reference.files()}
+
+
+def licences() -> dict[Path, str]:
+    """The licence in every package, whose wheel and source distribution can hold only what is in its folder."""
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    return {file.parent / "LICENSE": text for file in ROOT.glob("packages/*/pyproject.toml")}
 
 
 def superfluous() -> list[Path]:

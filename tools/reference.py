@@ -248,7 +248,7 @@ def _fenced(block: str) -> str:
 
 
 def _sentences(text: str, *, indent: str = "") -> str:
-    return re.sub(r"(?<=[a-z0-9`)\"'*])([.?!]) +(?=[A-Z`:])", rf"\1\n{indent}", text)
+    return re.sub(r"(?<=[a-z0-9`)\"'*])(?<!\bDr)([.?!]) +(?=[A-Z`:])", rf"\1\n{indent}", text)
 
 
 def _plain(text: str) -> str:

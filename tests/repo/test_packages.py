@@ -78,7 +78,8 @@ def test_no_committed_file_names_a_machine_or_carries_an_unfinished_mark() -> No
     found = [
         f"{name}:{number}: {line.strip()[:80]}"
         for name in listing.splitlines()
-        if (ROOT / name).suffix in {".py", ".md", ".toml", ".svg", ".cfg", ""} and (ROOT / name).is_file()
+        if (ROOT / name).suffix in {".py", ".md", ".toml", ".yml", ".yaml", ".svg", ".cfg", ""}
+        and (ROOT / name).is_file()
         for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), start=1)
         if marks.search(line)
     ]

@@ -154,7 +154,7 @@ def test_replay_answers_with_tool_calls(record, kind):
 def test_replay_names_where_the_agent_diverged(record, monkeypatch):
     record("chat", Reply(text="five"))
     monkeypatch.setenv("QUESTION", "what is 7*7?")
-    found = json.loads(invoke("replay", "latest", "e.toml", "--json", code=1).output)
+    found = json.loads(invoke("replay", "latest", "e.toml", "--json", code=1).stdout)
     assert (1, 1) == (len(found["diverged"]), found["unused"])
     assert "user: what is 7*7?; message 1 (user) was 'what is 2+3?', is 'what is 7*7?'" in found["diverged"][0]
     sides = [found[name]["episode"]["rollout"] for name in ("recorded", "replayed")]

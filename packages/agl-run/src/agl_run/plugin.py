@@ -64,6 +64,7 @@ def agl_step_finished(algorithm: str, report: StepReport, workdir: Path) -> None
 @hookimpl
 def agl_commands() -> Iterable[CommandEntry]:
     """Register the commands that run, record and inspect."""
+    yield CommandEntry(name="init", factory="agl_run.cli.init:init", summary="write a small experiment that runs")
     yield CommandEntry(name="run", factory="agl_run.cli.run:run", summary="run an experiment")
     yield CommandEntry(
         name="worker", factory="agl_run.cli.worker:worker", summary="run a running experiment's rollouts"

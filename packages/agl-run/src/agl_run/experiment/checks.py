@@ -1,7 +1,7 @@
 """Makes a plan from a configuration, with every check that needs no rollout."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
-from agl.schemas import Json, JsonResource, PromptTemplate, Resource
+from agl.schemas import JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
 from agl_run.experiment.config import ExperimentConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
@@ -22,6 +22,7 @@ from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
 from agl_run.experiment.store_url import check_store_url
+from agl_run.experiment.tables import Tasks
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
 
 
@@ -31,8 +32,8 @@ def make_plan(
     folder: Path,
     manager: PluginManager,
     agent: Agent | None = None,
-    train: Iterable[Json] | str | Path | None = None,
-    val: Iterable[Json] | str | Path | None = None,
+    train: Tasks | None = None,
+    val: Tasks | None = None,
     store: Store | None = None,
     rewards: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Plan:

@@ -118,7 +118,7 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
         agent: ``module:attribute``, or a command as a list of words.
         name: Name of the experiment; its rollouts, states and metrics carry it.
         store: URL.
-        train: JSON-lines file of training tasks, or a file with one JSON array of them.
+        train: JSON-lines, CSV or Parquet file of training tasks, or a file with one JSON array of them.
         val: The same for validation tasks.
         seed: Of everything random.
         hidden: Keys of a task that only reward emitters see.

@@ -1,4 +1,4 @@
-"""Datasets: JSON-lines files, JSON arrays, or any sequence of tasks."""
+"""Datasets: JSON-lines files, JSON arrays, tables, or any sequence of tasks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -9,18 +9,23 @@ import msgspec
 
 from agl.errors import DatasetError
 from agl.schemas import Json
+from agl_run.experiment.tables import Tasks, is_table_file, read_table, rows_of
+
+_SUFFIXES = (".csv", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv")
 
 
 def load_dataset(path: Path) -> list[Json]:
-    """Read the tasks in a JSON-lines file, blank lines skipped, or in a file that is one JSON array of tasks.
+    """Read the tasks in a JSON-lines file, blank lines skipped, in one JSON array of tasks, or in a table.
 
     Raises:
         DatasetError: The file is missing or empty, or a line is wrong; names file and line.
     """
     try:
+        if path.exists() and is_table_file(path):
+            return _refuse_none(_as_json(read_table(path), name=str(path)), path, "row below its header")
         data = path.read_bytes()
     except FileNotFoundError:
-        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*.json*")], n=1)
+        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES], n=1)
         hint = f"did you mean {near[0]!r}?" if near else "paths in an experiment file are relative to it"
         raise DatasetError(f"no dataset {str(path)!r}; {hint}") from None
     except IsADirectoryError:
@@ -32,10 +37,14 @@ def load_dataset(path: Path) -> list[Json]:
         tasks = {f"task {number}": task for number, task in enumerate(array, start=1)}
     else:
         tasks = {f"line {number}": task for number, task in _lines(data, path)}
-    if not tasks:
-        raise DatasetError(f"the dataset {str(path)!r} is empty; it needs one JSON value per line")
     _refuse_a_mixture(tasks, path)
-    return list(tasks.values())
+    return _refuse_none(list(tasks.values()), path, "JSON value per line")
+
+
+def _refuse_none(tasks: list[Json], path: Path, unit: str) -> list[Json]:
+    if not tasks:
+        raise DatasetError(f"the dataset {str(path)!r} is empty; it needs one {unit}")
+    return tasks
 
 
 def _array(data: bytes) -> list[Json] | None:
@@ -71,14 +80,18 @@ def _refuse_a_mixture(tasks: Mapping[str, Json], path: Path) -> None:
         )
 
 
-def as_tasks(data: Iterable[Any] | str | Path | None, *, folder: Path, name: str) -> list[Json]:
-    """Read tasks from a path, or from any iterable of JSON values."""
-    if data is None or data == "":
+def as_tasks(data: Tasks | None, *, folder: Path, name: str) -> list[Json]:
+    """Read tasks from a path, from a data frame, or from any iterable of JSON values."""
+    if data is None or (isinstance(data, str) and not data):
         return []
     if isinstance(data, str | Path):
         return load_dataset(folder / data)
+    return _as_json(rows_of(data, name=name), name=name)
+
+
+def _as_json(rows: Iterable[Any], *, name: str) -> list[Json]:
     tasks: list[Json] = []
-    for number, task in enumerate(data):
+    for number, task in enumerate(rows):
         try:
             tasks.append(msgspec.to_builtins(task))
             msgspec.json.encode(tasks[-1])

@@ -14,6 +14,7 @@ from agl_run.experiment.continuation import Beginning, begin, is_of_another_agen
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.plan import VALIDATION, Plan
 from agl_run.experiment.progress import Progress
+from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
 
@@ -43,6 +44,22 @@ class FitResult(Record, frozen=True, kw_only=True):
     workdir: str = ""
     seconds: float = 0.0
 
+    def __repr__(self) -> str:
+        return as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._table(), has_head=False)
+
+    def _table(self) -> tuple[str, Rows]:
+        rows = (
+            ("validation reward", reward_text(self.before, self.after, self.best, self.best_step)),
+            ("steps", pairs(self.steps)),
+            ("resources", pairs(self.resources)),
+            ("folder", self.workdir),
+            ("seconds", f"{self.seconds:.0f}"),
+        )
+        return f"FitResult of {self.experiment!r}", rows
+
 
 class DevResult(Record, frozen=True, kw_only=True):
     """The result of :meth:`Trainer.dev`.
@@ -52,6 +69,15 @@ class DevResult(Record, frozen=True, kw_only=True):
     """
 
     episodes: tuple[Episode, ...] = ()
+
+    def __repr__(self) -> str:
+        return as_text(*self._table())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._table(), has_head=True)
+
+    def _table(self) -> tuple[str, Rows]:
+        return f"DevResult with {len(self.episodes)} rollouts", episode_rows(self.episodes)
 
 
 async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool) -> FitResult:

@@ -1,6 +1,6 @@
 """The trainer behind ``agl run`` and ``agl.Trainer(...).fit(...)``, for scripts, notebooks and async programs."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.schemas import LLM, Json, JsonResource, PromptTemplate, Resource
+from agl.schemas import LLM, JsonResource, PromptTemplate, Resource
 from agl_run.experiment.blocking import require_blocking, run_beside, run_blocking
 from agl_run.experiment.checks import make_plan
 from agl_run.experiment.config import (
@@ -31,10 +31,8 @@ from agl_run.experiment.fitting import DevResult, FitResult, dev_plan, fit_plan
 from agl_run.experiment.own_rewards import given_rewards, name_of
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.progress import Progress, default_progress
+from agl_run.experiment.tables import Tasks
 from agl_run.runners.agent import Agent
-
-Tasks = Iterable[Json] | str | Path
-"""Tasks, or the path of a JSON-lines file of them."""
 
 GivenReward = str | ComponentConfig | Callable[..., Any]
 """A reward by name, as a component, or the function, instance or class itself."""
@@ -186,7 +184,7 @@ class Trainer:
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
-            train_dataset: Tasks, or the path of a JSON-lines file.
+            train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
             val_dataset: Likewise.
             resume: Continue a stopped experiment, or a finished one that was given more steps.
             fresh: Start an experiment that ran before from its beginning.
@@ -232,7 +230,7 @@ class Trainer:
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
-            train_dataset: Tasks, or the path of a JSON-lines file.
+            train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
             tasks: Number of tasks to run.
             record_as: Name of the rollouts' experiment; by default ``NAME-dev``.
 

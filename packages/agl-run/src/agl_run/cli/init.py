@@ -1,0 +1,83 @@
+"""``agl init``: write a folder with a small experiment that runs."""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import click
+
+from agl.errors import ConfigError
+from agl_run.cli.output import visible
+
+FOLDER = Path(__file__).parents[1] / "templates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """One kind of experiment: its summary, the distributions that it needs, and what to do before it runs."""
+
+    summary: str
+    needs: tuple[str, ...]
+    before: str
+
+
+API = "set OPENAI_API_KEY, or another base_url in experiment.toml"
+TEMPLATES = {
+    "measure": Template(
+        summary="measure an agent behind an API", needs=("agl-run", "agl-gateway", "openai"), before=API
+    ),
+    "prompt": Template(
+        summary="tune its prompt", needs=("agl-run", "agl-gateway", "agl-algo-apo", "openai"), before=API
+    ),
+    "weights": Template(
+        summary="train a small model on this machine",
+        needs=("agl-run", "agl-gateway", "agl-algo-torch", "openai"),
+        before="the model of experiment.toml is downloaded when the run starts",
+    ),
+    "langgraph": Template(
+        summary="measure a graph node by node",
+        needs=("agl-run", "agl-gateway", "agl-langchain", "langgraph", "langchain-openai"),
+        before=API,
+    ),
+}
+
+
+@click.command(epilog="; ".join(f"{name}: {template.summary}" for name, template in TEMPLATES.items()))
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path())
+@click.option(
+    "-t", "--template", type=click.Choice(list(TEMPLATES)), default="measure", show_default=True, help="What to write."
+)
+def init(folder: Path, template: str) -> None:
+    """Write an agent, its tasks and an experiment file into FOLDER, the current one by default."""
+    files = [*sorted((FOLDER / template).glob("*.*")), *sorted((FOLDER / "tasks").glob("*.jsonl"))]
+    present = [file.name for file in files if (folder / file.name).exists()]
+    if present:
+        raise ConfigError(
+            f"{str(folder)!r} has {', '.join(present)} already, and agl init overwrites nothing; name a new folder: "
+            f"agl init NAME --template {template}"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    written = ", ".join(file.name for file in files)
+    click.echo(visible(f"wrote {written} into {folder}\n{_next_steps(folder, TEMPLATES[template])}"))
+
+
+def _next_steps(folder: Path, template: Template) -> str:
+    missing = [name for name in template.needs if not _is_installed(name)]
+    steps = (
+        *([f"cd {folder}"] if folder != Path() else []),
+        *([f"pip install {' '.join(missing)}"] if missing else []),
+        "agl check experiment.toml",
+        "agl dev experiment.toml",
+        "agl run experiment.toml",
+    )
+    return "\n".join([f"next ({template.before}):", *(f"  {step}" for step in steps)])
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True

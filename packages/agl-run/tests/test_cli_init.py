@@ -1,0 +1,58 @@
+"""``agl init``: the files that it writes, and what it says."""
+
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from agl_run import load_config
+from agl_run.cli.init import TEMPLATES
+from agl_run.cli.main import cli
+from agl_run.experiment.dataset import load_dataset
+
+INSTALLED = {each.name for each in distributions()}
+
+
+def init(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["init", *words], prog_name="agl")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_template_is_an_experiment_with_an_agent_and_tasks(template: str, tmp_path: Path) -> None:
+    assert 0 == init(str(tmp_path / "new"), "--template", template).exit_code
+
+    config = load_config(tmp_path / "new" / "experiment.toml")
+    train, val = (load_dataset(tmp_path / "new" / f"{name}.jsonl") for name in ("train", "val"))
+    assert (template, "agent:solve", ("answer",)) == (
+        config.experiment.name,
+        config.experiment.agent,
+        config.experiment.hidden,
+    )
+    assert (12, 6) == (len(train), len(val))
+    assert not [task for task in val if task in train]
+    compile((tmp_path / "new" / "agent.py").read_text(), "agent.py", "exec")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_answer_names_the_next_steps_and_the_packages_that_are_missing(template: str, tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    missing = [name for name in TEMPLATES[template].needs if name not in INSTALLED]
+    expected = [
+        f"cd {folder}",
+        *([f"pip install {' '.join(missing)}"] if missing else []),
+        *(f"agl {command} experiment.toml" for command in ("check", "dev", "run")),
+    ]
+    lines = init(str(folder), "-t", template).output.splitlines()
+    assert f"wrote agent.py, experiment.toml, train.jsonl, val.jsonl into {folder}" == lines[0]
+    assert f"next ({TEMPLATES[template].before}):" == lines[1]
+    assert expected == [line.strip() for line in lines[2:]]
+
+
+def test_files_that_exist_are_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("mine")
+    result = init(str(tmp_path))
+    assert (1, "mine") == (result.exit_code, (tmp_path / "agent.py").read_text())
+    assert ["agent.py"] == [path.name for path in tmp_path.iterdir()]
+    says = "has agent.py already, and agl init overwrites nothing; name a new folder: agl init NAME --template measure"
+    assert says in result.output

@@ -1,0 +1,87 @@
+"""Data sets from CSV files, and from files whose library is not installed."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import agl
+from agl.errors import DatasetError
+from agl_run import Quiet
+
+
+def tasks_of(data: object, folder: Path) -> list[object]:
+    """The tasks that an experiment makes of ``data``."""
+    trainer = agl.Trainer(store="memory://", name="tables", progress=Quiet(), folder=folder)
+    return list(trainer.plan(lambda task: 1.0, data).train)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, bytes], Path]:
+    def write(name: str, data: bytes) -> Path:
+        (tmp_path / name).write_bytes(data)
+        return tmp_path / name
+
+    return write
+
+
+def test_rows_of_a_csv_file_are_tasks_of_texts(write, tmp_path):
+    write("tasks.csv", '\ufeffquestion,answer\n"1,000 + 1?",1001\n\n"two\nlines",é\n'.encode())
+    expected = [{"question": "1,000 + 1?", "answer": "1001"}, {"question": "two\nlines", "answer": "é"}]
+    assert expected == tasks_of("tasks.csv", tmp_path)
+
+
+def test_tabs_separate_the_values_of_a_tsv_file(write, tmp_path):
+    write("tasks.tsv", b"q\ta\n1, 2\t3\n")
+    assert [{"q": "1, 2", "a": "3"}] == tasks_of("tasks.tsv", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"q,a\n1,2\n1,2,3\n", ":3: 3 values for the 2 columns ['q', 'a']; write a value that contains the separator"),
+        (b"q,q\n1,2\n", ":1: two columns have one name: ['q', 'q']"),
+        (b"q,a\n", "is empty; it needs one row below its header"),
+        (b"", "is empty; it needs one row below its header"),
+        (b"q\n\xff\n", "as CSV: 'utf-8' codec can't decode"),
+        (b'q\n"open\n', "as CSV: unexpected end of data"),
+    ],
+)
+def test_wrong_csv_file_is_refused_with_its_place(data, says, write, tmp_path):
+    write("tasks.csv", data)
+    with pytest.raises(DatasetError) as caught:
+        tasks_of("tasks.csv", tmp_path)
+    assert says in str(caught.value)
+
+
+def test_near_name_of_a_csv_file_is_suggested(write, tmp_path):
+    write("train.csv", b"q\n1\n")
+    with pytest.raises(DatasetError, match=r"did you mean 'train\.csv'"):
+        tasks_of("trian.csv", tmp_path)
+
+
+def test_parquet_file_without_its_library_is_answered_with_the_line_that_installs_it(write, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
+    write("tasks.parquet", b"PAR1")
+    with pytest.raises(DatasetError, match=r"tasks\.parquet' needs pyarrow; run: pip install pyarrow$"):
+        tasks_of("tasks.parquet", tmp_path)
+
+
+def test_saved_data_set_without_its_library_is_answered_with_the_line_that_installs_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved/state.json").write_text("{}")
+    with pytest.raises(DatasetError, match=r"saved' needs datasets; run: pip install datasets$"):
+        tasks_of("saved", tmp_path)
+
+
+def test_mapping_of_splits_is_refused_with_their_names(tmp_path):
+    with pytest.raises(DatasetError, match=r"train is a dict with the keys \['train', 'test'\], not a list of tasks"):
+        tasks_of({"train": [1], "test": [2]}, tmp_path)
+
+
+def test_frames_that_offer_their_rows_are_read(tmp_path):
+    frame = SimpleNamespace(columns=["n"], to_dicts=lambda: [{"n": 1}, {"n": 2}])  # as polars does
+    assert [{"n": 1}, {"n": 2}] == tasks_of(frame, tmp_path)
