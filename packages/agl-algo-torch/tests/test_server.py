@@ -1,10 +1,12 @@
 """The endpoints, asked by the real openai client."""
 
 import asyncio
+import copy
 import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -368,10 +370,13 @@ def calculator(make_loaded: Make) -> LoadedModel:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("printed", ['{"name": ', '{ "name":'], ids=["as-written", "in-another-notation"])
 def test_prompts_of_a_tool_conversation_extend_one_another(
-    is_streamed: bool, calculator: LoadedModel, serve: Serve, connect: Connect
+    is_streamed: bool, printed: str, calculator: LoadedModel, serve: Serve, connect: Connect
 ) -> None:
-    client = connect(serve(calculator))
+    loaded = replace(calculator, tokenizer=copy.deepcopy(calculator.tokenizer))
+    loaded.tokenizer.chat_template = loaded.tokenizer.chat_template.replace('{"name": ', printed)
+    client = connect(serve(loaded))
     messages: list[Any] = [DIALOGUE[0]]
     known: list[int] = []
     reasons: list[str] = []

@@ -43,9 +43,9 @@ class PromptThread:
         """Return the token ids of a text with its special tokens; raises WireError when the time is over."""
         return await self._run(lambda: self._builder.encode(text))
 
-    def remember(self, prompt: Prompt, ids: Sequence[int], *, call_ids: Sequence[str] = ()) -> None:
-        """Keep a response to `prompt` for the prompts that are built from now on."""
-        self._thread.submit(self._builder.remember, prompt, ids, call_ids=call_ids)
+    def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any]) -> None:
+        """Keep a response to `prompt`, and the message that its client gets, for prompts that are built from now on."""
+        self._thread.submit(self._builder.remember, prompt, ids, message=message)
 
     def close(self) -> None:
         """End the thread once it has done its current work; what waits is dropped."""

@@ -106,10 +106,9 @@ def text_logprobs(draws: Sequence[Draw], codec: TextCodec, *, as_ids: bool, offs
     }
 
 
-def tool_calls(parsed: ParsedResponse, ids: Sequence[str], *, is_delta: bool) -> list[Json]:
-    """Return the tool calls of a message, or the same as deltas of a stream."""
-    calls: list[Json] = [
+def tool_calls(parsed: ParsedResponse, ids: Sequence[str]) -> list[Json]:
+    """Return the tool calls of a message."""
+    return [
         {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call_id, call in zip(ids, parsed.calls, strict=True)
     ]
-    return [{"index": i, **call} for i, call in enumerate(calls)] if is_delta else calls

@@ -4,7 +4,8 @@ A client sends messages, not tokens. Tokenising the rendered conversation again 
 places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and
 a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns. Where the
 rendered conversation begins, character by character, with the text of a remembered prompt and response, it uses their
-ids and tokenises only the rest. Where the text differs (the template rewrote the answer, the client edited it), it
+ids and tokenises only the rest. Tool calls that come back unchanged are rendered as the model wrote them
+(`written_calls`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
 tokenises the whole conversation.
 
 Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
@@ -18,6 +19,10 @@ from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from agl_algo_torch.written_calls import WrittenAnswer, WrittenCalls, call_ids, unmarked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +69,7 @@ class PromptBuilder:
         self._codec = codec
         self._max_tokens, self._max_siblings = max_tokens, max_siblings
         self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
+        self._calls = WrittenCalls()
         self._n_tokens = 0
         self._tails: dict[str, int] = {}
         self._lengths: Counter[int] = Counter()
@@ -75,30 +81,50 @@ class PromptBuilder:
     ) -> Prompt:
         """Render and tokenise; raises the template's own errors (`jinja2.TemplateError` for refused messages)."""
         plain = [plain_message(message) for message in messages]
-        text = self._codec.render(plain, tools=list(tools) if tools else None, **options)
-        call_ids = {call["id"] for message in messages for call in message.get("tool_calls") or () if call.get("id")}
-        found = self._find(text, call_ids)
-        if found is not None:
-            start, turn = found
-            rest = text[start:]
-            ids = self._codec.encode(rest)
-            if self._codec.decode(ids) == rest:  # a tokenizer may treat the start of a text in a special way
-                known = (*turn.prompt_ids, *turn.ids)
-                return Prompt(text, (*known, *ids), len(known))
-        return Prompt(text, tuple(self._codec.encode(text)))
+        settings = {"tools": list(tools) if tools else None, **options}
+        known_calls = {call_id for message in plain for call_id in call_ids(message)}
+        written = self._as_written(plain, settings)
+        spliced = self._spliced(written, known_calls) if written is not None else None
+        if spliced is not None:
+            return spliced
+        text = self._codec.render(plain, **settings)
+        return self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
+
+    def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
+        """Render the conversation with the model's own words for its tool calls; None where that changes nothing."""
+        marked, texts = self._calls.marked(plain)
+        if not texts:
+            return None
+        try:  # a template may insist on the calls that the results after them belong to
+            return unmarked(self._codec.render(marked, **settings), texts)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return None
+
+    def _spliced(self, text: str, known_calls: set[str]) -> Prompt | None:
+        """Return the prompt that continues the longest remembered turn which `text` begins with; None without one."""
+        found = self._find(text, known_calls)
+        if found is None:
+            return None
+        start, turn = found
+        rest = text[start:]
+        ids = self._codec.encode(rest)
+        if self._codec.decode(ids) != rest:  # a tokenizer may treat the start of a text in a special way
+            return None
+        known = (*turn.prompt_ids, *turn.ids)
+        return Prompt(text, (*known, *ids), len(known))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that is no conversation, with the special tokens that begin one."""
         return self._codec.encode(text, add_special_tokens=True)
 
-    def _find(self, text: str, call_ids: set[str]) -> tuple[int, _Turn] | None:
+    def _find(self, text: str, known_calls: set[str]) -> tuple[int, _Turn] | None:
         """Return the position where the longest remembered turn that `text` begins with ends, and that turn."""
         for end in self._ends(text):
             turns = [t for t in self._turns.get(text[:end], ()) if text.startswith(t.text, end)]
             if turns:
                 self._turns.move_to_end(text[:end])
                 # Siblings may have one text and different ids; the ids of their tool calls tell them apart.
-                turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & call_ids)))
+                turn = max(turns, key=lambda t: (len(t.text), len(t.call_ids & known_calls)))
                 return end + len(turn.text), turn
         return None
 
@@ -113,18 +139,26 @@ class PromptBuilder:
                 at = text.find(tail, at + 1)
         return iter(sorted(found, reverse=True))
 
-    def remember(self, prompt: Prompt, ids: Sequence[int], *, call_ids: Sequence[str] = ()) -> None:
-        """Keep a response to `prompt` for the turns that follow it; the most recent comes first."""
+    def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any] | None = None) -> None:
+        """Keep a response to `prompt` for the turns that follow it; the most recent comes first.
+
+        `message` is the response as the client gets it, in OpenAI's form; only its tool calls are kept.
+        """
         if self._max_tokens == 0 or not ids:
             return
-        turn = _Turn(self._codec.decode(ids), prompt.ids, tuple(ids), frozenset(call_ids))
+        calls = call_ids(message or {})
+        turn = _Turn(self._codec.decode(ids), prompt.ids, tuple(ids), frozenset(calls))
+        if message is not None and calls:
+            end = self._codec.token_text(ids[-1]) if ids[-1] in self._codec.stop_ids else ""
+            self._calls.add(WrittenAnswer(turn.text.removesuffix(end), plain_message(message)))
         if prompt.text not in self._turns:
             tail = prompt.text[-self._tail :]
             self._tails[tail] = self._tails.get(tail, 0) + 1
             self._lengths[len(prompt.text)] += 1
         siblings = self._turns.setdefault(prompt.text, [])
         siblings.insert(0, turn)
-        self._n_tokens += turn.size - sum(old.size for old in siblings[self._max_siblings :])
+        self._n_tokens += turn.size
+        self._forget(siblings[self._max_siblings :])
         del siblings[self._max_siblings :]
         self._turns.move_to_end(prompt.text)
         while self._n_tokens > self._max_tokens:
@@ -132,7 +166,7 @@ class PromptBuilder:
 
     def _evict(self) -> None:
         text, turns = self._turns.popitem(last=False)
-        self._n_tokens -= sum(turn.size for turn in turns)
+        self._forget(turns)
         tail = text[-self._tail :]
         self._lengths[len(text)] -= 1
         if self._lengths[len(text)] == 0:
@@ -140,6 +174,11 @@ class PromptBuilder:
         self._tails[tail] -= 1
         if self._tails[tail] == 0:
             del self._tails[tail]
+
+    def _forget(self, turns: Sequence[_Turn]) -> None:
+        self._n_tokens -= sum(turn.size for turn in turns)
+        for turn in turns:
+            self._calls.remove(list(turn.call_ids))
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

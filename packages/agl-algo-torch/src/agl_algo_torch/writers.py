@@ -107,19 +107,20 @@ class ChatWriter:
 
     def choice(self, index: int, generation: Generation) -> Json:
         """Return a finished choice."""
-        parsed, call_ids = self._read(generation)
+        parsed, calls = self._read(generation)
         message: Json = {"role": "assistant", "content": parsed.content, "refusal": None}
-        if parsed.calls:
-            message["tool_calls"] = tool_calls(parsed, call_ids, is_delta=False)
+        if calls:
+            message["tool_calls"] = calls
         choice: Json = {"index": index, "message": message, "finish_reason": _reason(parsed, generation)}
         return choice | self._details(generation.draws)
 
-    def _read(self, generation: Generation) -> tuple[ParsedResponse, list[str]]:
+    def _read(self, generation: Generation) -> tuple[ParsedResponse, list[Json]]:
         text = self._texts.whole(generation)
         parsed = self._parser.parse(text) if self._parser else ParsedResponse(text)
-        call_ids = [new_id("call") for _ in parsed.calls]
-        self._builder.remember(self._prompt, generation.token_ids, call_ids=call_ids)
-        return parsed, call_ids
+        calls = tool_calls(parsed, [new_id("call") for _ in parsed.calls])
+        message = {"role": "assistant", "content": parsed.content, "tool_calls": calls}
+        self._builder.remember(self._prompt, generation.token_ids, message=message)
+        return parsed, calls
 
     def _details(self, draws: Sequence[Draw]) -> Json:
         details: Json = {"logprobs": None}
@@ -144,12 +145,12 @@ class ChatWriter:
 
     def closing(self, index: int, generation: Generation) -> Json:
         """Return the last chunk of a choice, with the text that was held back."""
-        parsed, call_ids = self._read(generation)
+        parsed, calls = self._read(generation)
         delta: Json = {}
         if rest := self._texts.rest(index, parsed.content or ""):
             delta["content"] = rest
-        if parsed.calls:
-            delta["tool_calls"] = tool_calls(parsed, call_ids, is_delta=True)
+        if calls:
+            delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": _reason(parsed, generation)}
 
 

@@ -42,6 +42,8 @@ MESSAGE = "agl.message"
 OBJECT = "agl.object"
 MODEL_VERSION = "agl.model_version"
 SPLIT_ARM = "agl.split.arm"
+SAMPLING_OVERRIDDEN = "agl.sampling.overridden"
+SAMPLING_KEPT = "agl.sampling.kept"
 UNRECORDED = "agl.unrecorded"
 """On a span that stands for a model call of which only its client is known: ``policy``, or ``foreign`` for a call to a
 server that serves no policy."""

@@ -48,6 +48,7 @@ class RecordedExchange:
         start_ns: Unix nanoseconds at the request's last byte; ``end_ns`` at the response's last.
         want_ids: Whether token ids were asked for.
         arm: The label of the rollout's arm in the split; ``""`` if it is in none.
+        notes: Attributes that name the parameters of sampling that the agent asked for in training.
     """
 
     context: CallContext
@@ -59,6 +60,7 @@ class RecordedExchange:
     provider: str = ""
     want_ids: bool = False
     arm: str = ""
+    notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     @property
     def size(self) -> int:
@@ -147,6 +149,7 @@ def spans_of(recorded: RecordedExchange) -> list[Span]:
         semconv.CALLER: list(context.names),
         semconv.USER_AGENT: context.client,
         semconv.SPLIT_ARM: recorded.arm,
+        **recorded.notes,
     }
     return chat_spans(
         calls,

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 from aiohttp import web
@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from agl.contracts import Upstream
 from agl.dialects import Exchange, Request
 from agl.errors import CaptureError
-from agl.schemas import Dialect
+from agl.schemas import Dialect, Json
 from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader, plain_bytes
 from agl_gateway.conversation_ids import conversation_of
@@ -24,6 +24,7 @@ from agl_gateway.json_values import check_values
 from agl_gateway.problems import Problem, problem_body, problem_response
 from agl_gateway.recorder import Recorder
 from agl_gateway.routing import Router, UpstreamTarget
+from agl_gateway.sampling import SamplingRules
 from agl_gateway.upstream_client import CONNECT_TRIES, open_upstream, problem_of, reply_headers, request_headers
 
 _NO_ANSWER_CODES = ("upstream_unreachable", "upstream_failed")
@@ -53,6 +54,7 @@ class _Call:
     conversation: Conversation | None = None
     number: int = 0
     is_lost: bool = False
+    notes: Mapping[str, Json] = field(default_factory=dict[str, Json])
 
     def gateway_headers(self) -> dict[str, str]:
         """Return the headers that the gateway adds to the backend's."""
@@ -80,6 +82,7 @@ class Relay:
         session: aiohttp.ClientSession,
         bodies: BodyReader,
         max_body: int,
+        sampling: SamplingRules,
         arms: ArmRoutes | None = None,
     ) -> None:
         self.router = router
@@ -92,6 +95,7 @@ class Relay:
         self._session = session
         self._bodies = bodies
         self._max_body = max_body
+        self._sampling = sampling
         self._request_ids = RequestIds()
 
     async def relay(
@@ -167,6 +171,7 @@ class Relay:
         """Ask the rollout's own server, then the policy's others until one answers."""
         upstream = target.upstream
         model = call.model or self.gates[upstream.name].model
+        call.asked, call.notes = await self._sampling.apply(call.asked, upstream, call.context.rollout_id)
         body = call.asked.prepared(want_ids=upstream.is_trained, model=model)
         headers = request_headers(request.headers, target, call.asked.dialect)
         *firsts, last = target.urls(call.context.rollout_id, call.endpoint, request.query_string)
@@ -281,6 +286,7 @@ class Relay:
                 model_version=call.model_version,
                 want_ids=upstream.is_trained,
                 arm=call.arm,
+                notes=call.notes,
             )
         )
 

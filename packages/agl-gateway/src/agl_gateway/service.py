@@ -23,6 +23,7 @@ from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
 from agl_gateway.routing import Router
+from agl_gateway.sampling import SamplingRules
 from agl_gateway.split_api import RESOURCES, SplitApi
 from agl_gateway.splits import Split, check_labels
 from agl_gateway.splitter import Splitter
@@ -127,6 +128,7 @@ class GatewayService:
             session=self.session,
             bodies=self._bodies,
             max_body=settings.max_body,
+            sampling=SamplingRules(store),
             arms=self._arms,
         )
         self._runner: web.ServerRunner | None = None

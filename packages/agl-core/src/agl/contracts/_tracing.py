@@ -1,7 +1,7 @@
 """Contracts of capture: tracers report actors, upstreams are the targets of calls, responders answer some of them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from agl.schemas import Record
 
@@ -75,6 +75,8 @@ class Upstream(Record, frozen=True, kw_only=True):
             whatever their model name is; ``""`` for none.
         replicas: Base URLs of further servers with the same weights; all calls of a rollout go to one server, and
             to another only where that one does not answer.
+        sampling: Treatment of training calls that ask for less than the policy's full distribution: ``override`` that,
+            ``refuse`` the call, or ``keep`` what it asks for; ``""`` for calls that train nothing.
     """
 
     name: str
@@ -86,3 +88,4 @@ class Upstream(Record, frozen=True, kw_only=True):
     model_version: str = ""
     agents: str = ""
     replicas: tuple[str, ...] = ()
+    sampling: Literal["", "override", "refuse", "keep"] = ""

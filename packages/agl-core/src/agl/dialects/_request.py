@@ -69,7 +69,11 @@ class Request:
         changes = self._id_fields() if want_ids else {}
         if model and self.get("model") != model:
             changes["model"] = model
-        return msgspec.json.encode({**self._fields(), **changes}) if changes else self.body
+        return self.changed(changes).body
+
+    def changed(self, fields: dict[str, Json]) -> "Request":
+        """The request with other values in these fields; itself without any."""
+        return Request(self.dialect, msgspec.json.encode({**self._fields(), **fields})) if fields else self
 
     def _fields(self) -> dict[str, msgspec.Raw]:
         if self._raw is None:

@@ -35,15 +35,9 @@ class Sampling(Record, frozen=True, kw_only=True):
     @property
     def changes_distribution(self) -> bool:
         """True if the sampled distribution differs from the model's own softmax at temperature 1."""
-        return (
-            self.temperature not in (None, 1.0)
-            or self.top_p not in (None, 1.0)
-            or self.top_k not in (None, 0, -1)
-            or self.min_p not in (None, 0.0)
-            or bool(self.frequency_penalty)
-            or bool(self.presence_penalty)
-            or self.repetition_penalty not in (None, 1.0)
-        )
+        factors = {self.temperature, self.top_p, self.repetition_penalty}
+        offsets = (self.min_p, self.frequency_penalty, self.presence_penalty)
+        return not factors <= {None, 1.0} or any(offsets) or self.top_k not in (None, 0, -1)
 
 
 class ModelCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import click
 from msgspec.structs import replace
@@ -185,6 +186,9 @@ def line_of(span: Span) -> str:
     if span.call is not None:
         parts.append(_call(span.call, token_counts(span)))
     parts += [f"{key} {span.attributes[name]}" for key, name in _SHOWN.items() if name in span.attributes]
+    for word, name in _SAMPLING.items():
+        if asked := cast("list[str]", span.attributes.get(name, [])):
+            parts.append(f"{word} {' and '.join(asked)}")
     if span.end_ns > span.start_ns:
         parts.append(f"{(span.end_ns - span.start_ns) / 1e9:.3f} s")
     if span.status == "error":
@@ -202,6 +206,9 @@ _SHOWN = {
     "says": semconv.OBSERVATION_CONTENT,
     "returned": semconv.OUTPUT,
 }
+
+_SAMPLING = {"sampled without": semconv.SAMPLING_OVERRIDDEN, "sampled with": semconv.SAMPLING_KEPT}
+"""In training a policy samples from its full distribution, apart from what cannot be changed."""
 
 
 def _call(call: ModelCall, counts: str) -> str:

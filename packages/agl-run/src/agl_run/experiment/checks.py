@@ -21,6 +21,7 @@ from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
+from agl_run.experiment.sampling import check_rules
 from agl_run.experiment.store_url import check_store_url
 from agl_run.experiment.tables import Tasks
 from agl_run.runners.agent import BUILT_IN_PARAMETERS, Agent, AgentSpec
@@ -192,6 +193,7 @@ def _check_components(plan: Plan) -> None:
     check_frameworks(plan)
     for policy in config.policy.values():
         manager.policy(policy.use)
+    check_rules(config.policy, trained=plan.trained_policies())
     both = set(config.policy) & set(plan.resources)
     if both:
         raise ConfigError(

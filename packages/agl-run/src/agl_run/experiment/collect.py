@@ -20,6 +20,7 @@ from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
 from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
 from agl_run.experiment.plan import NAME, Plan
+from agl_run.experiment.sampling import SamplingReport
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
 
 T = TypeVar("T")
@@ -135,10 +136,12 @@ class RunReports:
     Attributes:
         failures: Counts the rollouts that failed.
         agreement: Reports the model calls that are missing from the records.
+        sampling: Counts the training calls that ask for less than the policy's full distribution.
     """
 
     failures: FailureReport
     agreement: AgreementPolicy
+    sampling: SamplingReport
 
 
 class Collector:
@@ -185,6 +188,7 @@ class Collector:
         self._failure = failure
         self._failures = reports.failures
         self._agreement = reports.agreement
+        self._sampling = reports.sampling
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
         self._asked: int = 0
@@ -294,8 +298,10 @@ class Collector:
                     watched.resolve(rollout.rollout_id)
             while taken := await self._unless_broken(watched.take(READ_BATCH)):
                 kept = {rollout_id: self._feed.kept(rollout_id) for rollout_id in taken}
-                for episode in await read_episodes(self._store, taken, selection=self._selection, kept=kept):
-                    episodes[episode.rollout.rollout_id] = episode
+                found = await read_finished(self._store, taken, kept=kept)
+                for recording in found:
+                    self._sampling.add(self._caller, recording.spans)
+                    episodes[recording.rollout.rollout_id] = _episode(recording, self._selection)
         return [episodes[rollout_id] for rollout_id in ids]
 
     async def _unless_broken(self, waiting: Coroutine[Any, Any, T]) -> T:
@@ -363,19 +369,19 @@ def _selection(plan: Plan, algorithm: AlgorithmConfig | None) -> EpisodeSelectio
     )
 
 
-async def read_episodes(
-    store: Store,
-    rollout_ids: Sequence[str],
-    *,
-    selection: EpisodeSelection,
-    kept: Mapping[str, tuple[str, list[Span]] | None] | None = None,
-) -> list[Episode]:
-    """Read the episodes of finished rollouts in the given order, with as few requests as possible.
+async def read_episodes(store: Store, rollout_ids: Sequence[str], *, selection: EpisodeSelection) -> list[Episode]:
+    """Read the episodes of finished rollouts in the given order; ``selection`` chooses calls and rewards."""
+    return [_episode(recording, selection) for recording in await read_finished(store, rollout_ids)]
+
+
+async def read_finished(
+    store: Store, rollout_ids: Sequence[str], *, kept: Mapping[str, tuple[str, list[Span]] | None] | None = None
+) -> list[Recording]:
+    """Read finished rollouts with the spans that decided them in the given order, with as few requests as possible.
 
     Args:
         store: The store that has them.
         rollout_ids: Distinct ids.
-        selection: The calls and rewards that count.
         kept: Attempt id and spans by rollout, where they are known already.
     """
     known = {rollout_id: found for rollout_id in rollout_ids if (found := (kept or {}).get(rollout_id)) is not None}
@@ -387,7 +393,7 @@ async def read_episodes(
         else:
             del known[recording.rollout.rollout_id]
     recordings |= await _recordings(store, [each for each in rollout_ids if each not in known], spans="deciding")
-    return [_episode(recordings[rollout_id], selection) for rollout_id in rollout_ids]
+    return [recordings[rollout_id] for rollout_id in rollout_ids]
 
 
 async def _recordings(store: Store, rollout_ids: Sequence[str], *, spans: SpanChoice) -> dict[str, Recording]:

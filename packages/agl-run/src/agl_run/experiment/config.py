@@ -50,6 +50,8 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
         agents: Regular expression over the whole names of agents, nodes and roles: the calls that these make go
             here, whatever model name their code sends.
         label: Label of the version of its weights to start from; where no version has it, ``model`` counts.
+        sampling: Treatment of calls that ask for less than the full distribution (top-p, penalties, temperature 0) in
+            rollouts that train the policy: ``override`` that, ``refuse`` the call, or ``keep`` what it asks for.
         params: The policy's own arguments.
     """
 
@@ -57,6 +59,7 @@ class PolicyConfig(Record, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     agents: str = ""
     label: str = ""
+    sampling: Literal["override", "refuse", "keep"] = "override"
     params: dict[str, Json] = {}
 
 
@@ -187,7 +190,14 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def policy(
-    use: str, /, *, aliases: str | Iterable[str] = (), agents: str = "", label: str = "", **params: Json
+    use: str,
+    /,
+    *,
+    aliases: str | Iterable[str] = (),
+    agents: str = "",
+    label: str = "",
+    sampling: Literal["override", "refuse", "keep"] = "override",
+    **params: Json,
 ) -> PolicyConfig:
     """Describe a model server: ``policy("torch", model="Qwen/Qwen2.5-0.5B-Instruct")``.
 
@@ -196,9 +206,10 @@ def policy(
         aliases: Model name or names (patterns) that agents use for it, besides its own names.
         agents: Regular expression: the calls of agents, nodes and roles whose whole name it matches go here.
         label: Label of the version of its weights to start from.
+        sampling: ``"override"``, ``"refuse"`` or ``"keep"`` parameters that narrow the distribution in training.
         params: The policy's own arguments.
     """
-    return PolicyConfig(use=use, aliases=listed(aliases), agents=agents, label=label, params=params)
+    return PolicyConfig(use=use, aliases=listed(aliases), agents=agents, label=label, sampling=sampling, params=params)
 
 
 def runner(

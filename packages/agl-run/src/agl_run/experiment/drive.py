@@ -31,6 +31,7 @@ from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import SourceReader, Sources
+from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.session import Session
 from agl_run.experiment.state import AlgorithmState
 
@@ -55,7 +56,7 @@ class Driver:
         self.state = state
         self.progress = progress
         agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial)
-        self.reports = RunReports(failures=FailureReport(), agreement=agreement)
+        self.reports = RunReports(failures=FailureReport(), agreement=agreement, sampling=SamplingReport())
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -129,7 +130,7 @@ class Driver:
             )
         async with self._changed:
             self._changed.notify_all()
-        metrics = {**self._replays.pop(name, {}), **report.metrics}
+        metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
         await self._report(name, msgspec.structs.replace(report, metrics=metrics))
 
     async def changed(self) -> None:

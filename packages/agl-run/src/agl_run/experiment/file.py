@@ -17,7 +17,7 @@ from agl_run.experiment.shape import check_shape
 ONE_OR_SEVERAL = ("tunes", "source", "first")
 """Keys that take one name or an array of names; the records always hold several."""
 
-_POLICY_KEYS = ("use", "aliases", "agents", "label")
+_POLICY_KEYS = ("use", "aliases", "agents", "label", "sampling")
 
 
 def load_config(path: Path) -> ExperimentConfig:

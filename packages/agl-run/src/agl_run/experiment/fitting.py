@@ -95,6 +95,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
         before, after = await _run(driver, turns)
+        driver.reports.sampling.conclude()
         driver.reports.failures.conclude()
         best, best_step = await _best(driver, before, after)
         return FitResult(

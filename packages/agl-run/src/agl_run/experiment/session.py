@@ -167,6 +167,7 @@ class Session:
                 is_trained=name in trained,
                 model_version=served.version,
                 replicas=served.base_urls[1:],
+                sampling=configs[name].sampling if name in trained else "",
             )
             for name, served in self._served.items()
         ]
@@ -175,12 +176,13 @@ class Session:
         config, manager = self.plan.config.gateway, self.plan.manager
         if config.use == "none" or not upstreams:
             _require_no_replicas(upstreams)
+            _require_no_refusals(upstreams)
             return
         try:
             entry = manager.gateway("gateway" if config.use == "auto" else config.use)
         except UnknownComponentError:
             needs_gateway = self.plan.config.runner.use == "command" or any(
-                up.agents or up.replicas for up in upstreams
+                up.agents or up.replicas or up.sampling == "refuse" for up in upstreams
             )
             if config.use != "auto" or needs_gateway:
                 raise
@@ -278,6 +280,15 @@ def _require_no_replicas(upstreams: list[Upstream]) -> None:
         raise ConfigError(
             f"the policies {spread} have several servers, and only the gateway spreads calls over them; remove "
             '[gateway] use = "none", or give each policy one server'
+        )
+
+
+def _require_no_refusals(upstreams: list[Upstream]) -> None:
+    refusing = [upstream.name for upstream in upstreams if upstream.sampling == "refuse"]
+    if refusing:
+        raise ConfigError(
+            f'policy.{refusing[0]}.sampling is "refuse", and only the gateway can refuse calls; remove [gateway] use = '
+            '"none", or set sampling to "override" or "keep"'
         )
 
 

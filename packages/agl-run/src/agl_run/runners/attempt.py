@@ -113,10 +113,17 @@ def _active(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> ActiveAt
         record=scope.recorder.record,
         token=scope.token,
         gateway_url=scope.gateway_url,
-        upstreams=tuple(scope.upstreams),
+        upstreams=upstreams_of(rollout, scope.upstreams),
         tracers=tuple(scope.tracers),
         responder=Player(scope.replay) if scope.replay else None,
     )
+
+
+def upstreams_of(rollout: Rollout, upstreams: Sequence[Upstream]) -> tuple[Upstream, ...]:
+    """Return the policies as a rollout's calls reach them: one that does not train samples as the agent asks."""
+    if rollout.mode == "train":
+        return tuple(upstreams)
+    return tuple(msgspec.structs.replace(upstream, sampling="") for upstream in upstreams)
 
 
 async def _run_limited(

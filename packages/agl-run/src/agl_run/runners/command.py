@@ -28,6 +28,7 @@ from agl.schemas import (
     to_json,
 )
 from agl.tracing import AttemptTokens, make_reward_span, redact
+from agl_run.runners.attempt import upstreams_of
 from agl_run.runners.folders import own_folder, remove_abandoned
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.printed import PrintedText
@@ -95,7 +96,7 @@ class CommandRunner:
         return {
             **environment_for_agents(setup),
             **setup.environment(token),
-            **({} if setup.gateway_url else spool.environment(setup.upstreams)),
+            **({} if setup.gateway_url else spool.environment(upstreams_of(rollout, setup.upstreams))),
             "AGL_ROLLOUT_ID": rollout.rollout_id,
             "AGL_ATTEMPT_ID": attempt.attempt_id,
             ADMIN_TOKEN_ENV: token,

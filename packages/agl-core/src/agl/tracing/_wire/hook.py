@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 
 from agl import semconv
 from agl.contracts import CannedAnswer, Tracer, Upstream
-from agl.dialects import Request
+from agl.dialects import Request, sampled
 from agl.tracing._caller import who_within
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._import_watch import ImportWatch
@@ -205,16 +205,17 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
     opened = None
     if call is not None:
         note_model_call()
+        asked, notes = sampled(call, route.upstream.sampling if route.upstream and route.wants_ids else "")
         about = {semconv.CALLER: list(names), semconv.USER_AGENT: named.get(b"user-agent", b"").decode("latin-1")}
         opened = OpenCall(
             attempt=attempt,
-            request=call,
+            request=asked,
             upstream=route.upstream,
             wants_ids=route.wants_ids,
             parent_id=parent_id,
             request_id=request_id,
             retry_count=retries,
-            about={key: value for key, value in about.items() if value},
+            about={key: value for key, value in about.items() if value} | notes,
         )
     sent, is_recorded_here = request, route.target == "record"
     if not is_recorded_here:
@@ -222,8 +223,8 @@ def _prepare(attempt: ActiveAttempt, request: Any, options: dict[str, Any], answ
         sent = copy_request(request, route.url, headers=rewritten, body=content)
         # The token is the only credential, and a redirect must not carry it to another server.
         options = {**options, "auth": None, "follow_redirects": False}
-    elif call is not None:
-        sent = recorded_request(request, call, wants_ids=route.wants_ids)
+    elif opened is not None:
+        sent = recorded_request(request, opened.request, wants_ids=route.wants_ids)
     response = None if canned is None else _response_of(canned, answer, request)
     return _WatchedRequest(
         given=request, request=sent, options=options, call=opened, is_recorded_here=is_recorded_here, canned=response

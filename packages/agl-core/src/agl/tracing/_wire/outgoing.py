@@ -96,9 +96,9 @@ def call_of(request: Any, content: bytes | None) -> Request | None:
 
 
 def recorded_request(request: Any, call: Request, *, wants_ids: bool) -> Any:
-    """The request itself, or a copy whose body asks for token ids."""
+    """The request itself, or a copy with the body of ``call``, which asks for token ids."""
     body = call.prepared(want_ids=wants_ids)
-    if body is call.body:
+    if body == request.content:
         return request
     headers = [(name, value) for name, value in request.headers.raw if name.lower() != b"content-length"]
     return copy_request(request, str(request.url), headers=headers, body=body)
