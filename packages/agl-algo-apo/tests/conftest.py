@@ -113,12 +113,11 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
                 n_runners=runners,
                 seed=seed,
                 initial_resources=initial,
-                rewards=(order_reward(world),),
                 hidden=HIDDEN,
                 folder=tmp_path / folder,
                 progress=progress,
                 validation_limit=validation_limit,
-                **(settings or {}),
+                **{"rewards": (order_reward(world),), **(settings or {})},
             )
             fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val, resume=resume)
         return read_run(fit, store, tmp_path / folder, progress.said, use)

@@ -304,9 +304,9 @@ def test_show_prints_the_score_that_did_not_select_the_winner(optimize: Optimize
     assert lines[run.fit.resources["clerk_prompt"]].endswith(words(run.result["score"], "fresh rollouts"))
     assert lines[winner["versions"]["clerk_prompt"]].endswith(words(run.result["score"], "fresh rollouts"))
     assert lines["orders-1-initial"].endswith(words(run.result["seed_score"], "fresh rollouts"))
-    raced = [row for row in run.lineage if row["val"] and row["id"] not in (winner["id"], run.lineage[0]["id"])]
+    raced = [row for row in run.lineage if row["score"] and row["id"] not in (winner["id"], run.lineage[0]["id"])]
     assert raced
-    assert all(lines[row["versions"]["clerk_prompt"]].endswith(words(row["val"], "selection")) for row in raced)
+    assert all(lines[row["versions"]["clerk_prompt"]].endswith(words(row["score"], "selection")) for row in raced)
     assert "\n+Write the " in shown.output
 
 

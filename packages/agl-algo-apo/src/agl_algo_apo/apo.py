@@ -83,7 +83,7 @@ class APO(PromptSearch):
         p_best: How often ``mixed`` takes the best one.
         patience: Steps without an improvement that end the search.
         delete_every: Steps between two tries to remove a line; 0 for none.
-        perfect_score: A reward that leaves nothing to improve.
+        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.

@@ -53,7 +53,7 @@ class GEPA(PromptSearch):
             that is left. In a schedule that alternates, other algorithms take their turns in between.
         use_merge: Merge candidates that are good at different tasks.
         patience: Phases without an improvement that end the search.
-        perfect_score: A reward that leaves nothing to improve.
+        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
         publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.

@@ -29,7 +29,7 @@ class RandomSearch(PromptSearch):
         beam_rounds: Most steps; 0 for no limit but the budget.
         val_batch_size: Validation tasks in the first slice of a race.
         patience: Steps without an improvement that end the search.
-        perfect_score: A reward that leaves nothing to improve.
+        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.

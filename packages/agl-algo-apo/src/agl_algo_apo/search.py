@@ -24,7 +24,6 @@ from agl_algo_apo.evaluation import (
     check_splits,
     dataset_digest,
     environment_of,
-    estimate,
     nothing_scored,
 )
 from agl_algo_apo.extension import has_more
@@ -35,7 +34,7 @@ from agl_algo_apo.proposals import Requests
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
-from agl_algo_apo.version_scores import version_scores
+from agl_algo_apo.version_scores import CandidateScore, candidate_scores, version_scores
 
 MAX_TRIES = 4
 """Most tries of one candidate."""
@@ -97,7 +96,12 @@ class PromptSearch:
     async def setup(self, context: AlgorithmContext) -> None:
         """Check everything that can be checked now, and say what will be spent."""
         await self.check(context)
-        self.evaluator = Evaluator(context, self.budget, failure_reward=self.settings.failure_reward)
+        self.evaluator = Evaluator(
+            context,
+            self.budget,
+            failure_reward=self.settings.failure_reward,
+            perfect_score=self.settings.perfect_score,
+        )
         order = list(range(len(context.val)))
         # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
         self.random(0, "validation order").shuffle(order)
@@ -374,9 +378,7 @@ class PromptSearch:
             self.lineage,
             best=self.best,
             seed=self.lineage[self.progress.seed],
-            order=self.order,
-            # a third of the rollouts for each of three finalists; none where they would fail anyway
-            size=0 if self.progress.stop_reason == "infrastructure" else self.plan.final // 3,
+            tasks=self._final_tasks(),
             step=step,
         )
         if self.result is not None:
@@ -384,18 +386,25 @@ class PromptSearch:
         self.budget.release()
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
+    def _final_tasks(self) -> tuple[int, ...]:
+        """Return the tasks of the final measurement, drawn at random: races have looked at some more than others."""
+        # A third of the rollouts for each of three finalists; none where they would fail anyway.
+        size = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final // 3
+        return tuple(sorted(self.random(0, "final").sample(self.order, min(size, len(self.order)))))
+
     async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
         """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
         is_new = self.progress.best != self.progress.published
         if not is_new or (self.settings.publish == "end" and not is_final):
             return ()
         before = self.lineage[self.progress.published].texts
+        metadata: dict[str, Json] = {"candidate_id": self.best.id, "operator": self.best.operator}
         published: list[str] = []
         for rules in self.rules:
             text = self.best.texts[rules.name]
             if text != before[rules.name]:
                 resource = resource_of(text, rules.seed)
-                made = await self.context.publish(rules.name, resource, step=step, metadata=self._metadata())
+                made = await self.context.publish(rules.name, resource, step=step, metadata=metadata)
                 published.append(f"{rules.name}@{made.version}")
         self.progress.published = self.progress.best
         return tuple(published)
@@ -404,38 +413,32 @@ class PromptSearch:
         """Save the score of each version in the store, where it is new."""
         scores = version_scores(
             self.lineage,
-            self.evaluator,
+            self._scores(),
             seed=self.progress.seed,
             published=self.progress.published,
             live={name: self.context.current(name).version for name in self.context.tunes},
-            result=self.result,
         )
         new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))
         self._told |= new
 
-    def _metadata(self) -> dict[str, Json]:
-        best = self.best
-        rewards = list(self.evaluator.scores.rewards(best.id, "val").values())
-        metadata: dict[str, Json] = {"candidate_id": best.id, "operator": best.operator}
-        if rewards:
-            metadata["selection_score"] = msgspec.to_builtins(estimate(rewards))
-        return metadata
+    def _scores(self) -> dict[str, CandidateScore]:
+        return candidate_scores(self.lineage, self.evaluator, seed=self.progress.seed, result=self.result)
 
     def _write(self, *, is_improved: bool) -> None:
         workdir = self.context.workdir
         if is_improved or self.progress.step == 1:
             artifacts.write_best(workdir, self.best.texts)
-        artifacts.write_lineage(workdir, [self._row(candidate) for candidate in self.lineage.all()])
+        scores = self._scores()
+        rows = [
+            {**msgspec.structs.asdict(c), "score": msgspec.to_builtins(scores.get(c.id))} for c in self.lineage.all()
+        ]
+        artifacts.write_lineage(workdir, rows)
         if self.result is not None:
             reason = {"stop_reason": self.progress.stop_reason, "stop_detail": self.progress.stop_detail}
             spent = {"spent": msgspec.structs.asdict(self.budget.spent), "texts": self.best.texts}
             artifacts.write_result(workdir, {**msgspec.structs.asdict(self.result), **reason, **spent})
-
-    def _row(self, candidate: PromptCandidate) -> Json:
-        rewards = list(self.evaluator.scores.rewards(candidate.id, "val").values())
-        return {**msgspec.structs.asdict(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
 
     def _metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {
@@ -445,8 +448,8 @@ class PromptSearch:
         }
         if self.result is not None:
             metrics |= {"score": self.result.score.mean, "seed_score": self.result.seed_score.mean}
-        elif self.evaluator.scores.rewards(self.progress.best, "val"):
-            metrics["best_val_score"] = self.evaluator.mean(self.progress.best, "val")
+        elif self.progress.best in (scores := self._scores()):
+            metrics["best_val_score"] = scores[self.progress.best].mean
         spent: dict[str, Any] = msgspec.structs.asdict(self.budget.spent)
         return metrics | {f"spent_{name}": float(value) for name, value in spent.items()}
 
