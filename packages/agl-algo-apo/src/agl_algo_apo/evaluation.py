@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from agl.contracts import AlgorithmContext
+from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.errors import ConfigError, NotFoundError, RunError
 from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, Span, to_json
 from agl.stores import all_spans
@@ -27,7 +27,8 @@ from agl_algo_apo.candidates import PromptCandidate, resource_of
 from agl_algo_apo.estimates import Estimate, Range, estimate
 from agl_algo_apo.faults import Status, needs_calls, status_of
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
+"""Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
 
 TRIES = 3
 """Most starts of a rollout that infrastructure breaks each time."""
@@ -137,6 +138,10 @@ class Scores:
         for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
             self.put(*row)
 
+    def any(self) -> Measured | None:
+        """Return any measurement, ``None`` before there is one."""
+        return next((measured for known in self._known.values() for measured in known.values()), None)
+
     def _all(self) -> Iterable[float]:
         return (measured.reward for known in self._known.values() for measured in known.values())
 
@@ -195,10 +200,13 @@ class Evaluator:
                 versions[name] = made.version
         return candidate.replace(versions=versions)
 
-    async def adopt(self, candidate: PromptCandidate, validated: Sequence[Episode]) -> None:
+    async def adopt(
+        self, candidate: PromptCandidate, validated: Sequence[Episode], *, test: frozenset[int] = frozenset()
+    ) -> None:
         """Count the trainer's validation before the first step as measurements of the first candidate, and pay them.
 
-        Validations of other versions than the live ones are left out: another algorithm had its turn meanwhile.
+        Those on the tasks in ``test`` are measurements of that split. Validations of other versions than the live ones
+        are left out: another algorithm had its turn meanwhile.
         """
         live = dict(self._context.live())
         ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
@@ -206,7 +214,7 @@ class Evaluator:
         for task, episode in ours:
             measured = await self._measured(episode)
             if measured is not None:
-                self.scores.put(candidate.id, "val", task, 0, measured)
+                self.scores.put(candidate.id, "test" if task in test else "val", task, 0, measured)
         self._check_scale()
 
     async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
@@ -245,6 +253,17 @@ class Evaluator:
         """Return the mean of rewards by task, with its interval."""
         return estimate(list(rewards.values()), self.range)
 
+    async def hidden_keys(self) -> tuple[str, ...]:
+        """Return the keys of tasks that the agent does not see, as any rollout that was measured names them."""
+        measured = self.scores.any()
+        if measured is None:
+            return ()
+        try:
+            found = await self._context.store.rollouts(RolloutQuery(ids=(measured.rollout,)))
+        except NotFoundError:  # deleted meanwhile
+            return ()
+        return found[0].hidden
+
     def tasks(self, split: Split) -> Sequence[Json]:
         """Return the tasks of a split."""
         return self._context.train if split == "train" else self._context.val
@@ -267,7 +286,7 @@ class Evaluator:
         collected = await self._context.collect(
             [tasks[position] for position in job.tasks],
             step=step,
-            mode=job.split,
+            mode="train" if job.split == "train" else "val",
             resources={**self._pinned_versions(), **job.candidate.versions},
             key=f"{self._environment_prefix()}{purpose}-{job.candidate.id}-{job.repeat}",
             keeps_all=True,

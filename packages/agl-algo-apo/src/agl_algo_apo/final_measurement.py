@@ -8,22 +8,42 @@ first slices of races have chosen the most, and texts that suit them got further
 The choice among the finalists uses all rewards, the first and the fresh ones, for more data choose better. To keep the
 fresh ones nearly unbiased all the same, the runner-up replaces the best one only where it leads by a standard error.
 A winner that does worse than the first prompt on the fresh rollouts is none: the first prompt stays.
+
+Fresh rollouts do not show how far a text suits just these tasks. So where there are enough of them, some validation
+tasks take no part in the search at all (`test`), and the report is made of those.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate
 from agl_algo_apo.estimates import Estimate, estimate, exactly_nothing
-from agl_algo_apo.evaluation import FRESH, Evaluator, MeasureJob
+from agl_algo_apo.evaluation import FRESH, Evaluator, MeasureJob, Split
 
-How = Literal["fresh rollouts", "first measurement", "selection"]
-"""The rewards that a score is made of: fresh ones; those of the first measurement, which flatter nothing where nothing
-was selected by them; or those of the selection, which flatter what they selected."""
+How = Literal["test tasks", "fresh rollouts", "first measurement", "selection"]
+"""The rewards that a score is made of: those on tasks that nothing was selected by; fresh ones on the others; those of
+the first measurement, which flatter nothing where nothing was selected by them; or those of the selection, which
+flatter what they selected."""
+
+
+_SOURCES: Mapping[How, str] = {
+    "test tasks": "{n} test tasks, which took no part in the search",
+    "fresh rollouts": "fresh rollouts of {n} validation tasks",
+    "first measurement": "the first measurement of {n} validation tasks",
+    "selection": "the rollouts that selected it, which flatter it, of {n} validation tasks",
+}
+
+
+class FinalTasks(NamedTuple):
+    """The tasks of the final measurement, by split and position, and the repeats of its rollouts."""
+
+    split: Split
+    tasks: tuple[int, ...]
+    repeats: tuple[int, ...] = (FRESH,)
 
 
 class Result(Record, frozen=True, kw_only=True):
@@ -53,8 +73,7 @@ class Result(Record, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The result in one line."""
-        source = "fresh rollouts" if self.is_fresh else "the rollouts that selected it, which flatter it"
-        where = f"on {source} of {self.score.n} validation tasks"
+        where = f"on {_SOURCES[self.how]}".format(n=self.score.n)
         if self.beaten_score is not None:
             return (
                 f"the first prompt stays, with a score of {self.seed_score.words}: the best candidate has "
@@ -71,27 +90,33 @@ async def measure_again(
     *,
     best: PromptCandidate,
     seed: PromptCandidate,
-    tasks: Sequence[int],
+    tasks: FinalTasks,
     step: int,
 ) -> Result | None:
-    """Run the best, the runner-up and the seed again on ``tasks``, choose among them, and return the result.
+    """Run the finalists again on ``tasks``, choose among them, and return the result.
 
-    The choice uses all rewards; the report uses the fresh ones alone. The seed wins a tie. Returns ``None`` where no
-    task is known for both winner and seed, because the budget ended right after other resources had changed.
+    They are the best, the runner-up and the seed; without the runner-up on test tasks, which must choose nothing. The
+    choice uses all rewards on validation tasks; the report uses the fresh ones, or those on test tasks, alone. The seed
+    wins a tie. Returns ``None`` where no task is known for both winner and seed, because the budget ended right after
+    other resources had changed.
     """
     # By id, so that one who is several of these runs once; in this order, for the best one is to be beaten.
-    finalists = list({c.id: c for c in (best, *_runner_up(evaluator, lineage, best, seed), seed)}.values())
+    is_test = tasks.split == "test"
+    runner_up = [] if is_test else _runner_up(evaluator, lineage, best, seed)
+    finalists = list({c.id: c for c in (best, *runner_up, seed)}.values())
     if finalists == [seed]:  # nothing to choose, and nothing is paid
         return _result(evaluator, seed, seed, how="first measurement")
     try:
-        jobs = [MeasureJob(candidate, "val", tuple(tasks), FRESH) for candidate in finalists]
+        jobs = [MeasureJob(c, tasks.split, tasks.tasks, repeat) for c in finalists for repeat in tasks.repeats]
         await evaluator.measure(jobs, step=step, purpose="final")
     except BudgetExhaustedError:
         pass  # the choice stands on the rewards that were paid so far
     winner = _winner({candidate.id: _all_rewards(evaluator, candidate) for candidate in finalists}, finalists, seed)
     # Where all rewards speak for the seed, the report still says how the best candidate did.
     shown = finalists[0] if winner == seed else winner
-    how: How = "fresh rollouts" if all(evaluator.scores.fresh(c.id, "val") for c in (shown, seed)) else "selection"
+    how: How = "test tasks" if is_test else "fresh rollouts"
+    if not all(_rewards(evaluator, candidate, how) for candidate in (shown, seed)):
+        how = "selection"
     return _result(evaluator, shown, seed, how=how, is_beaten=winner == seed)
 
 
@@ -99,8 +124,7 @@ def _result(
     evaluator: Evaluator, winner: PromptCandidate, seed: PromptCandidate, *, how: How, is_beaten: bool = False
 ) -> Result | None:
     """Return the result for the candidate that was chosen, which is none where the seed does better."""
-    read = evaluator.scores.fresh if how == "fresh rollouts" else evaluator.scores.rewards
-    rewards = {c.id: read(c.id, "val") for c in (winner, seed)}
+    rewards = {c.id: _rewards(evaluator, c, how) for c in (winner, seed)}
     # Only tasks that both were measured on: scores over different tasks would not add up to the gain.
     common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
     if not common:
@@ -121,6 +145,12 @@ def _result(
         )
     gain = nothing if winner == seed else estimate(_differences(ours, theirs), evaluator.range.of_differences)
     return Result(winner=winner.id, score=score, seed_score=seed_score, gain=gain, is_fresh=is_fresh, how=how)
+
+
+def _rewards(evaluator: Evaluator, candidate: PromptCandidate, how: How) -> Mapping[int, float]:
+    if how == "fresh rollouts":
+        return evaluator.scores.fresh(candidate.id, "val")
+    return evaluator.scores.rewards(candidate.id, "test" if how == "test tasks" else "val")
 
 
 def _runner_up(
@@ -149,7 +179,8 @@ def _winner(
             winner = other
     gains = _differences(known[winner.id], known[seed.id])
     # A tie goes to the first prompt: it is the person's own, and mostly the shorter one.
-    return winner if gains and fmean(gains) > 0 else seed
+    # Where nothing is known of the two on the same tasks, other resources have changed, and the test tasks decide.
+    return seed if gains and fmean(gains) <= 0 else winner
 
 
 def _differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
