@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.schemas import PromptTemplate
+from agl_algo_apo.evaluation import Evaluator
 from agl_algo_apo.pruning import changes, without
 from agl_algo_apo.templates import identifiers_of
 from agl_testing.prompt_world import LINE, NOTE, cluttered, easy, line_of, memorising
@@ -74,6 +75,23 @@ def test_lines_that_only_help_on_training_tasks_are_taken_out(optimize: Optimize
     assert tried
     assert not local & {*LINE.findall(run.best["clerk_prompt"])}
     assert world.gap_closed(run.best) > 0.9
+
+
+def test_measurements_of_one_step_have_purposes_of_their_own(
+    optimize: Optimize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purpose makes the ids of rollouts, so two of them with other tasks would be taken for one."""
+    asked: list[tuple[int, str]] = []
+    measure = Evaluator.measure
+
+    async def listen(self: Evaluator, jobs: Any, *, step: int, purpose: str) -> None:
+        asked.append((step, purpose))
+        await measure(self, jobs, step=step, purpose=purpose)
+
+    monkeypatch.setattr(Evaluator, "measure", listen)
+    optimize(msgspec.structs.replace(cluttered(2), noise=0.0), budget=600)
+    assert [purpose for _, purpose in asked if purpose.startswith("undo")]
+    assert sorted(set(asked)) == sorted(asked)
 
 
 def test_every_line_that_a_winner_keeps_lost_something_when_it_was_taken_out(optimize: Optimize) -> None:

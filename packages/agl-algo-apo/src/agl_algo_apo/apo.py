@@ -481,7 +481,7 @@ class APO(PromptSearch):
         self.progress.pruned.append(best.id)  # each candidate once, whatever comes of it
         if useless:  # the one that costs least is paid already, and stays where the budget has no room for the others
             worst = max(useless, key=lambda entrant: verdicts[entrant.id].difference)
-            await self.contest([worst], best, step=step, purpose="prune", may_tie=True)
+            await self.contest([worst], best, step=step, purpose="undo", may_tie=True)
             await self._undo([undone[entrant.id] for entrant in useless], step)
 
     async def _try_without(
