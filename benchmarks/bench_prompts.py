@@ -9,6 +9,7 @@ expected score of every prompt, so nothing here trusts what an algorithm says ab
 - *Overshoot*: rollouts started beyond the budget.
 - *Reported minus true*: the score that the result file reports for its winner, less its expected score.
 - *Questions*: to the optimiser's model, in the whole run.
+- *Memorised and useless lines* of the winner: notes about one order, and lines that answer no rule of the world.
 - *Wall time*: of one run with 8 workers and with 1, at 50 ms for each answer of the task model.
 
 `apo` and its constants were made on worlds with seeds below 120, none of which is measured here.
@@ -18,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,13 +30,13 @@ from agl.schemas import Rollout
 from agl.stores import MemoryStore
 from agl_run import Quiet
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.prompt_world import WORLDS, PromptWorld
+from agl_testing.prompt_world import LINE, NOTE, WORLDS, PromptWorld, prompt_name
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import HIDDEN, model_server, order_agent, order_reward
 from benchmarks._harness import Figure
 
 ALGORITHMS = ("apo", "gepa", "random")
-BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000}
+BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000, "memorising": 600, "cluttered": 600}
 """Rollouts that each run may pay for."""
 
 FRESH = range(200, 220)
@@ -87,6 +88,8 @@ class Run:
         overshoot: Rollouts beyond the budget.
         calls: Questions to the optimiser's model in the whole run.
         inflation: Reported minus true score of the winner.
+        memorised: Lines of the winner that note the answer of one order.
+        useless: Lines of the winner that answer no rule.
         wall_s: Seconds that it took.
     """
 
@@ -95,6 +98,8 @@ class Run:
     overshoot: int
     calls: int
     inflation: float
+    memorised: int
+    useless: int
     wall_s: float
 
 
@@ -136,8 +141,17 @@ def run_once(
             overshoot=max(0, watch.started - budget),
             calls=result["spent"]["calls"],
             inflation=result["score"]["mean"] - world.expected(watch.best()),
+            memorised=sum(len(NOTE.findall(text)) for text in watch.best().values()),
+            useless=useless_lines(world, watch.best()),
             wall_s=wall_s,
         )
+
+
+def useless_lines(world: PromptWorld, prompts: Mapping[str, str]) -> int:
+    """Count the lines of prompts that the task model obeys and no rule asks for."""
+    rules = {(prompt_name(rule.role), rule.field, rule.style) for rule in world.rules}
+    held = [(name, *line) for name, text in prompts.items() for line in LINE.findall(text)]
+    return sum(line not in rules for line in held)
 
 
 def run_all(setting: str, *, seeds: Sequence[int], quick: bool) -> dict[str, list[Run]]:
@@ -146,7 +160,7 @@ def run_all(setting: str, *, seeds: Sequence[int], quick: bool) -> dict[str, lis
     budget = BUDGETS[setting] // (2 if quick else 1)
     for seed in seeds:
         world = WORLDS[setting](seed)
-        with model_server(world, ScriptedOptimizer(seed=seed)) as server:
+        with model_server(world, ScriptedOptimizer(seed=seed, memorises=world.memorises)) as server:
             for name in ALGORITHMS:
                 runs[name].append(run_once(name, world, server, budget=budget, seed=seed))
     return runs
@@ -173,6 +187,12 @@ def setting_figures(setting: str, runs: dict[str, list[Run]]) -> list[Figure]:
         figures.append(Figure(name=f"{setting}: runs of {name} that closed 95 %", value=100 * share, unit="%"))
         calls = statistics.median(run.calls for run in found)
         figures.append(Figure(name=f"{setting}: questions of {name}, median", value=calls, unit="questions"))
+        inflation = statistics.fmean(run.inflation for run in found)
+        figures.append(Figure(name=f"{setting}: reported minus true score of {name}, mean", value=inflation, unit=""))
+        useless = statistics.fmean(run.useless for run in found)
+        figures.append(
+            Figure(name=f"{setting}: useless lines in a winner of {name}, mean", value=useless, unit="lines")
+        )
     return figures
 
 
@@ -183,6 +203,15 @@ def honesty_figures(runs: Sequence[tuple[str, Run]]) -> list[Figure]:
         mine = [run for owner, run in runs if owner == name]
         worst = max(run.overshoot for run in mine)
         mean = statistics.fmean(run.inflation for run in mine)
+        figures.append(
+            Figure(
+                name=f"{name}: memorised lines in winners, all runs",
+                value=sum(run.memorised for run in mine),
+                unit="lines",
+                bar=0,
+                better="lower",
+            )
+        )
         figures.append(
             Figure(name=f"{name}: rollouts beyond the budget, worst", value=worst, unit="", bar=0, better="lower")
         )

@@ -98,6 +98,7 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         wait_s: float = 0.2,
         validation_limit: int = 2,
         store: Any = None,
+        two_models: bool = False,
         **params: Any,
     ) -> Run:
         world = world or easy(1)
@@ -105,6 +106,8 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
         initial = resources or dict(world.seeds())
         with serving(world, script) as served:
             served["wait_s"] = wait_s
+            if two_models:
+                params["critic"] = {**served, "model": "critic"}
             chosen = algorithm(use, tunes=tunes or tuple(initial), **{"optimizer": served, **params})
             trainer = agl.Trainer(
                 algorithm=chosen,
@@ -113,12 +116,11 @@ def optimize(tmp_path: Path) -> Callable[..., Run]:
                 n_runners=runners,
                 seed=seed,
                 initial_resources=initial,
-                rewards=(order_reward(world),),
                 hidden=HIDDEN,
                 folder=tmp_path / folder,
                 progress=progress,
                 validation_limit=validation_limit,
-                **(settings or {}),
+                **{"rewards": (order_reward(world),), **(settings or {})},
             )
             fit = trainer.fit(order_agent(world, fault=fault), train or world.train, val or world.val, resume=resume)
         return read_run(fit, store, tmp_path / folder, progress.said, use)

@@ -42,8 +42,8 @@ def test_search_that_an_outage_ended_goes_on(optimize: Optimize) -> None:
 )
 def test_search_with_more_rounds_or_patience_goes_on(optimize: Optimize, first: Any, then: Any) -> None:
     store = MemoryStore("memory://")
-    short = optimize(budget=400, store=store, **first)
-    longer = optimize(budget=400, store=store, resume=True, **then)
+    short = optimize(budget=600, store=store, **first)
+    longer = optimize(budget=600, store=store, resume=True, **then)
     assert longer.progress["rounds"] > short.progress["rounds"]
     assert longer.progress["step"] > short.progress["step"]
 

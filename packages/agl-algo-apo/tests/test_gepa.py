@@ -112,7 +112,7 @@ def test_what_joins_the_pool_was_measured_on_every_validation_task_itself(tmp_pa
     rows = (tmp_path / "work" / "run-1" / "gepa" / "lineage.jsonl").read_text(encoding="utf-8").splitlines()
     pool = [row for row in map(json.loads, rows) if row["status"] == "pool"]
     assert len(pool) > 2
-    assert {len(SMALL.val)} == {row["val"]["n"] for row in pool}
+    assert {len(SMALL.val)} == {row["score"]["n"] for row in pool if row["score"]["how"] == "selection"}
 
 
 def test_missing_library_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

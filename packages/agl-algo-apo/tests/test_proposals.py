@@ -45,8 +45,8 @@ def test_texts_of_several_resources_are_merged_each_on_its_own() -> None:
 
 def test_requests_can_be_replaced_by_files(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("Improve $component for $$5:\n$text\n$constraints", encoding="utf-8")
-    requests = Requests({"delete": "mine.txt"}, folder=tmp_path)
-    assert "Improve p for $5:\nT\n- C" == requests.text("delete", component="p", text="T", constraints="- C")
+    requests = Requests({"rewrite": "mine.txt"}, folder=tmp_path)
+    assert "Improve p for $5:\nT\n- C" == requests.text("rewrite", component="p", text="T", constraints="- C")
     assert "$" not in requests.text("critique", component="p", text="T", evidence="E")
 
 

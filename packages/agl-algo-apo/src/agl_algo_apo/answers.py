@@ -34,6 +34,12 @@ def extract(answer: str) -> str | None:
     return "\n".join(blocks[0][1:-1]) if len(blocks) == 1 else None
 
 
+def before_text(answer: str) -> str:
+    """Return the words before the proposed text: the critique, where one answer gives both."""
+    start = answer.lower().rfind(_OPEN)
+    return answer[: start if start >= 0 else answer.find("```")].strip() if start >= 0 or "```" in answer else ""
+
+
 def _unwrapped(text: str) -> str:
     """Return the text without the fence that encloses all of it, or as it is."""
     lines = text.strip().splitlines()

@@ -8,7 +8,7 @@ With m(p, D) the mean reward of the texts p on tasks D, one step is:
     1. parent p = the best candidate, or one that leads on some validation tasks           (`parents.py`)
     2. run p on a minibatch of training tasks; failures that were paid before come first
     3. `branch_factor` children p_k: each sees a part D_k of the failures;
-       critique g_k = critic(p, D_k), then p_k = edit(p, g_k)                              (`evidence.py`, `prompts/`)
+       critique g_k = critic(p, D_k), and p_k = edit(p, g_k)                               (`evidence.py`, `prompts/`)
     4. static gate: placeholders, invariants, length, copies, duplicates; costs nothing    (`templates.py`)
     5. paired gate: m(p_k, D_k) - m(p, D_k) > 0, where p's rewards are paid already
     6. the changes of all children that passed are merged into one entrant, line by line or by the editor
@@ -23,7 +23,10 @@ Deviations from ProTeGi, and why:
   better and this one did no harm: with an all-or-nothing reward one change alone rarely shows, and several may.
 - The best candidate is measured once more where nothing beats it for long: the rewards that made it the best one
   flatter it.
-- Every `delete_every` steps one line is taken out of the best candidate, and stays out if nothing got worse.
+- Every change has to earn its place: every `delete_every` steps, where the search is stuck and before its budget ends,
+  each new line of the best candidate is taken out alone, and stays out unless that loses something on validation
+  tasks. Lines that a merge carried along go this way, and those that only help on training tasks.   (`pruning.py`)
+- One question gets both critique and edit, unless `critic` names another model.
 - The rewards that selected the winner flatter it, so it is measured again at the end on fresh rollouts, and those are
   reported (`final_measurement.py`).
 """
@@ -33,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
+from agl_algo_apo.answers import before_text
 from agl_algo_apo.budget import BudgetLimits, Prices
 from agl_algo_apo.candidates import PromptCandidate, resource_of
 from agl_algo_apo.evaluation import Measured, MeasureJob
@@ -40,7 +44,8 @@ from agl_algo_apo.evidence import evidence_text, read_run
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.parents import select_parent
 from agl_algo_apo.proposals import merge_texts
-from agl_algo_apo.race import race
+from agl_algo_apo.pruning import Change, changes, without
+from agl_algo_apo.race import Verdict, race
 from agl_algo_apo.search import PromptSearch
 from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
 from agl_algo_apo.shared_failures import read_failures
@@ -51,6 +56,9 @@ SHOWN = 4
 
 DOUBT_EVERY = 3
 """Steps without an improvement after each of which the best candidate is measured once more."""
+
+PRUNE_AFTER = 2
+"""Steps without an improvement after which changes that have not earned their place are undone."""
 
 MAX_IDLE = 4
 """The search ends after so many steps in a row without a proposal that could be tried."""
@@ -69,7 +77,7 @@ class APO(PromptSearch):
     Args:
         optimizer: The model that critiques and edits: ``{base_url=..., model=..., api_key_env=...}`` for any endpoint
             that speaks OpenAI's chat completions, or the name of a policy that the experiment serves.
-        critic: Another model for the critiques.
+        critic: Another model for the critiques; without one the optimiser writes critique and text in one answer.
         budget: Rollouts, as a number; ``light``, ``medium`` or ``heavy`` for 10, 25 or 60 proposals; or
             ``{rollouts=..., calls=..., tokens=..., money=...}``. It is never exceeded; the trainer's validations before
             the first step and at the end are part of it, those of `validate_every` are not.
@@ -82,17 +90,19 @@ class APO(PromptSearch):
         selector: How parents are chosen: ``mixed``, ``best``, ``pareto``, ``beam``, ``ucb``.
         p_best: How often ``mixed`` takes the best one.
         patience: Steps without an improvement that end the search.
-        delete_every: Steps between two tries to remove a line; 0 for none.
-        perfect_score: A reward that leaves nothing to improve.
+        delete_every: Steps after which changes that have not earned their place are taken out; 0 for never.
+        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
+        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
+            these are fewer than 8.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
         invariants: By resource, texts that must stay in it.
         filled: Placeholders that the agent fills with something else than a key of the task.
         max_chars: Longest text in characters; 0 for four times the first one's length, and at least 4000.
         roles: By resource, a regular expression over the names of the agents that read it; by default the calls
             whose messages hold the text are its.
-        requests: Own files for the requests ``critique``, ``edit``, ``delete``, ``merge``, ``rewrite``.
+        requests: Own files for the requests ``improve``, ``critique`` and ``edit``, ``merge``.
     """
 
     def __init__(  # noqa: PLR0913 - one argument per key of the experiment file
@@ -114,6 +124,7 @@ class APO(PromptSearch):
         perfect_score: float = 1.0,
         failure_reward: float = 0.0,
         reserve: float = 0.1,
+        test: float = 0.25,
         publish: Publish = "improvement",
         invariants: dict[str, tuple[str, ...]] | None = None,
         filled: tuple[str, ...] = (),
@@ -138,6 +149,7 @@ class APO(PromptSearch):
             perfect_score=perfect_score,
             failure_reward=failure_reward,
             reserve=reserve,
+            test=test,
             publish=publish,
             invariants=invariants or {},
             filled=tuple(filled),
@@ -145,14 +157,15 @@ class APO(PromptSearch):
             roles=roles or {},
             requests=requests or {},
         )
-        super().__init__(settings, algorithm="apo", calls=2)
+        # Two questions per proposal where another model is to answer the first, or a request of a person asks it.
+        self._asks_twice = critic is not None or not settings.requests.keys().isdisjoint({"critique", "edit"})
+        super().__init__(settings, algorithm="apo", calls=2 if self._asks_twice else 1)
 
     async def improve(self, step: int) -> None:
         """Take one step, as the module describes it."""
         await self._remeasure_best(step)
-        # The first prompt is never shortened: nothing was added to it, and it is the person's own.
-        if self.settings.delete_every and step % self.settings.delete_every == 0 and len(self.best.parents) > 0:
-            await self._try_shorter(step)
+        if self._is_prunable(step):
+            await self._prune(step)
             return
         await read_failures(self.context, self.progress, perfect_score=self.settings.perfect_score)
         parent = self._parent(step)  # 1
@@ -261,11 +274,38 @@ class APO(PromptSearch):
     async def _children(
         self, parent: PromptCandidate, assignments: Sequence[_Assignment], step: int
     ) -> list[tuple[PromptCandidate, _Assignment]]:
-        """Return the proposals that passed the static gate, each with its assignment.
-
-        All critiques are asked for at once, and then all edits.
-        """
+        """Return the proposals that passed the static gate, each with its assignment."""
         evidence = [await self._evidence(parent, assignment) for assignment in assignments]
+        ask = self._critiques_and_edits if self._asks_twice else self._improvements
+        # By id, which follows from the texts: two children with the same text are one candidate, paid for once.
+        admitted: dict[str, tuple[PromptCandidate, _Assignment]] = {}
+        for assignment, (critique, text) in zip(
+            assignments, await ask(parent, assignments, evidence, step), strict=True
+        ):
+            if text is not None:
+                child = await self._admit_edit(parent, assignment, text, critique, step)
+                if child is not None:
+                    admitted[child.id] = (child, assignment)
+        return list(admitted.values())
+
+    async def _improvements(
+        self, parent: PromptCandidate, assignments: Sequence[_Assignment], evidence: Sequence[str], step: int
+    ) -> list[tuple[str, str | None]]:
+        """Return a critique g_k and a text p_k for each assignment, from one answer each; all are asked at once."""
+        questions = [
+            (
+                self.request("improve", name=a.name, text=parent.texts[a.name], evidence=shown),
+                self.question_seed(step, f"improve{k}"),
+            )
+            for k, (a, shown) in enumerate(zip(assignments, evidence, strict=True))
+        ]
+        answers = await self.ask_editor(questions)
+        return [(before_text(answer or ""), text) for answer, text in answers]
+
+    async def _critiques_and_edits(
+        self, parent: PromptCandidate, assignments: Sequence[_Assignment], evidence: Sequence[str], step: int
+    ) -> list[tuple[str, str | None]]:
+        """Return the same from two questions each: to the critic, all at once, and then to the editor."""
         texts = [parent.texts[assignment.name] for assignment in assignments]
         critiques = await self.critic.ask_all(  # g_k = critic(p, D_k); None where the model did not answer
             [
@@ -276,30 +316,20 @@ class APO(PromptSearch):
                 for k, (assignment, text, shown) in enumerate(zip(assignments, texts, evidence, strict=True))
             ]
         )
-        asked = [k for k, critique in enumerate(critiques) if critique is not None]
+        asked = {k: critique for k, critique in enumerate(critiques) if critique is not None}
         edits = await self.ask_for_texts(  # p_k = edit(p, g_k); None where the answer holds no text
             [
                 (
                     self.request(
-                        "edit",
-                        name=assignments[k].name,
-                        text=texts[k],
-                        critique=critiques[k] or "",
-                        evidence=evidence[k],
+                        "edit", name=assignments[k].name, text=texts[k], critique=critique, evidence=evidence[k]
                     ),
                     self.question_seed(step, f"edit{k}"),
                 )
-                for k in asked
+                for k, critique in asked.items()
             ]
         )
-        # By id, which follows from the texts: two children with the same text are one candidate, paid for once.
-        admitted: dict[str, tuple[PromptCandidate, _Assignment]] = {}
-        for k, text in zip(asked, edits, strict=True):
-            if text is not None:
-                child = await self._admit_edit(parent, assignments[k], text, critiques[k] or "", step)
-                if child is not None:
-                    admitted[child.id] = (child, assignments[k])
-        return list(admitted.values())
+        edited = dict(zip(asked, edits, strict=True))
+        return [(asked.get(k, ""), edited.get(k)) for k in range(len(assignments))]
 
     async def _admit_edit(
         self, parent: PromptCandidate, assignment: _Assignment, text: str, critique: str, step: int
@@ -405,18 +435,101 @@ class APO(PromptSearch):
         text = (await self.ask_for_texts([(request, self.question_seed(step, "merge"))]))[0]
         return None if text is None else ({**first.texts, name: text}, (first, second))
 
-    async def _try_shorter(self, step: int) -> None:
-        """Take one line out of the best candidate, which stays out if the shorter text does no worse."""
-        best, names = self.best, list(self.best.texts)
-        name = names[(step // self.settings.delete_every) % len(names)]
-        request = self.request("delete", name=name, text=best.texts[name])
-        text = (await self.ask_for_texts([(request, self.question_seed(step, "delete"))]))[0]
-        if text is None or len(text) >= len(best.texts[name]):  # no shorter text: nothing to try
+    def _unproven(self) -> dict[str, list[Change]]:
+        """Return the changes of the best candidate that have not earned their place, by resource."""
+        if self.progress.best in self.progress.pruned:
+            return {}
+        first, proven = self.lineage[self.progress.seed].texts, self.progress.proven
+        found = {name: changes(first[name], text) for name, text in self.best.texts.items()}
+        left = {n: [c for c in known if c.key not in proven.get(n, ())] for n, known in found.items()}
+        return {name: unproven for name, unproven in left.items() if unproven}
+
+    def _is_prunable(self, step: int) -> bool:
+        """Return whether it is time to prune: regularly, where the search is stuck, and before its budget ends."""
+        unproven = sum(map(len, self._unproven().values()))
+        if not self.settings.delete_every or not unproven:
+            return False
+        left = self.budget.rollouts_left()
+        limit = self.plan.limits.rollouts
+        # A change that earns its place is known by half of the tasks or less, and the rest takes all of them. A step
+        # more has to fit in as well; but no more than a fifth of the budget, for a text that finds nothing needs none.
+        needed = (3 + unproven / 2) * len(self.order)
+        is_late = left is not None and limit is not None and left < min(needed, limit / 5)
+        return is_late or self.progress.stale >= PRUNE_AFTER or step % self.settings.delete_every == 0
+
+    async def _prune(self, step: int) -> None:
+        """Undo every change of the best candidate that has not earned its place, each alone and then all together."""
+        best, undone = self.best, dict[str, tuple[str, str]]()
+        for name, unproven in self._unproven().items():
+            for change in unproven:
+                child = await self._without(best, name, change.without, step)
+                if child is not None:  # else the rest breaks a rule, or was beaten often enough
+                    undone[child.id] = (name, change.key)
+        entrants = [self.lineage[child] for child in undone]
+        verdicts = await self._try_without(entrants, best, step)
+        if not verdicts:  # infrastructure broke all of it
             return
-        proposed = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
-        child = await self.admit(proposed, best)
-        if child is not None:
-            await self.contest([child], best, step=step, purpose="delete", may_tie=True)
+        useless: list[PromptCandidate] = []
+        for entrant in entrants:
+            (name, key), verdict = undone[entrant.id], verdicts[entrant.id]
+            if entrant.status != "pool":
+                entrant = self.lineage.put(entrant.replace(status="beaten", reason=f"without {key!r}: {verdict.words}"))
+            if verdict.has_won:
+                useless.append(entrant)
+            else:
+                self.progress.proven.setdefault(name, []).append(key)
+        self.progress.pruned.append(best.id)  # each candidate once, whatever comes of it
+        if useless:  # the one that costs least is paid already, and stays where the budget has no room for the others
+            worst = max(useless, key=lambda entrant: verdicts[entrant.id].difference)
+            await self.contest([worst], best, step=step, purpose="undo", may_tie=True)
+            await self._undo([undone[entrant.id] for entrant in useless], step)
+
+    async def _try_without(
+        self, entrants: Sequence[PromptCandidate], best: PromptCandidate, step: int
+    ) -> dict[str, Verdict]:
+        """Race texts with one change undone against the best one, whose rewards flatter it and each of its changes.
+
+        So the best one is measured once more, and then every text that loses by little or was beaten by it before.
+        """
+        before = len(self.evaluator.scores)
+        await self._measure_once_more([best], step, "prune-best")
+        if len(self.evaluator.scores) == before and not self.progress.is_steady:
+            return {}
+        verdicts = await race(
+            self.evaluator, entrants, best, rungs=self.rungs, step=step, purpose="prune", may_tie=True
+        )
+        lost = [entrant for entrant in entrants if not verdicts[entrant.id].has_won]
+        doubtful = [e for e in lost if e.status == "pool" or verdicts[e.id].n == len(self.order)]
+        await self._measure_once_more(doubtful, step, "prune-again")
+        return verdicts | await race(
+            self.evaluator, doubtful, best, rungs=self.rungs[-1:], step=step, purpose="doubtful", may_tie=True
+        )
+
+    async def _measure_once_more(self, candidates: Sequence[PromptCandidate], step: int, purpose: str) -> None:
+        if not self.progress.is_steady:
+            next_repeat = self.evaluator.scores.next_repeat
+            jobs = [MeasureJob(c, "val", self.order, next_repeat(c.id, "val")) for c in candidates]
+            await self.evaluator.measure(jobs, step=step, purpose=purpose)
+
+    async def _undo(self, useless: Sequence[tuple[str, str]], step: int) -> None:
+        """Race the best candidate without these changes, all undone together, against itself."""
+        best, first = self.best, self.lineage[self.progress.seed].texts
+        keys = {name: frozenset(key for owner, key in useless if owner == name) for name in best.texts}
+        texts = {name: without(first[name], text, keys[name]) for name, text in best.texts.items()}
+        child = self.proposal([best], texts, step=step, operator="delete")
+        if len(useless) > 1 and (admitted := await self.admit(child, best)) is not None:
+            await self.contest([admitted], best, step=step, purpose="delete", may_tie=True)
+
+    async def _without(self, best: PromptCandidate, name: str, text: str, step: int) -> PromptCandidate | None:
+        child = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
+        known = self.lineage.get(child.id)  # such as the parent that it was better than by chance
+        return known if known is not None and known.status == "pool" else await self.admit(child, best)
+
+    async def tidy(self, step: int) -> None:
+        """Undo what has not earned its place, before the final measurement."""
+        can_run = self.progress.stop_reason != "infrastructure"
+        if can_run and self.settings.delete_every and self._unproven():
+            await self._prune(step)
 
     def _count_idle(self, has_proposals: bool) -> None:
         self.progress.idle = 0 if has_proposals else self.progress.idle + 1

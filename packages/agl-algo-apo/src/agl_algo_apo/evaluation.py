@@ -5,7 +5,7 @@ repeat). Rollouts that infrastructure broke are started again and never scored; 
 with the reward of a failure, for leaving these out would favour a text that makes the agent fail on hard tasks. The two
 are told apart in `faults.py`.
 
-Estimates are means over tasks with Student's interval. Nothing here decides anything about candidates.
+Nothing here decides anything about candidates.
 """
 
 import asyncio
@@ -13,20 +13,22 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from agl.contracts import AlgorithmContext
+from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.errors import ConfigError, NotFoundError, RunError
 from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, Span, to_json
 from agl.stores import all_spans
 from agl_algo_apo.budget import Budget
 from agl_algo_apo.candidates import PromptCandidate, resource_of
+from agl_algo_apo.estimates import Estimate, Range, estimate
 from agl_algo_apo.faults import Status, needs_calls, status_of
 
-Split = Literal["train", "val"]
+Split = Literal["train", "val", "test"]
+"""Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
 
 TRIES = 3
 """Most starts of a rollout that infrastructure breaks each time."""
@@ -61,15 +63,6 @@ class MeasureJob(NamedTuple):
     split: Split
     tasks: tuple[int, ...]
     repeat: int = 0
-
-
-class Estimate(Record, frozen=True, kw_only=True):
-    """A mean reward over ``n`` tasks with its 95 % confidence interval, which is the mean alone where n < 2."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
 
 
 class Scores:
@@ -121,7 +114,11 @@ class Scores:
 
     def floor(self) -> float:
         """Return the worst reward that was ever measured; 0 before there is any."""
-        return min((m.reward for known in self._known.values() for m in known.values()), default=0.0)
+        return min(self._all(), default=0.0)
+
+    def ceiling(self) -> float:
+        """Return the best reward that was ever measured; minus infinity before there is any."""
+        return max(self._all(), default=-math.inf)
 
     def clear(self) -> None:
         """Forget everything: what the rewards depended on has changed."""
@@ -141,6 +138,13 @@ class Scores:
         for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
             self.put(*row)
 
+    def any(self) -> Measured | None:
+        """Return any measurement, ``None`` before there is one."""
+        return next((measured for known in self._known.values() for measured in known.values()), None)
+
+    def _all(self) -> Iterable[float]:
+        return (measured.reward for known in self._known.values() for measured in known.values())
+
 
 class Evaluator:
     """Runs candidates on tasks.
@@ -156,12 +160,16 @@ class Evaluator:
         context: The algorithm's context.
         budget: Pays for every rollout.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
+        perfect_score: The best reward that a task can get.
     """
 
-    def __init__(self, context: AlgorithmContext, budget: Budget, *, failure_reward: float = 0.0) -> None:
+    def __init__(
+        self, context: AlgorithmContext, budget: Budget, *, failure_reward: float = 0.0, perfect_score: float = 1.0
+    ) -> None:
         self._context = context
         self._budget = budget
         self._failure_reward = failure_reward
+        self._perfect_score = perfect_score
         self._seed: dict[str, Resource] = {name: context.current(name).resource for name in context.tunes}
         self._live = {name: context.current(name).version for name in context.tunes}
         self.scores = Scores()
@@ -192,10 +200,13 @@ class Evaluator:
                 versions[name] = made.version
         return candidate.replace(versions=versions)
 
-    async def adopt(self, candidate: PromptCandidate, validated: Sequence[Episode]) -> None:
+    async def adopt(
+        self, candidate: PromptCandidate, validated: Sequence[Episode], *, test: frozenset[int] = frozenset()
+    ) -> None:
         """Count the trainer's validation before the first step as measurements of the first candidate, and pay them.
 
-        Validations of other versions than the live ones are left out: another algorithm had its turn meanwhile.
+        Those on the tasks in ``test`` are measurements of that split. Validations of other versions than the live ones
+        are left out: another algorithm had its turn meanwhile.
         """
         live = dict(self._context.live())
         ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
@@ -203,7 +214,8 @@ class Evaluator:
         for task, episode in ours:
             measured = await self._measured(episode)
             if measured is not None:
-                self.scores.put(candidate.id, "val", task, 0, measured)
+                self.scores.put(candidate.id, "test" if task in test else "val", task, 0, measured)
+        self._check_scale()
 
     async def measure(self, jobs: Sequence[MeasureJob], *, step: int, purpose: str) -> None:
         """Run what is not known yet, all jobs at once, and put the rewards into :attr:`scores`.
@@ -215,6 +227,7 @@ class Evaluator:
 
         Raises:
             BudgetExhaustedError: The budget does not reach for all of it; none of it was started.
+            ConfigError: A reward is above the perfect score.
         """
         for attempt in range(TRIES):
             # The first round runs everything; later ones only what infrastructure broke, paid once more.
@@ -224,15 +237,45 @@ class Evaluator:
                 return
             self._budget.take_rollouts(sum(len(job.tasks) for job in missing))
             await asyncio.gather(*(self._run(job, step, f"{purpose}-{attempt}") for job in missing))
+            self._check_scale()
 
     def mean(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> float:
         """Return the mean of the known rewards; ``nan`` where none is known."""
         rewards = self.scores.rewards(candidate, split, tasks)
         return fmean(rewards.values()) if rewards else math.nan
 
+    @property
+    def range(self) -> Range:
+        """The range of the rewards: from 0, or the worst one if that is below it, to the perfect score."""
+        return Range(low=min(0.0, self._failure_reward, self.scores.floor()), high=self._perfect_score)
+
+    def estimate(self, rewards: Mapping[int, float]) -> Estimate:
+        """Return the mean of rewards by task, with its interval."""
+        return estimate(list(rewards.values()), self.range)
+
+    async def hidden_keys(self) -> tuple[str, ...]:
+        """Return the keys of tasks that the agent does not see, as any rollout that was measured names them."""
+        measured = self.scores.any()
+        if measured is None:
+            return ()
+        try:
+            found = await self._context.store.rollouts(RolloutQuery(ids=(measured.rollout,)))
+        except NotFoundError:  # deleted meanwhile
+            return ()
+        return found[0].hidden
+
     def tasks(self, split: Split) -> Sequence[Json]:
         """Return the tasks of a split."""
         return self._context.train if split == "train" else self._context.val
+
+    def _check_scale(self) -> None:
+        best, perfect = self.scores.ceiling(), self._perfect_score
+        if best > perfect + 1e-6 * abs(perfect):  # rewards are sums of floats
+            raise ConfigError(
+                f"a rollout got the reward {best:g}, and perfect_score is {perfect:g}: every reward from {perfect:g} "
+                f"on would count as perfect. Set perfect_score to the best reward that a task can get, such as "
+                f"perfect_score = {_guessed_scale(best):g}, or correct the reward; then continue with --resume"
+            )
 
     def _unknown(self, job: MeasureJob) -> tuple[int, ...]:
         known = self.scores
@@ -243,7 +286,7 @@ class Evaluator:
         collected = await self._context.collect(
             [tasks[position] for position in job.tasks],
             step=step,
-            mode=job.split,
+            mode="train" if job.split == "train" else "val",
             resources={**self._pinned_versions(), **job.candidate.versions},
             key=f"{self._environment_prefix()}{purpose}-{job.candidate.id}-{job.repeat}",
             keeps_all=True,
@@ -282,6 +325,11 @@ class Evaluator:
             return ()
 
 
+def _guessed_scale(best: float) -> float:
+    """Return the next power of ten: rewards are mostly shares of 1, 10 or 100."""
+    return max(1.0, 10.0 ** math.ceil(math.log10(best) - 1e-9)) if best > 0 else 1.0
+
+
 def feedback_of(episode: Episode) -> str:
     """Return the feedback of a rollout's rewards and its error, as text."""
     parts = [reward.feedback for reward in episode.rewards if reward.feedback]
@@ -289,36 +337,6 @@ def feedback_of(episode: Episode) -> str:
     if error is not None:
         parts.append(f"{error.type}: {error.message}")
     return "\n".join(parts)[:FEEDBACK_CHARS]
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean and the 95 % interval of independent values, by Student's t.
-
-    mean +/- t * s / sqrt(n), where s divides by n - 1 and t is the 97.5 % quantile with n - 1 degrees of freedom.
-    """
-    mean, n = fmean(values), len(values)
-    if n < 2:
-        return Estimate(mean=mean, low=mean, high=mean, n=n)  # one value has no spread to tell
-    # t and not the normal 1.96: s is estimated from few tasks, and with 8 of them the interval is a fifth wider.
-    half = _t95(n - 1) * stdev(values) / math.sqrt(n)
-    return Estimate(mean=mean, low=mean - half, high=mean + half, n=n)
-
-
-def _t95(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with ``freedom`` degrees of freedom.
-
-    By the Cornish-Fisher expansion in 1 / freedom (Abramowitz and Stegun, formula 26.7.5), without a library of
-    statistics; within 1 % from 3 degrees of freedom on.
-    """
-    exact = {1: 12.706, 2: 4.303}  # where three terms of the expansion are not enough
-    if freedom in exact:
-        return exact[freedom]
-    z, d = 1.959964, float(freedom)  # z: the same quantile of the normal distribution, the limit for large d
-    z3, z5, z7 = z**3, z**5, z**7
-    first = (z3 + z) / (4 * d)  # g1(z) / d
-    second = (5 * z5 + 16 * z3 + 3 * z) / (96 * d * d)  # g2(z) / d^2
-    third = (3 * z7 + 19 * z5 + 17 * z3 - 15 * z) / (384 * d**3)  # g3(z) / d^3
-    return z + first + second + third
 
 
 def environment_of(context: AlgorithmContext) -> dict[str, str]:

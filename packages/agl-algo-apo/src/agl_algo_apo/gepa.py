@@ -53,9 +53,11 @@ class GEPA(PromptSearch):
             that is left. In a schedule that alternates, other algorithms take their turns in between.
         use_merge: Merge candidates that are good at different tasks.
         patience: Phases without an improvement that end the search.
-        perfect_score: A reward that leaves nothing to improve.
+        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
+        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
+            these are fewer than 8.
         publish: Make the best texts live after every ``improvement`` of a phase, or only at the ``end``.
         invariants: By resource, texts that must stay in it.
         filled: Placeholders that the agent fills with something else than a key of the task.
@@ -76,6 +78,7 @@ class GEPA(PromptSearch):
         perfect_score: float = 1.0,
         failure_reward: float = 0.0,
         reserve: float = 0.1,
+        test: float = 0.25,
         publish: Publish = "improvement",
         invariants: dict[str, tuple[str, ...]] | None = None,
         filled: tuple[str, ...] = (),
@@ -94,6 +97,7 @@ class GEPA(PromptSearch):
             perfect_score=perfect_score,
             failure_reward=failure_reward,
             reserve=reserve,
+            test=test,
             publish=publish,
             invariants=invariants or {},
             filled=tuple(filled),
@@ -124,7 +128,7 @@ class GEPA(PromptSearch):
         _gepa.optimize(
             seed_candidate=dict(self.best.texts),
             trainset=[("train", position) for position in range(len(self.context.train))],
-            valset=[("val", position) for position in range(len(self.context.val))],
+            valset=[("val", position) for position in sorted(self.order)],
             adapter=adapter,
             reflection_lm=adapter.reflect,
             reflection_minibatch_size=size,

@@ -50,6 +50,8 @@ class SearchProgress(msgspec.Struct, kw_only=True):
         idle: Steps in a row without a proposal that could be tried.
         shared_steps: Steps of other algorithms whose rollouts were looked at, by algorithm.
         shared: A rollout of another algorithm that fell short with the best candidate, by training task.
+        proven: Changes of texts that lost something when they were undone, by resource.
+        pruned: Ids of the candidates whose changes were undone one by one.
         used: The training tasks whose failures a critic has seen, by candidate.
     """
 
@@ -65,6 +67,8 @@ class SearchProgress(msgspec.Struct, kw_only=True):
     is_steady: bool = False
     barren: int = 0
     idle: int = 0
+    proven: dict[str, list[str]] = {}
+    pruned: list[str] = []
     used: dict[str, list[int]] = {}
     shared_steps: dict[str, int] = {}
     shared: dict[int, Measured] = {}

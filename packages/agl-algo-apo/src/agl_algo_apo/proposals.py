@@ -15,11 +15,11 @@ from pathlib import Path
 
 from agl.errors import ConfigError
 
-REQUESTS = ("critique", "edit", "delete", "merge", "rewrite")
+REQUESTS = ("improve", "critique", "edit", "merge", "rewrite")
 _PLACES = {
+    "improve": {"component", "text", "evidence", "constraints"},
     "critique": {"component", "text", "evidence"},
     "edit": {"component", "text", "critique", "evidence", "constraints"},
-    "delete": {"component", "text", "constraints"},
     "merge": {"component", "text", "other", "constraints"},
     "rewrite": {"component", "text", "constraints"},
 }

@@ -10,6 +10,11 @@ reward of the entrant minus that of the rival on task t, over the n tasks of the
     mean < -1 * error                       lost, at once             (`CLEAR_LOSS`)
     mean >= 0.5 * error and mean > 0        won, on the last slice    (`FINAL_WIN`); otherwise lost
 
+A text with a change undone has to win nothing: the change has to earn its place. It loses to the text with the change
+
+    mean < -2 * error                       at once                   (`CLEAR_WIN`, of the change)
+    mean < -1 * error                       on the last slice         (`CLEAR_LOSS`); otherwise it wins
+
 Pairing removes what tasks differ in, which is most of the noise: some tasks are hard for both. The idea is that of
 Hoeffding races (Maron and Moore 1994), with slices that double as in successive halving (Jamieson and Talwalkar 2016,
 arXiv 1502.07943).
@@ -94,7 +99,7 @@ async def race(
         rungs: Growing sets of validation tasks.
         step: The step that asks; with ``purpose`` it makes the rollouts' ids.
         purpose: Unique within the step.
-        may_tie: Whether being equal is enough, as it is for a shorter text.
+        may_tie: Whether it is the rival that has to be better, as it is against a text with less in it.
 
     Raises:
         BudgetExhaustedError: The budget does not reach for the next slice; entrants that are undecided stay so.
@@ -128,11 +133,11 @@ def _verdict_on(values: Sequence[float], *, is_last: bool, may_tie: bool) -> Ver
     # race goes on, for a tie has to hold on all tasks.
     is_equal = error == 0 and mean == 0
     if is_last or (is_equal and not may_tie):
-        has_won = mean >= 0 if may_tie else mean > 0 and mean >= FINAL_WIN * error
+        has_won = mean >= -CLEAR_LOSS * error * (1 + 1e-9) if may_tie else mean > 0 and mean >= FINAL_WIN * error
         return Verdict(has_won=has_won, difference=mean, n=n)
     # One lost task among n ties has mean = -1/n and error = 1/n: exactly one standard error, which is still open. The
     # factor keeps rounding from deciding it.
-    if mean < -CLEAR_LOSS * error * (1 + 1e-9):
+    if mean < -(CLEAR_WIN if may_tie else CLEAR_LOSS) * error * (1 + 1e-9):
         return Verdict(has_won=False, difference=mean, n=n)
     # Where all differences are the same the error is 0, and any gain is clear; mean > 0 excludes a tie.
     if mean > 0 and mean >= CLEAR_WIN * error:

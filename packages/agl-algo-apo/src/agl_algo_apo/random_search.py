@@ -29,9 +29,11 @@ class RandomSearch(PromptSearch):
         beam_rounds: Most steps; 0 for no limit but the budget.
         val_batch_size: Validation tasks in the first slice of a race.
         patience: Steps without an improvement that end the search.
-        perfect_score: A reward that leaves nothing to improve.
+        perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
+        test: Share of the validation tasks that take no part in the search and give the reported score; none do where
+            these are fewer than 8.
         publish: Make the best texts live at every ``improvement``, or only at the ``end``.
         invariants: By resource, texts that must stay in it.
         filled: Placeholders that the agent fills with something else than a key of the task.
@@ -51,6 +53,7 @@ class RandomSearch(PromptSearch):
         perfect_score: float = 1.0,
         failure_reward: float = 0.0,
         reserve: float = 0.1,
+        test: float = 0.25,
         publish: Publish = "improvement",
         invariants: dict[str, tuple[str, ...]] | None = None,
         filled: tuple[str, ...] = (),
@@ -68,6 +71,7 @@ class RandomSearch(PromptSearch):
             perfect_score=perfect_score,
             failure_reward=failure_reward,
             reserve=reserve,
+            test=test,
             publish=publish,
             invariants=invariants or {},
             filled=tuple(filled),

@@ -7,6 +7,7 @@ from (seed, step, purpose), so a step that is repeated does the same, under the 
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -19,23 +20,24 @@ from agl_algo_apo.answers import extract
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
 from agl_algo_apo.evaluation import (
+    FRESH,
     Evaluator,
     MeasureJob,
+    Split,
     check_splits,
     dataset_digest,
     environment_of,
-    estimate,
     nothing_scored,
 )
 from agl_algo_apo.extension import has_more
-from agl_algo_apo.final_measurement import Result, measure_again
+from agl_algo_apo.final_measurement import FinalTasks, Result, measure_again
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
 from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
 from agl_algo_apo.proposals import Requests
 from agl_algo_apo.race import Verdict, race, slices
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
-from agl_algo_apo.templates import TextRules, check_fields, check_seed, violation
-from agl_algo_apo.version_scores import version_scores
+from agl_algo_apo.templates import TextRules, check_fields, check_seed, identifiers_of, violation
+from agl_algo_apo.version_scores import CandidateScore, candidate_scores, version_scores
 
 MAX_TRIES = 4
 """Most tries of one candidate."""
@@ -65,11 +67,15 @@ class PromptSearch:
         self.lineage = Lineage()
         self.progress = SearchProgress()
         self.result: Result | None = None
+        self._known_by: frozenset[str] | None = None
         self._told: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
         """Take one step of the search; to be overridden."""
         raise NotImplementedError
+
+    async def tidy(self, step: int) -> None:
+        """Take out of the best candidate what gives nothing, when the search is over; may be overridden."""
 
     # --- the algorithm contract ---------------------------------------------------------------------------------
 
@@ -97,12 +103,19 @@ class PromptSearch:
     async def setup(self, context: AlgorithmContext) -> None:
         """Check everything that can be checked now, and say what will be spent."""
         await self.check(context)
-        self.evaluator = Evaluator(context, self.budget, failure_reward=self.settings.failure_reward)
+        self.evaluator = Evaluator(
+            context,
+            self.budget,
+            failure_reward=self.settings.failure_reward,
+            perfect_score=self.settings.perfect_score,
+        )
         order = list(range(len(context.val)))
         # Shuffled once: files are often sorted, by difficulty say, and a first slice should look like all of them.
         self.random(0, "validation order").shuffle(order)
-        self.order: tuple[int, ...] = tuple(order)
-        self.rungs = slices(order, self.settings.val_batch_size)
+        count = len(order) - self.settings.test_tasks(len(order))
+        self.order: tuple[int, ...] = tuple(order[:count])
+        self.test: tuple[int, ...] = tuple(sorted(order[count:]))
+        self.rungs = slices(self.order, self.settings.val_batch_size)
         context.say(self.plan.words)
 
     async def step(self) -> StepReport:
@@ -228,7 +241,8 @@ class PromptSearch:
             if known.status != "beaten" or known.tries >= MAX_TRIES:
                 return None
             return self.lineage.put(known.replace(status="proposed", tries=known.tries + 1))
-        broken = [violation(child.texts[rules.name], rules, shown=shown) for rules in self.rules]
+        known_by = await self._identifiers()
+        broken = [violation(child.texts[r.name], r, shown=shown, identifiers=known_by) for r in self.rules]
         reason = next((text for text in broken if text), "")
         if reason:
             self.lineage.put(child.replace(status="rejected", reason=reason))
@@ -256,12 +270,16 @@ class PromptSearch:
 
     async def ask_for_texts(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
         """Return the editor's new texts for (request, seed) pairs, ``None`` where an answer holds none."""
-        texts: list[str | None] = []
-        for answer in await self.editor.ask_all(questions):
-            texts.append(None if answer is None else extract(answer))
+        return [text for _, text in await self.ask_editor(questions)]
+
+    async def ask_editor(self, questions: Sequence[tuple[str, str]]) -> list[tuple[str | None, str | None]]:
+        """Return the editor's answers with their new texts, ``None`` where there is none."""
+        answers = await self.editor.ask_all(questions)
+        texts = [None if answer is None else extract(answer) for answer in answers]
+        for answer, text in zip(answers, texts, strict=True):
             if answer is not None:  # a model that does not answer is counted elsewhere
-                self.progress.barren = 0 if texts[-1] is not None else self.progress.barren + 1
-        return texts
+                self.progress.barren = 0 if text is not None else self.progress.barren + 1
+        return list(zip(answers, texts, strict=True))
 
     def request(self, kind: str, *, name: str, **values: str) -> str:
         """Return a request to the editor about one resource, with the rules that its text must keep."""
@@ -309,6 +327,13 @@ class PromptSearch:
         known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
         return [rung for rung in self.rungs if len(rung) > known] or self.rungs[-1:]
 
+    async def _identifiers(self) -> frozenset[str]:
+        """Return the words that belong to one training task each, of what the agent sees of it."""
+        if self._known_by is None:
+            hidden = await self.evaluator.hidden_keys()
+            self._known_by = identifiers_of(self.context.train, self.context.val, hidden=hidden)
+        return self._known_by
+
     # --- the parts of a step ------------------------------------------------------------------------------------
 
     async def _start(self, step: int) -> None:
@@ -319,7 +344,7 @@ class PromptSearch:
         )
         self.lineage.put(seed)
         self.progress.seed = self.progress.best = self.progress.published = seed.id
-        await self.evaluator.adopt(seed, self.context.validated())
+        await self.evaluator.adopt(seed, self.context.validated(), test=frozenset(self.test))
         await self.measure_whole(seed, step)
 
     async def _refresh(self, step: int) -> None:
@@ -335,6 +360,8 @@ class PromptSearch:
             if candidate.id not in (self.progress.best, self.progress.seed):
                 self.lineage.put(candidate.replace(status="beaten", reason="measured before other resources changed"))
         self.progress.used.clear()
+        self.progress.proven.clear()
+        self.progress.pruned.clear()
         await self.measure_whole(self.best, step)
 
     async def _promote(self, winner: PromptCandidate, rival: PromptCandidate, *, step: int, may_tie: bool) -> None:
@@ -367,16 +394,16 @@ class PromptSearch:
 
     async def _finish(self, step: int) -> None:
         """Measure the two best candidates and the first prompt on fresh rollouts, and keep the winner."""
-        self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         await self._refresh(step)
+        with suppress(BudgetExhaustedError):  # it goes as far as the search's own part of the budget
+            await self.tidy(step)
+        self.budget.release(keeping=self.plan.after)  # the rest was held back for this
         self.result = await measure_again(
             self.evaluator,
             self.lineage,
             best=self.best,
             seed=self.lineage[self.progress.seed],
-            order=self.order,
-            # a third of the rollouts for each of three finalists; none where they would fail anyway
-            size=0 if self.progress.stop_reason == "infrastructure" else self.plan.final // 3,
+            tasks=self._final_tasks(),
             step=step,
         )
         if self.result is not None:
@@ -384,18 +411,29 @@ class PromptSearch:
         self.budget.release()
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
 
+    def _final_tasks(self) -> FinalTasks:
+        """Return the tasks of the final measurement: those held back, or any, as races have looked at some the most."""
+        # None where they would fail anyway.
+        paid = 0 if self.progress.stop_reason == "infrastructure" else self.plan.final
+        split: Split = "test" if self.test else "val"
+        size, tasks = paid // (2 if self.test else 3), self.test or self.order  # by the number of finalists
+        drawn = self.random(0, "final").sample(tasks, min(size, len(tasks)))
+        repeats = tuple(range(size // len(tasks) or 1)) if self.test else (FRESH,)
+        return FinalTasks(split, tuple(sorted(drawn)), repeats)
+
     async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
         """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
         is_new = self.progress.best != self.progress.published
         if not is_new or (self.settings.publish == "end" and not is_final):
             return ()
         before = self.lineage[self.progress.published].texts
+        metadata: dict[str, Json] = {"candidate_id": self.best.id, "operator": self.best.operator}
         published: list[str] = []
         for rules in self.rules:
             text = self.best.texts[rules.name]
             if text != before[rules.name]:
                 resource = resource_of(text, rules.seed)
-                made = await self.context.publish(rules.name, resource, step=step, metadata=self._metadata())
+                made = await self.context.publish(rules.name, resource, step=step, metadata=metadata)
                 published.append(f"{rules.name}@{made.version}")
         self.progress.published = self.progress.best
         return tuple(published)
@@ -404,38 +442,32 @@ class PromptSearch:
         """Save the score of each version in the store, where it is new."""
         scores = version_scores(
             self.lineage,
-            self.evaluator,
+            self._scores(),
             seed=self.progress.seed,
             published=self.progress.published,
             live={name: self.context.current(name).version for name in self.context.tunes},
-            result=self.result,
         )
         new = {(s.name, s.version): s for s in scores if self._told.get((s.name, s.version)) != s}
         if new:
             await self.context.store.save_scores(list(new.values()))
         self._told |= new
 
-    def _metadata(self) -> dict[str, Json]:
-        best = self.best
-        rewards = list(self.evaluator.scores.rewards(best.id, "val").values())
-        metadata: dict[str, Json] = {"candidate_id": best.id, "operator": best.operator}
-        if rewards:
-            metadata["selection_score"] = msgspec.to_builtins(estimate(rewards))
-        return metadata
+    def _scores(self) -> dict[str, CandidateScore]:
+        return candidate_scores(self.lineage, self.evaluator, seed=self.progress.seed, result=self.result)
 
     def _write(self, *, is_improved: bool) -> None:
         workdir = self.context.workdir
         if is_improved or self.progress.step == 1:
             artifacts.write_best(workdir, self.best.texts)
-        artifacts.write_lineage(workdir, [self._row(candidate) for candidate in self.lineage.all()])
+        scores = self._scores()
+        rows = [
+            {**msgspec.structs.asdict(c), "score": msgspec.to_builtins(scores.get(c.id))} for c in self.lineage.all()
+        ]
+        artifacts.write_lineage(workdir, rows)
         if self.result is not None:
             reason = {"stop_reason": self.progress.stop_reason, "stop_detail": self.progress.stop_detail}
             spent = {"spent": msgspec.structs.asdict(self.budget.spent), "texts": self.best.texts}
             artifacts.write_result(workdir, {**msgspec.structs.asdict(self.result), **reason, **spent})
-
-    def _row(self, candidate: PromptCandidate) -> Json:
-        rewards = list(self.evaluator.scores.rewards(candidate.id, "val").values())
-        return {**msgspec.structs.asdict(candidate), "val": msgspec.to_builtins(estimate(rewards)) if rewards else None}
 
     def _metrics(self) -> dict[str, float]:
         metrics: dict[str, float] = {
@@ -445,8 +477,8 @@ class PromptSearch:
         }
         if self.result is not None:
             metrics |= {"score": self.result.score.mean, "seed_score": self.result.seed_score.mean}
-        elif self.evaluator.scores.rewards(self.progress.best, "val"):
-            metrics["best_val_score"] = self.evaluator.mean(self.progress.best, "val")
+        elif self.progress.best in (scores := self._scores()):
+            metrics["best_val_score"] = scores[self.progress.best].mean
         spent: dict[str, Any] = msgspec.structs.asdict(self.budget.spent)
         return metrics | {f"spent_{name}": float(value) for name, value in spent.items()}
 

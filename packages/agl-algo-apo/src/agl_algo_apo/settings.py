@@ -49,6 +49,7 @@ class SearchSettings(Record, frozen=True, kw_only=True):
     perfect_score: float = 1.0
     failure_reward: float = 0.0
     reserve: float = 0.1
+    test: float = 0.25
     publish: Publish = "improvement"
     invariants: dict[str, tuple[str, ...]] = {}
     filled: tuple[str, ...] = ()
@@ -65,8 +66,15 @@ class SearchSettings(Record, frozen=True, kw_only=True):
         negative = {name: getattr(self, name) for name in ("beam_rounds", "delete_every", "max_chars")}
         if min(negative.values()) < 0:
             raise ConfigError(f"{algorithm} got {negative}; each must be at least 0")
-        if not (0.0 <= self.reserve < 1.0 and 0.0 <= self.p_best <= 1.0):
-            raise ConfigError(f"{algorithm} got reserve={self.reserve}, p_best={self.p_best}; both are shares of 1")
+        if not (0.0 <= self.reserve < 1.0 and 0.0 <= self.p_best <= 1.0 and 0.0 <= self.test < 1.0):
+            raise ConfigError(
+                f"{algorithm} got reserve={self.reserve}, p_best={self.p_best}, test={self.test}; all are shares of 1"
+            )
+
+    def test_tasks(self, val: int) -> int:
+        """Return how many of the validation tasks take no part in the search: none where they would be too few."""
+        count = int(self.test * val)
+        return count if count >= FEWEST_FINAL else 0
 
 
 class SpendingPlan(Record, frozen=True, kw_only=True):

@@ -4,7 +4,9 @@ A text that breaks a rule is rejected with a reason and never repaired, because 
 Candidates come from a model and are not trusted, so nothing here formats or renders one.
 """
 
+import re
 import string
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, cast
@@ -62,13 +64,16 @@ def check_seed(rules: TextRules) -> None:
         raise ConfigError(f"the prompt {rules.name!r} breaks a rule itself: {broken}; change the prompt or the rule")
 
 
-def violation(text: str, rules: TextRules, *, shown: Sequence[str] = ()) -> str:
+def violation(
+    text: str, rules: TextRules, *, shown: Sequence[str] = (), identifiers: frozenset[str] = frozenset()
+) -> str:
     """Return the reason why a text may not be tried, ``""`` if it may.
 
     Args:
         text: The proposal.
         rules: The rules for it.
         shown: Texts of the tasks that its author saw, which it may not copy: it would score on these tasks alone.
+        identifiers: Words that belong to one training task (:func:`identifiers_of`), which it may not name either.
     """
     if not text.strip():
         return "the text is empty"
@@ -85,7 +90,7 @@ def violation(text: str, rules: TextRules, *, shown: Sequence[str] = ()) -> str:
         return f"the text is no valid template: {error}"
     if kept != had:
         return _placeholder_difference(kept, had)
-    return _changed_json(resource, rules.seed) or _copied(text, rules, shown)
+    return _changed_json(resource, rules.seed) or _copied(text, rules, shown) or _named(text, rules, identifiers)
 
 
 def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
@@ -207,6 +212,38 @@ def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
         if copied:
             return f"the text copies a task that its author was shown: {' '.join(sorted(copied)[0])!r}"
     return ""
+
+
+def _named(text: str, rules: TextRules, identifiers: frozenset[str]) -> str:
+    """Return the reason where a text names a single training task and the first version does not, else ``""``."""
+    named = sorted((_words(text) - _words(text_of(rules.seed, name=rules.name))) & identifiers)
+    return f"the text names a single training task: {named[0]!r}" if named else ""
+
+
+def identifiers_of(train: Sequence[Json], others: Sequence[Json], *, hidden: Iterable[str] = ()) -> frozenset[str]:
+    """Return the words that tell one training task from all others: with a digit, and in no other task.
+
+    A text that names one holds what to answer in that task, however short it says so. Words without a digit are left
+    out, because a good rule may well hold a word that only one task has; numbers of one digit too.
+
+    Args:
+        train: The training tasks.
+        others: The tasks that are not trained on.
+        hidden: Keys that the agent does not see; it could not recognise a task by them.
+    """
+    seen = Counter(word for task in (*train, *others) for word in _words(task_text(_visible(task, set(hidden)))))
+    ours = {word for task in train for word in _words(task_text(_visible(task, set(hidden))))}
+    return frozenset(word for word in ours if seen[word] == 1 and len(word) > 1 and any(map(str.isdigit, word)))
+
+
+def _visible(task: Json, hidden: set[str]) -> Json:
+    if not isinstance(task, dict):
+        return task
+    return {key: value for key, value in cast("dict[str, Json]", task).items() if key not in hidden}
+
+
+def _words(text: str) -> set[str]:
+    return {word.casefold() for word in re.findall(r"\w+(?:[-./:#]\w+)*", text)}
 
 
 def _runs(text: str) -> set[tuple[str, ...]]:

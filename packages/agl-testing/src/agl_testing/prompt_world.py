@@ -11,6 +11,9 @@ and slips now and then. So a prompt is as good as the lines that it holds, whate
   that, but a brief clerk leaves fields out, so the score falls.
 - *Noise*: with probability ``noise`` a field is written in a random style.
 - *Sparse*: a task scores 1 if all its fields are right, else 0; otherwise it scores the share that is right.
+- *Notes* about one order, ``For order train-003 write the date as EUR.``, are obeyed in that order and before any rule.
+  They pay on the task that they name and nowhere else: ``memorising`` has an optimiser that writes them.
+- *Local* fields are in training orders only. Rules about them pay there, and are clutter everywhere else.
 - *Roles*: a rule belongs to one prompt, and the same line in another prompt does nothing.
 
 All randomness follows from seeds that are passed in, so equal seeds give equal runs whatever the concurrency.
@@ -30,6 +33,7 @@ from agl.schemas import Json, PromptTemplate
 
 __all__ = [
     "LINE",
+    "NOTE",
     "PLAIN",
     "STYLES",
     "TRAP",
@@ -37,13 +41,16 @@ __all__ = [
     "WORLDS",
     "PromptWorld",
     "StyleRule",
+    "cluttered",
     "complete_order",
     "duo",
     "easy",
     "is_brief",
     "judge",
     "line_of",
+    "memorising",
     "noisy",
+    "note_of",
     "obeyed_styles",
     "order_text",
     "prompt_name",
@@ -53,8 +60,11 @@ __all__ = [
 LINE = re.compile(r"Write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
 """A line that the task model obeys: (field, style)."""
 
-FIELDS = re.compile(r"Fields: ([a-z, ]+)\.")
-"""The part of an order that names the fields to fill in."""
+NOTE = re.compile(r"For order ([a-z]+-[0-9]+) write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
+"""A memorised answer that the task model obeys in one order: (order, field, style)."""
+
+FIELDS = re.compile(r"Order ([a-z0-9-]+)\. Fields: ([a-z, ]+)\.")
+"""The part of a prompt with its order that names the order and the fields to fill in."""
 
 PLAIN = "plain"
 STYLES = (PLAIN, "ISO 8601", "EUR", "upper case", "digits only", "full words")
@@ -84,6 +94,8 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rules: The rules, which an optimiser has to find out.
         free: Fields that need no rule; they belong to the first role.
+        local: Rules about fields that only training orders have; they belong to the first role.
+        memorises: How often the optimiser of this world writes notes about single orders instead of a rule.
         noise: Probability that a field is written in a random style.
         harm: Probability that a clerk with the trap in the prompt leaves a field out.
         nagging: Share of the answers that are criticised for being wordy.
@@ -96,6 +108,8 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
 
     rules: tuple[StyleRule, ...]
     free: tuple[str, ...] = ("note", "city")
+    local: tuple[StyleRule, ...] = ()
+    memorises: float = 0.0
     noise: float = 0.05
     harm: float = 0.4
     nagging: float = 0.2
@@ -145,7 +159,7 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
     def _expected_of(self, prompts: Mapping[str, str], task: Any) -> float:
         chances: list[float] = []
         for role, fields in task["fields"].items():
-            obeyed = obeyed_styles(prompts[prompt_name(role)])
+            obeyed = obeyed_styles(prompts[prompt_name(role)], order=task["order"])
             kept = 1.0 - self.harm if is_brief(obeyed) else 1.0
             for field in fields:
                 is_right = obeyed.get(field, PLAIN) == task["expected"][field]
@@ -164,9 +178,11 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
 
     def _task(self, split: str, number: int) -> Json:
         draw = random.Random(f"{self.seed}|{split}|{number}")
-        owners = {**{rule.field: rule.role for rule in self.rules}, **dict.fromkeys(self.free, self.roles[0])}
+        local = self.local if split == "train" else ()
+        others = (*self.free, *(rule.field for rule in local))
+        owners = {**{rule.field: rule.role for rule in self.rules}, **dict.fromkeys(others, self.roles[0])}
         chosen = draw.sample(sorted(owners), draw.randint(self.fewest, self.most))
-        styles = {rule.field: rule.style for rule in self.rules}
+        styles = {rule.field: rule.style for rule in (*self.rules, *local)}
         fields = {role: [field for field in chosen if owners[field] == role] for role in self.roles}
         return {
             "order": f"{split}-{number:03d}",
@@ -197,8 +213,25 @@ def duo(seed: int = 0) -> PromptWorld:
     return PromptWorld(rules=rules, seed=seed)
 
 
-WORLDS = {"easy": easy, "noisy": noisy, "sparse": sparse, "two-prompt": duo}
-"""The four settings by name."""
+def memorising(seed: int = 0) -> PromptWorld:
+    """Like ``easy``, but every second proposal notes the answers of single training orders."""
+    return PromptWorld(rules=_RULES, memorises=0.5, seed=seed)
+
+
+def cluttered(seed: int = 0) -> PromptWorld:
+    """Like ``easy``, but training orders have three more fields, whose rules are clutter for all other orders."""
+    return PromptWorld(rules=_RULES, local=_LOCAL, seed=seed)
+
+
+WORLDS = {
+    "easy": easy,
+    "noisy": noisy,
+    "sparse": sparse,
+    "two-prompt": duo,
+    "memorising": memorising,
+    "cluttered": cluttered,
+}
+"""The settings by name."""
 
 
 def prompt_name(role: str) -> str:
@@ -211,9 +244,18 @@ def line_of(field: str, style: str) -> str:
     return f"Write the {field} as {style}."
 
 
-def obeyed_styles(prompt: str) -> dict[str, str]:
-    """The style that a prompt asks for, by field; of two lines about one field the later one counts."""
-    return dict(LINE.findall(prompt))
+def note_of(order: str, field: str, style: str) -> str:
+    """Return the line that makes the task model write a field of one order in a style."""
+    return f"For order {order} write the {field} as {style}."
+
+
+def obeyed_styles(prompt: str, *, order: str = "") -> dict[str, str]:
+    """The style that a prompt asks for, by field; of two lines about one field the later one counts.
+
+    Notes count only for the ``order`` that they name, and there before everything else.
+    """
+    notes = {field: style for named, field, style in NOTE.findall(prompt) if named == order}
+    return {**dict(LINE.findall(prompt)), **notes}
 
 
 def is_brief(styles: Mapping[str, str]) -> bool:
@@ -231,9 +273,9 @@ def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str
 
     ``text`` is a prompt with its order. A field that is left out is missing from the result.
     """
-    styles = obeyed_styles(text)
     found = FIELDS.search(text)
-    fields = found[1].split(", ") if found else []
+    styles = obeyed_styles(text, order=found[1] if found else "")
+    fields = found[2].split(", ") if found else []
     answer: dict[str, str] = {}
     for field in fields:
         draw = random.Random(f"{seed}|{field}")
@@ -266,5 +308,10 @@ _RULES = (
     StyleRule("name", "upper case"),
     StyleRule("phone", "digits only"),
     StyleRule("quantity", "full words"),
+)
+_LOCAL = (
+    StyleRule("shelf", "upper case"),
+    StyleRule("batch", "digits only"),
+    StyleRule("pallet", "full words"),
 )
 _SIXTH = StyleRule("street", "upper case")

@@ -9,6 +9,9 @@ They know only the text of their request, as a language model would:
 - *The prompt*: the first block between ``` fences or between a tag and its end (``<prompt>..</prompt>``) that holds
   the sentence ``You are the <role>.`` and a placeholder; where none has a placeholder, the first with the sentence.
 
+- *Runs*, blocks with an order (``"order":"train-003"``) and the complaints about it. One that memorises advises notes
+  about each complaint of one run instead, ``Advice: For order train-003 write the date as EUR.``
+
 The editor takes the advice that the request holds, or else what it would advise itself, and answers with the advice
 and the new prompt: between the tags that the request asks for (``between <new> and </new>``), else between ``` fences.
 Without complaints it guesses. Told to ``remove the one`` line it removes any, told to write one ``merged text`` it
@@ -26,7 +29,7 @@ from typing import Any, Literal
 
 from agl.schemas import to_json
 from agl_testing.model_server import Garbage, ModelRequest, Reply, Status, Step
-from agl_testing.prompt_world import LINE, STYLES, VOCABULARY, line_of
+from agl_testing.prompt_world import LINE, NOTE, STYLES, VOCABULARY, line_of, note_of
 
 Mode = Literal["honest", "dead", "corrupt", "garbage", "silent", "broken"]
 """``dead`` answers 503, ``corrupt`` sends what no API sends, ``garbage`` talks about something else, ``silent`` says
@@ -40,7 +43,8 @@ __all__ = [
 ]
 
 COMPLAINT = re.compile(r"\[([a-z]+)\] ([a-z ]+): expected ([A-Za-z0-9 ]+), found ([A-Za-z0-9 ]+)\.")
-ADVICE = re.compile(rf"Advice: ({LINE.pattern})")
+ADVICE = re.compile(rf"Advice: ({LINE.pattern}|{NOTE.pattern})")
+ORDER = re.compile(r"\border\W{1,5}([a-z]+-[0-9]+)")
 _FENCED = re.compile(r"```[a-z]*\n(.*?)\n?```", re.DOTALL)
 _TAGGED = re.compile(r"<([A-Za-z_]+)[^<>]*>\s*([^<]*?)\s*</\1>")
 _ROLE = re.compile(r"You are the ([a-z]+)\.")
@@ -53,6 +57,7 @@ class ScriptedOptimizer:
 
     Args:
         skill: Probability that the critic reads a complaint right.
+        memorises: Probability that the critic notes the answers of one order instead of advising a rule.
         mode: The way in which it misbehaves; may be changed while it serves.
         after: Number of calls that it answers honestly before it misbehaves.
         delay_s: Seconds that each answer takes.
@@ -60,11 +65,19 @@ class ScriptedOptimizer:
     """
 
     def __init__(
-        self, *, skill: float = 0.75, mode: Mode = "honest", after: int = 0, delay_s: float = 0.0, seed: int = 0
+        self,
+        *,
+        skill: float = 0.75,
+        memorises: float = 0.0,
+        mode: Mode = "honest",
+        after: int = 0,
+        delay_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.mode: Mode = mode
         self.calls = 0
         self._skill = skill
+        self._memorises = memorises
         self._after = after
         self._delay_s = delay_s
         self._seed = seed
@@ -93,9 +106,30 @@ class ScriptedOptimizer:
         if "merged text" in text and len(prompts) > 1:
             return _presented(merge(prompts[0], prompts[1]), text)
         given = [match[0] for match in ADVICE.findall(text)]
-        advice = given[-1] if given else self._advise(text, prompts[0], draw)
-        said = f"Advice: {advice}"
-        return said if "critic" in model else f"{said}\n\n{_presented(edit(prompts[0], advice), text)}"
+        advice = given or self._memorised(text, prompts[0], draw) or [self._advise(text, prompts[0], draw)]
+        said = "\n".join(f"Advice: {line}" for line in advice)
+        if "critic" in model:
+            return said
+        prompt = prompts[0]
+        for line in advice if NOTE.search(advice[-1]) else advice[-1:]:
+            prompt = edit(prompt, line)
+        return f"{said}\n\n{_presented(prompt, text)}"
+
+    def _memorised(self, text: str, prompt: str, draw: random.Random) -> list[str]:
+        """Return notes about the complaints of one order, none unless it memorises this time."""
+        if not self._memorises or draw.random() >= self._memorises:  # nothing is drawn where it never does
+            return []
+        role = _ROLE.search(prompt)
+        pieces = ORDER.split(text)[1:]  # order, what follows it, the next order, and so on
+        runs: dict[str, list[str]] = {}
+        for order, rest in zip(pieces[::2], pieces[1::2], strict=True):
+            runs.setdefault(order, []).extend(
+                note_of(order, field, style)
+                for about, field, style, _ in COMPLAINT.findall(rest)
+                if role is None or about == role[1]
+            )
+        found = [list(dict.fromkeys(notes)) for notes in runs.values() if notes]
+        return draw.choice(found) if found else []
 
     def _advise(self, text: str, prompt: str, draw: random.Random) -> str:
         role = _ROLE.search(prompt)
@@ -129,8 +163,9 @@ def find_prompts(text: str) -> list[str]:
 
 def edit(prompt: str, line: str) -> str:
     """Return the prompt with a line added; older lines about the same field are taken out."""
-    field = LINE.findall(line)[0][0]
-    kept = [old for old in prompt.split("\n") if field not in dict(LINE.findall(old))]
+    note = NOTE.search(line)
+    field = "" if note else LINE.findall(line)[0][0]
+    kept = [old for old in prompt.split("\n") if old != line and (note or field not in dict(LINE.findall(old)))]
     places = [index for index, old in enumerate(kept) if _PLACE.search(old)]
     where = places[-1] if places else len(kept)
     return "\n".join([*kept[:where], line, *kept[where:]])
@@ -138,14 +173,15 @@ def edit(prompt: str, line: str) -> str:
 
 def merge(prompt: str, other: str) -> str:
     """Return the prompt with the field lines of another added; where both have one about a field, the other's stays."""
-    for match in LINE.finditer(other):
-        prompt = edit(prompt, match[0])
+    for pattern in (LINE, NOTE):
+        for match in pattern.finditer(other):
+            prompt = edit(prompt, match[0])
     return prompt
 
 
 def _shortened(prompt: str, draw: random.Random) -> str:
     lines = prompt.split("\n")
-    removable = [line for line in lines if LINE.search(line)]
+    removable = [line for line in lines if LINE.search(line) or NOTE.search(line)]
     if removable:
         lines.remove(draw.choice(removable))
     return "\n".join(lines)

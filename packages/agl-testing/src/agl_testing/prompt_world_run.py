@@ -147,7 +147,7 @@ def asker(llm: LLM) -> Ask:
 
 def model_server(world: PromptWorld, optimizer: ScriptedOptimizer | None = None) -> ScriptedModelServer:
     """Return a server for the task model, under the name ``clerk``, and for the optimiser, under every other name."""
-    scripted = optimizer or ScriptedOptimizer()
+    scripted = optimizer or ScriptedOptimizer(memorises=world.memorises)
 
     def respond(request: ModelRequest) -> Step:
         if request.body.get("model") != TASK_MODEL:
