@@ -103,7 +103,7 @@ class ConflictError(StoreError):
 
 
 class FencedError(StoreError):
-    """The attempt was lost or already decided; the late write was refused."""
+    """The attempt was lost or already decided, or another process took over; the late write was refused."""
 
 
 class SchemaVersionError(StoreError):

@@ -306,11 +306,14 @@ class Store(Protocol):
         *,
         experiment: ExperimentRecord | None = None,
         trained: Sequence[Trained] = (),
+        expected: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write algorithm states by key, the experiment's record and its ledger, all or none.
 
         An empty value deletes the key. The ledger only grows: a rollout that another step of the same algorithm and
-        run trained on raises :class:`~agl.errors.ConflictError`.
+        run trained on raises :class:`~agl.errors.ConflictError`. ``expected`` are values that keys must have, empty
+        for none, unless they already have the value that this call writes: a key with any other value raises
+        :class:`~agl.errors.FencedError`. Of several calls at once that expect one value, one succeeds.
         """
         ...
 

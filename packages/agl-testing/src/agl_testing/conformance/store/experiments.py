@@ -5,7 +5,7 @@
 import pytest
 
 from agl.contracts import ExperimentRecord, Presence, Store, Trained
-from agl.errors import ConflictError, NotFoundError, StoreError
+from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
 from agl.schemas import Rollout
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import claim_one, make_span, outcome_of
@@ -58,6 +58,26 @@ class ExperimentTests:
         assert {"a": b"1"} == await store.load_state("")
         assert {"r1": 1, "r2": 1} == await store.trained("e", run=1, algorithm="grpo")
         assert [] == await store.experiments()
+
+    @store_test
+    async def test_states_are_saved_only_over_the_values_that_are_expected(self, store: Store) -> None:
+        await store.save_state({"key": b"1"}, expected={"key": b""})
+        await store.save_state({"key": b"1"}, expected={"key": b""})  # repeated, as after a lost answer
+        refused = [
+            ({"key": b"2"}, {"key": b""}),
+            ({"a": b"1"}, {"key": b"2"}),
+            ({"a": b"1"}, {"a": b"", "other": b"1"}),
+        ]
+        for states, expected in refused:
+            with pytest.raises(FencedError, match=r"state '(key|other)' was changed"):
+                await store.save_state(
+                    states, experiment=ExperimentRecord(name="e"), trained=[_trained(1, "r1")], expected=expected
+                )
+        assert ({"key": b"1"}, []) == (await store.load_state(""), await store.experiments())
+        assert {} == await store.trained("e", run=1, algorithm="grpo")
+        await store.save_state({"a": b"1"}, trained=[_trained(1, "r1")], expected={"key": b"1"})
+        await store.save_state({"key": b"", "a": b"2"}, expected={"key": b"1", "a": b"1"})
+        assert {"a": b"2"} == await store.load_state("")
 
     @store_test
     async def test_ledger_grows_and_may_be_written_again(self, store: Store) -> None:
