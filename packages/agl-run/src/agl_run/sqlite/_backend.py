@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from agl.stores import Reads, Tables, WakeUp, Work, expire
 from agl_run.sql import Batches, Look, OverdueError, Packer, answer_to, perform
+from agl_run.sqlite._acknowledged import AcknowledgedCursor, last_cursor
 from agl_run.sqlite._reads import SQLiteReads
 from agl_run.sqlite._schema import connect, explain, open_file
 from agl_run.sqlite._tables import SQLiteTables, next_deadline
@@ -50,7 +51,9 @@ class SQLiteBackend:
     def __init__(self, path: Path, *, clock: Callable[[], float], poll_s: float, busy_s: float) -> None:
         self.shown_url = f"sqlite:///{path}"
         self._path, self._clock, self._poll_s, self._busy_s = path, clock, poll_s, busy_s
+        self._acknowledged = AcknowledgedCursor(path)
         self._db = open_file(path, busy_s=busy_s)
+        self._acknowledged.compare(self._db)
         self._packer = Packer()
         self._data_version = 0
         self._local = threading.local()
@@ -84,6 +87,7 @@ class SQLiteBackend:
         self._reader.close()
         for connection in (self._db, *self._connections):
             connection.close()
+        self._acknowledged.close()
         self.queued.ring()
         self.changed.ring()
 
@@ -109,12 +113,15 @@ class SQLiteBackend:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield tables
+            cursor = last_cursor(self._db) if tables.has_changed else None
             self._db.execute("COMMIT")
         except BaseException:
             self._packer.clear()
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+        if cursor is not None:
+            self._acknowledged.note(cursor)
         if tables.has_queued:
             self.queued.ring()
         if tables.has_changed:
