@@ -4,7 +4,8 @@ Invariants, each a test of ``agl_testing.StoreConformance``:
 
 - An acknowledged write survives ``kill -9`` (durable stores).
 - Ids come from the caller; a repeated write with equal content is harmless, with other content a
-  :class:`~agl.errors.ConflictError`.
+  :class:`~agl.errors.ConflictError`. Ids and names have 1 to 256 characters, without slashes, control characters and
+  halves of characters; others raise :class:`~agl.errors.InvalidIdError`.
 - An attempt whose lease lapsed, or that outlived ``retry.timeout_s``, is ``lost`` or ``timeout``; its rollout is
   queued again or failed by its retry policy. This also happens while a caller waits, not only at the next call.
 - Late writes never change an outcome: ``finish`` of a decided attempt raises :class:`~agl.errors.FencedError`
