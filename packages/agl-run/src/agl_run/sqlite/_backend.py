@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agl.stores import Reads, Tables, WakeUp, Work, expire
-from agl_run.sql import Batches, Look, OverdueError, Packer, answer_to, perform
+from agl_run.sql import Batches, Compaction, Look, OverdueError, Packer, answer_to, perform
 from agl_run.sqlite._acknowledged import AcknowledgedCursor, last_cursor
 from agl_run.sqlite._reads import SQLiteReads
 from agl_run.sqlite._schema import connect, explain, open_file
 from agl_run.sqlite._tables import SQLiteTables, next_deadline
 
 READERS = 4
+
+LEAST_FREE_BYTES, LEAST_FREE_SHARE = 1 << 20, 0.1
+"""Unused space for which a file is written anew."""
 
 T = TypeVar("T")
 
@@ -75,6 +78,29 @@ class SQLiteBackend:
                 return await self._reader.run(look)
             except OverdueError:
                 await self._writer.run(_LOOK)
+
+    async def compact(self) -> Compaction:
+        """See :class:`agl_run.sql.Compactable`."""
+        try:
+            return await asyncio.to_thread(self._compact)
+        except sqlite3.Error as error:
+            raise explain(error, self._path) from error
+
+    def _compact(self) -> Compaction:
+        before = self._size()
+        db = connect(self._path, busy_s=self._busy_s)
+        try:
+            free, page = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_size"))
+            if free * page >= max(LEAST_FREE_BYTES, before * LEAST_FREE_SHARE):
+                db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            db.close()
+        return Compaction(before=before, after=self._size())
+
+    def _size(self) -> int:
+        files = (self._path, self._path.with_name(f"{self._path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
 
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
