@@ -14,7 +14,7 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
-from agl.schemas import ModelCall, Outcome, Rollout, Span, pack_floats, pack_ids
+from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
 from agl_run import SQLiteStore
 from agl_run.sqlite._schema import CURRENT, MIGRATIONS
 from agl_testing.stores.older_layout import narrow_numbers
@@ -205,6 +205,51 @@ def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
         await store.delete(ids)
         await store.close()
         assert (0, "") == await reopen(tmp_path / "runs.db")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("is_reopened", [True, False])
+@pytest.mark.parametrize("limits", [{}, {"timeout_s": 20.0, "grace_s": 0.0}], ids=["lease", "time limit"])
+def test_clock_set_back_keeps_a_dead_lease_for_its_length_at_most(
+    tmp_path: Path, limits: dict[str, float], is_reopened: bool
+) -> None:
+    async def body() -> None:
+        now = [1_000_000.0]
+        store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+        retry = RetryPolicy(max_attempts=3, **limits)
+        await store.enqueue([Rollout(rollout_id="ro", task=1, retry=retry)])
+        await store.claim(worker="dies", lease_s=600 if limits else 30)
+        now[0] -= 86400
+        if is_reopened:
+            await store.close()
+            store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+        assert [] == await store.claim(worker="w")
+        now[0] += 19
+        assert [] == await store.claim(worker="w")
+        now[0] += 12
+        (claim,) = await store.claim(worker="w")
+        assert ("ro", 2) == (claim.rollout.rollout_id, claim.attempt.number)
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_lease_of_a_live_worker_keeps_its_length_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    async def body() -> None:
+        now = [1_000_000.0]
+        store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+        await store.enqueue([Rollout(rollout_id="ro", task=1)])
+        (claim,) = await store.claim(worker="lives", lease_s=30)
+        now[0] += 10
+        await store.renew([claim.attempt.attempt_id], lease_s=600)
+        now[0] -= 86400
+        assert [] == await store.claim(worker="w")
+        (attempt,) = await store.attempts("ro")
+        assert (now[0] + 600, now[0]) == (attempt.lease_until, attempt.started_at)
+        now[0] += 599
+        assert [claim.attempt.attempt_id] == await store.renew([claim.attempt.attempt_id], lease_s=600)
+        await store.close()
 
     asyncio.run(body())
 

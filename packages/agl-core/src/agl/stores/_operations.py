@@ -106,7 +106,7 @@ def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float = 60.0) 
     """See :meth:`agl.contracts.Store.renew`."""
     found = [need_held(tables, attempt_id) for attempt_id in attempt_ids]
     held = [claim for claim in found if claim.attempt.status == "running"]
-    renewed = [replace(claim.attempt, lease_until=tables.now + lease_s) for claim in held]
+    renewed = [replace(claim.attempt, lease_until=tables.now + lease_s, lease_s=lease_s) for claim in held]
     tables.save([replace(claim, attempt=a) for claim, a in zip(held, renewed, strict=True)], is_logged=False)
     return [claim.attempt.attempt_id for claim in held]
 

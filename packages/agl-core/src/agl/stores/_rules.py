@@ -169,6 +169,7 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         worker=worker,
         claim_id=claim_id,
         lease_until=now + lease_s,
+        lease_s=lease_s,
         started_at=now,
     )
     running = replace(

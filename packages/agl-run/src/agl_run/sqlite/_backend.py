@@ -59,6 +59,7 @@ class SQLiteBackend:
         self._acknowledged.compare(self._db)
         self._packer = Packer()
         self._data_version = 0
+        self._written_at = math.inf  # the clock may have been set back since the file was written
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         told = partial(explain, path=path)
@@ -118,7 +119,12 @@ class SQLiteBackend:
         self.changed.ring()
 
     def _write(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
-        if next_deadline(self._db) <= self._clock():
+        now = self._clock()
+        if now < self._written_at:
+            with self._transaction() as tables:
+                tables.bound_leases()
+        self._written_at = now
+        if next_deadline(self._db) <= now:
             with self._transaction() as tables:
                 expire(tables)
         real = [work for work in works if work is not _LOOK]
