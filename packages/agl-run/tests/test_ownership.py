@@ -44,12 +44,12 @@ def run(opener: Opener, body: Callable[[Store, Store], Awaitable[None]]) -> None
 
 
 def own(store: Store, folder: str, *, lease_s: float = 60.0, beat_s: float = 0.05) -> Ownership:
-    return Ownership(store, "e", workdir=Path("/work") / folder, lease_s=lease_s, beat_s=beat_s)
+    return Ownership(store, "e", workdir=Path("/trainers") / folder, lease_s=lease_s, beat_s=beat_s)
 
 
 async def leave_owner(store: Store, **changes: Any) -> None:
     """Leave the owner that a killed trainer leaves, unless told otherwise one on another machine."""
-    owner = Owner(worker="host@elsewhere:1:0", host="host", place="elsewhere", pid=1, workdir="/srv/one")
+    owner = Owner(worker="host@elsewhere:1:0", host="host", place="elsewhere", pid=1, workdir="/trainers/one")
     token = msgspec.json.encode(msgspec.structs.replace(owner, **changes))
     await store.save_state({"experiment/e/owner": token, "experiment/e/owner/beat": b"7"})
 
@@ -58,11 +58,11 @@ def test_second_trainer_from_another_folder_is_refused_with_the_first_ones_place
     async def body(first: Store, second: Store) -> None:
         async with own(first, "one"):
             with pytest.raises(
-                ConfigError, match=rf"runs already, by process {os.getpid()} on .* \(folder /srv/one\)"
+                ConfigError, match=rf"runs already, by process {os.getpid()} on .* \(folder /trainers/one\)"
             ):
                 async with own(second, "two"):
                     pass
-            async with Ownership(second, "another", workdir=Path("/srv/two")):
+            async with Ownership(second, "another", workdir=Path("/trainers/two")):
                 pass
         async with own(second, "two"):
             pass
@@ -92,14 +92,14 @@ def test_owner_that_was_killed_elsewhere_is_replaced_after_its_lease(
         assert {"x": b"1"} == await first.load_state("")
 
     run(opener, body)
-    assert "process 1 on 'host' (folder /srv/one) ran experiment 'e' and did not end it" in caplog.text
+    assert "process 1 on 'host' (folder /trainers/one) ran experiment 'e' and did not end it" in caplog.text
 
 
 def test_owner_that_was_killed_on_this_machine_is_replaced_at_once(opener: Opener) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         pass
     dead = {"worker": worker_name().replace(f":{os.getpid()}:", f":{ended.pid}:"), "place": place()}
-    same_folder = {"worker": worker_name(), "place": place(), "workdir": "/srv/two"}  # its lock is held here
+    same_folder = {"worker": worker_name(), "place": place(), "workdir": "/trainers/two"}  # its lock is held here
 
     async def body(first: Store, second: Store) -> None:
         for changes in (dead, same_folder):
@@ -119,7 +119,7 @@ def test_trainer_that_was_replaced_saves_nothing_more_and_says_by_whom(opener: O
             await stopped.store.save_state({"x": b"1"})
             async with own(second, "two", lease_s=0.3) as owner:
                 for write in late_writes(stopped.store):
-                    with pytest.raises(FencedError, match=r"taken over by process .* \(folder /srv/two\)"):
+                    with pytest.raises(FencedError, match=r"taken over by process .* \(folder /trainers/two\)"):
                         await write()
                 assert [] == await second.experiments()
                 assert {} == await second.trained("e", run=1, algorithm="a")
