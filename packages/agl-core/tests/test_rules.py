@@ -138,6 +138,7 @@ def test_open_attempt_leases_the_next_attempt() -> None:
         worker="w",
         claim_id="c",
         lease_until=160.0,
+        lease_s=60.0,
         started_at=100.0,
     )
     opened = claim()

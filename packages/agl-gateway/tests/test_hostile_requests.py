@@ -80,6 +80,24 @@ async def test_page_that_no_store_can_count_to_is_refused(stage, method: str, pa
         assert "limit" in text or "after" in text
 
 
+@pytest.mark.parametrize(
+    ("method", "params"),
+    [
+        ("enqueue", {"rollouts": [{"rollout_id": "../secrets", "task": 1}]}),
+        ("enqueue", {"rollouts": [{"rollout_id": "r", "task": 1, "experiment": "x" * 257}]}),
+        ("announce", {"presence": {"experiment": "e", "member": "\x1b[2J", "session": "s"}}),
+        ("log_metrics", {"metrics": [{"experiment": "a\0b", "algorithm": "a", "step": 1, "name": "n", "value": 1.0}]}),
+    ],
+)
+async def test_id_that_no_store_takes_is_refused(stage, method: str, params: dict[str, Any]):
+    async with stage() as it:
+        admin = it.tokens.issue("", "", expires_at=time.time() + 60, scope="admin")
+        headers = {"Authorization": f"Bearer {admin}".encode(), "Content-Type": b"application/json"}
+        status, text = await asyncio.to_thread(post, it.url, f"/store/{method}", json.dumps(params).encode(), headers)
+        assert 400 == status
+        assert "an id or a name has 1 to 256, without slashes, control characters" in text
+
+
 def test_key_of_any_bytes_is_compared_with_the_configured_ones():
     identities = Identities(AttemptTokens(b"x" * 40), admin_key="secret")
     with pytest.raises(Problem, match="not an agl token"):

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import re
 import sys
 from pathlib import Path
 
@@ -177,6 +179,24 @@ def test_gc_keeps_the_newest_and_every_unfinished_rollout(store_of):
     assert 6 == len(store_of(ids_in))
     assert "removed 3 rollouts\n" == invoke("runs", "gc", "--keep", "2").output
     assert ["ro-calc-003", "ro-calc-004", "ro-calc-waits"] == [r.rollout_id for r in store_of(ids_in)]
+
+
+def test_gc_returns_the_space_of_what_it_removes(store_of):
+    async def fill_much(store: Store) -> None:
+        noise = random.Random(1)
+        tasks = [{"text": noise.randbytes(5_000).hex()} for _ in range(400)]
+        made = await store.enqueue([Rollout(rollout_id=f"ro-{n:03}", task=task) for n, task in enumerate(tasks)])
+        await store.cancel([rollout.rollout_id for rollout in made])
+
+    store_of(fill_much)
+    size = Path(resolve_url(None).removeprefix("sqlite:///")).stat().st_size
+    done = invoke("runs", "gc", "--keep", "10")
+    assert re.fullmatch(r"removed 390 rollouts\nthe store has 0\.\d MiB instead of [4-9]\.\d MiB\n", done.output)
+    assert Path(resolve_url(None).removeprefix("sqlite:///")).stat().st_size < size / 8
+    assert 10 == len(store_of(ids_in))
+    done = json.loads(invoke("runs", "gc", "--keep", "5", "--json").output)
+    assert 0 < done["compaction"]["after"] <= done["compaction"]["before"] < 1 << 20
+    assert json.loads(invoke("runs", "gc", "--keep", "5", "--json").output)["compaction"] is None
 
 
 def test_gc_looks_at_the_age(store_of):

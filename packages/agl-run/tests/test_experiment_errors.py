@@ -82,6 +82,7 @@ def test_good_plan_is_accepted() -> None:
         ({"logger": [{"use": "jsonl"}]}, r"no section \[\[logger\]\]: metrics are always written to metrics.jsonl"),
         ({"resource": {"main": {"template": "x"}}}, "both policies and resources"),
         (section(name="my experiment"), "may hold letters, digits"),
+        (section(name="x" * 81), "the name 'x{30}'... has 81 characters, and 80 are allowed"),
         (section(validate_every=2), "no validation tasks"),
         (section(penalty=-1.0), 'penalty is ignored unless failed or missing_reward is "penalise"'),
         ({"schedule": {"every": 4}}, "schedule.every is ignored in mode 'sequential'"),

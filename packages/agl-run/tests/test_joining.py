@@ -24,7 +24,7 @@ from agl_run.experiment.build import build_rewards
 from agl_run.experiment.config import ComponentConfig
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving, require_alone
+from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving
 from agl_run.experiment.worker_admission import (
     check_direct_calls,
     differences,
@@ -131,23 +131,6 @@ def test_experiment_is_joined_while_it_runs_and_versions_follow(tmp_path: Path) 
             assert {"main": "v2"} == found.live
             assert differences(found, plan) is None
         assert await load_serving(store, "experiment") is None
-        await store.close()
-
-    asyncio.run(work())
-
-
-def test_experiment_that_another_machine_runs_is_refused_and_one_that_was_killed_there_is_not(tmp_path: Path) -> None:
-    async def work() -> None:
-        store = MemoryStore()
-        elsewhere = a_serving(a_plan(tmp_path), host="trainer", place="elsewhere")
-        async with Announcement(store, "experiment", elsewhere, beat_s=0.05):
-            with pytest.raises(ConfigError, match="runs already on 'trainer'"):
-                await require_alone(store, "experiment", patience_s=0.5)
-            await require_alone(store, "another", patience_s=600)
-        async with Announcement(store, "experiment", elsewhere, beat_s=600):
-            await require_alone(store, "experiment", patience_s=0.2)
-        async with Announcement(store, "experiment", a_serving(a_plan(tmp_path)), beat_s=0.05):
-            await require_alone(store, "experiment", patience_s=600)
         await store.close()
 
     asyncio.run(work())

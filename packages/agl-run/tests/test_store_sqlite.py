@@ -1,7 +1,9 @@
 """Behaviour of the SQLite store alone: a file that survives, is shared, migrated, refused, and stays small."""
 
 import asyncio
+import logging
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
-from agl.schemas import ModelCall, Outcome, Rollout, Span, pack_floats, pack_ids
+from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
 from agl_run import SQLiteStore
 from agl_run.sqlite._schema import CURRENT, MIGRATIONS
 from agl_testing.stores.older_layout import narrow_numbers
@@ -109,6 +111,147 @@ def test_claim_wakes_for_another_process(tmp_path: Path) -> None:
     asyncio.run(enqueue())
     assert "a" == other.communicate(timeout=120)[0].strip()
     assert time.monotonic() - begin < 30.0  # and not when its 120 s are over
+
+
+async def write(path: Path, rollouts: int) -> SQLiteStore:
+    """Write to a store and return it open, so that nothing has left the log for the file yet."""
+    store = SQLiteStore(url_of(path))
+    for number in range(rollouts):
+        await store.enqueue([Rollout(rollout_id=f"ro-{number:03}", task=number)])
+    return store
+
+
+async def reopen(path: Path) -> tuple[int, str]:
+    """Open a store, and return the number of its rollouts and what was logged meanwhile."""
+    handler, logger = ListHandler(), logging.getLogger("agl_run.sqlite")
+    logger.addHandler(handler)
+    store = SQLiteStore(url_of(path))
+    logger.removeHandler(handler)
+    found = await store.rollouts(RolloutQuery())
+    await store.close()
+    return len(found), handler.text
+
+
+class ListHandler(logging.Handler):
+    """Collects messages."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+
+def copy_store(path: Path, folder: Path) -> Path:
+    """Copy a store that is open, with the files beside it."""
+    folder.mkdir()
+    for file in path.parent.glob("runs.db*"):
+        if not file.name.endswith("-shm"):  # as after a crash of the machine
+            shutil.copy(file, folder)
+    return folder / path.name
+
+
+def damage(wal: Path, at: float) -> None:
+    """Flip one byte of a log."""
+    data = bytearray(wal.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    wal.write_bytes(data)
+
+
+def test_changes_behind_damage_of_the_log_are_reported_with_their_cursors(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = await write(tmp_path / "runs.db", rollouts=40)
+        copies = {
+            name: copy_store(tmp_path / "runs.db", tmp_path / name) for name in ("whole", "middle", "start", "no")
+        }
+        await store.close()
+        assert (40, "") == await reopen(tmp_path / "runs.db")
+        assert (40, "") == await reopen(copies["whole"])
+
+        damage(copies["middle"].with_name("runs.db-wal"), 0.7)
+        left, said = await reopen(copies["middle"])
+        assert 0 < left < 40
+        assert f"up to {40 - left} are missing, those after cursor {left} up to 40. SQLite" in said
+        store = await write(copies["middle"], rollouts=40)
+        await store.close()
+        assert (40, "") == await reopen(copies["middle"])
+
+        damage(copies["start"].with_name("runs.db-wal"), 0.01)
+        copies["no"].with_name("runs.db-wal").unlink()
+        for name in ("start", "no"):
+            left, said = await reopen(copies[name])
+            assert (0, True) == (left, "up to 40 are missing, those after cursor 0 up to 40" in said)
+
+    asyncio.run(body())
+
+
+def test_store_in_the_place_of_a_removed_one_lost_nothing(tmp_path: Path) -> None:
+    async def body() -> None:
+        path = tmp_path / "runs.db"
+        await (await write(path, rollouts=3)).close()
+        path.unlink()
+        assert (0, "") == await reopen(path)
+        assert (0, "") == await reopen(path)
+        (tmp_path / "runs.db-acknowledged").write_text("no number")
+        assert (0, "") == await reopen(path)
+
+    asyncio.run(body())
+
+
+def test_removed_rollouts_are_no_lost_changes(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = await write(tmp_path / "runs.db", rollouts=3)
+        ids = [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
+        await store.cancel(ids)
+        await store.delete(ids)
+        await store.close()
+        assert (0, "") == await reopen(tmp_path / "runs.db")
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("is_reopened", [True, False])
+@pytest.mark.parametrize("limits", [{}, {"timeout_s": 20.0, "grace_s": 0.0}], ids=["lease", "time limit"])
+def test_clock_set_back_keeps_a_dead_lease_for_its_length_at_most(
+    tmp_path: Path, limits: dict[str, float], is_reopened: bool
+) -> None:
+    async def body() -> None:
+        now = [1_000_000.0]
+        store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+        retry = RetryPolicy(max_attempts=3, **limits)
+        await store.enqueue([Rollout(rollout_id="ro", task=1, retry=retry)])
+        await store.claim(worker="dies", lease_s=600 if limits else 30)
+        now[0] -= 86400
+        if is_reopened:
+            await store.close()
+            store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+        assert [] == await store.claim(worker="w")
+        now[0] += 19
+        assert [] == await store.claim(worker="w")
+        now[0] += 12
+        (claim,) = await store.claim(worker="w")
+        assert ("ro", 2) == (claim.rollout.rollout_id, claim.attempt.number)
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_lease_of_a_live_worker_keeps_its_length_when_the_clock_is_set_back(tmp_path: Path) -> None:
+    async def body() -> None:
+        now = [1_000_000.0]
+        store = SQLiteStore(url_of(tmp_path / "runs.db"), clock=lambda: now[0])
+        await store.enqueue([Rollout(rollout_id="ro", task=1)])
+        (claim,) = await store.claim(worker="lives", lease_s=30)
+        now[0] += 10
+        await store.renew([claim.attempt.attempt_id], lease_s=600)
+        now[0] -= 86400
+        assert [] == await store.claim(worker="w")
+        (attempt,) = await store.attempts("ro")
+        assert (now[0] + 600, now[0]) == (attempt.lease_until, attempt.started_at)
+        now[0] += 599
+        assert [claim.attempt.attempt_id] == await store.renew([claim.attempt.attempt_id], lease_s=600)
+        await store.close()
+
+    asyncio.run(body())
 
 
 def test_older_layout_is_migrated(tmp_path: Path) -> None:

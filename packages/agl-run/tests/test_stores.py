@@ -471,3 +471,17 @@ def test_pages_that_no_store_can_count_to_are_refused(opener: Opener, limit: int
             await store.changes(after=limit)
 
     run(opener, body)
+
+
+def test_lease_in_memory_lapses_in_time_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    system, back_s = time.time, [0.0]
+    monkeypatch.setattr("time.time", lambda: system() - back_s[0])
+
+    async def body(store: Store) -> None:
+        await store.enqueue(rollouts("ro"))
+        assert await store.claim(worker="dies", lease_s=0.2)
+        back_s[0] = 86400.0
+        (claim,) = await store.claim(worker="w", wait_s=10)
+        assert 2 == claim.attempt.number
+
+    run(MemoryStore, body)

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import random
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -215,6 +217,42 @@ def test_killed_experiment_resumes_and_trains_every_rollout_once(agl: Start, exp
 
     trained = asyncio.run(check())
     read_with_every_command(agl, store_url, trained)
+
+
+def test_second_trainer_from_another_folder_is_refused(agl: Start, experiment: Path, store_url: str) -> None:
+    first = agl("run", str(experiment), "--quiet", "--set", "algorithm.counter.params.steps=500")
+    wait_for_a_step(store_url, first)
+    _, err = agl("run", str(copy_of(experiment)), "--quiet", "--resume").communicate(timeout=60)
+    assert first.poll() is None
+    assert f"experiment 'toy' runs already, by process {first.pid} on {socket.gethostname()!r} (folder " in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot stop a process for a while")
+def test_trainer_that_stood_still_is_replaced_and_saves_nothing_more(
+    agl: Start, experiment: Path, store_url: str
+) -> None:
+    stopped = agl("run", str(experiment), "--quiet", "--set", "algorithm.counter.params.steps=500")
+    wait_for_a_step(store_url, stopped)
+    stopped.send_signal(signal.SIGSTOP)
+    second = agl("run", str(copy_of(experiment)), "--quiet", "--resume")
+    wait_for_a_step(store_url, second)
+    stopped.send_signal(signal.SIGCONT)
+    _, err = stopped.communicate(timeout=30)
+    assert 1 == stopped.returncode
+    assert f"experiment 'toy' was taken over by process {second.pid}" in err
+    assert "Traceback" not in err
+    ended(second)
+
+
+def copy_of(experiment: Path) -> Path:
+    """The experiment in another folder."""
+    folder = experiment.parent / "another"
+    folder.mkdir()
+    for name in (experiment.name, "toy_agent.py", "train.jsonl"):
+        shutil.copy(experiment.parent / name, folder)
+    return folder / experiment.name
 
 
 def test_trainer_and_worker_share_the_store_and_outlive_a_restart_of_its_server(

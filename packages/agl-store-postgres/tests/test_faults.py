@@ -85,13 +85,13 @@ def test_one_failure_in_a_shared_transaction_harms_no_other(url: str) -> None:
     async def body() -> None:
         store = PostgresStore(url)
         good = [store.enqueue([Rollout(rollout_id=f"r{at}", task=at)]) for at in range(20)]
-        bad = [store.enqueue([Rollout(rollout_id=f"nul\0{at}", task=at)]) for at in range(3)]
-        bad.append(store.enqueue([Rollout(rollout_id="half \ud800", task=None)]))
+        bad = [store.enqueue([Rollout(rollout_id=f"nul-{at}", task=at, group_id="\0")]) for at in range(3)]
+        bad.append(store.enqueue([Rollout(rollout_id="half", task=None, group_id="\ud800")]))
         mixed = [*good[:10], *bad, *good[10:]]
         results = await asyncio.gather(*mixed, return_exceptions=True)
         refused = [each for each in results if isinstance(each, StoreError)]
         assert [4, 20] == [len(refused), len(results) - len(refused)]
-        assert "NUL" in str(refused[0])
+        assert "0x00" in str(refused[0])
         assert "surrogate" in str(refused[3])
         with pytest.raises(StoreError, match="NUL"):
             await store.attempts("nul\0")

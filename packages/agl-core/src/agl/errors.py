@@ -12,6 +12,7 @@
     │   ├── NotFoundError        an id that the store does not know
     │   ├── ConflictError        the same id with other content, or a state that forbids the change
     │   ├── FencedError          the attempt is no longer the caller's
+    │   ├── InvalidIdError       an id or a name is empty, too long, or holds what none may hold
     │   └── SchemaVersionError   the data was written by a newer release
     ├── CaptureError             model calls were not, or could not be, recorded
     │   ├── NoModelCallsError
@@ -34,6 +35,7 @@ __all__ = [
     "DuplicateComponentError",
     "FencedError",
     "GatewayLostError",
+    "InvalidIdError",
     "MissingExtraError",
     "MissingTokenIdsError",
     "NoModelCallsError",
@@ -103,7 +105,11 @@ class ConflictError(StoreError):
 
 
 class FencedError(StoreError):
-    """The attempt was lost or already decided; the late write was refused."""
+    """The attempt was lost or already decided, or another process took over; the late write was refused."""
+
+
+class InvalidIdError(StoreError):
+    """An id or a name is empty, longer than 256 characters, or holds a slash or a control character."""
 
 
 class SchemaVersionError(StoreError):

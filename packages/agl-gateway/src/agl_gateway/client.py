@@ -202,9 +202,10 @@ class HttpStore:
         *,
         experiment: ExperimentRecord | None = None,
         trained: Sequence[Trained] = (),
+        expected: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write algorithm states, the experiment's record and its ledger."""
-        await self._call("save_state", states=states, experiment=experiment, trained=trained)
+        await self._call("save_state", states=states, experiment=experiment, trained=trained, expected=expected)
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
         """Read algorithm states."""

@@ -83,11 +83,16 @@ def _save_scores(scores: Sequence[VersionScore]) -> Needs:
     return Needs(versions=[(score.name, score.version) for score in scores])
 
 
-def _save_state(states: Mapping[str, bytes], *, trained: Sequence[Trained] = (), **_: Any) -> Needs:
-    keys = [key for entry in trained for key in documents_of(entry)]
-    return Needs(
-        documents=keys, locks=[f"ledger {entry.experiment} {entry.run} {entry.algorithm}" for entry in trained]
-    )
+def _save_state(
+    states: Mapping[str, bytes],
+    *,
+    trained: Sequence[Trained] = (),
+    expected: Mapping[str, bytes] | None = None,
+    **_: Any,
+) -> Needs:
+    keys = [key for entry in (*trained, expected or {}) for key in documents_of(entry)]
+    ledgers = [f"ledger {entry.experiment} {entry.run} {entry.algorithm}" for entry in trained]
+    return Needs(documents=keys, locks=[*ledgers, *(f"state {key}" for key in expected or {})])
 
 
 _NEEDS: dict[str, Callable[..., Needs]] = {

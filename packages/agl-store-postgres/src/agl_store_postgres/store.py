@@ -15,9 +15,10 @@ from functools import partial
 from typing import TypeVar
 
 import psycopg
+from psycopg import sql
 
 from agl.stores import Reads, Tables, TableStore, WakeUp, Work
-from agl_run.sql import Batches, OverdueError
+from agl_run.sql import Batches, Compaction, OverdueError
 from agl_store_postgres.connections import START_WAIT_S, Connection, connect, connect_in_time, forked_error
 from agl_store_postgres.faults import explain
 from agl_store_postgres.layout import prepare
@@ -27,6 +28,12 @@ from agl_store_postgres.urls import DatabaseTarget, target_of
 from agl_store_postgres.writer import BatchWriter
 
 T = TypeVar("T")
+
+_TABLES = b"SELECT tablename FROM pg_tables WHERE schemaname = %s"
+_SIZE = (
+    b"SELECT coalesce(sum(pg_total_relation_size(c.oid)), 0)::bigint FROM pg_class c "
+    b"JOIN pg_namespace n ON n.oid = c.relnamespace WHERE n.nspname = %s AND c.relkind = 'r'"
+)
 
 
 class PostgresStore(TableStore):
@@ -46,7 +53,15 @@ class PostgresStore(TableStore):
     """
 
     def __init__(self, url: str) -> None:
-        super().__init__(_Postgres(target_of(url)))
+        self._target = target_of(url)
+        super().__init__(_Postgres(self._target))
+
+    async def compact(self) -> Compaction:
+        """Make the space of removed rows usable again (``VACUUM``); nobody has to wait meanwhile."""
+        try:
+            return await asyncio.to_thread(_compact, self._target)
+        except psycopg.Error as error:
+            raise explain(error, self._target.shown) from error
 
 
 class _Postgres:
@@ -101,6 +116,19 @@ class _Postgres:
     def _expire(self) -> None:
         """Submit empty work: the writer decides overdue attempts before any work."""
         self._writer.submit(Work(act=_do_nothing))
+
+
+def _compact(target: DatabaseTarget) -> Compaction:
+    with connect(target) as db:
+        before = _size(db, target)
+        for (table,) in db.execute(_TABLES, (target.schema,)).fetchall():
+            db.execute(sql.SQL("VACUUM (ANALYZE) {}").format(sql.Identifier(target.schema, table)))
+        return Compaction(before=before, after=_size(db, target))
+
+
+def _size(db: Connection, target: DatabaseTarget) -> int:
+    ((size,),) = db.execute(_SIZE, (target.schema,)).fetchall()
+    return int(size)
 
 
 def _do_nothing(_: Tables) -> None:

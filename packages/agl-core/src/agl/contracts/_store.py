@@ -4,7 +4,8 @@ Invariants, each a test of ``agl_testing.StoreConformance``:
 
 - An acknowledged write survives ``kill -9`` (durable stores).
 - Ids come from the caller; a repeated write with equal content is harmless, with other content a
-  :class:`~agl.errors.ConflictError`.
+  :class:`~agl.errors.ConflictError`. Ids and names have 1 to 256 characters, without slashes, control characters and
+  halves of characters; others raise :class:`~agl.errors.InvalidIdError`.
 - An attempt whose lease lapsed, or that outlived ``retry.timeout_s``, is ``lost`` or ``timeout``; its rollout is
   queued again or failed by its retry policy. This also happens while a caller waits, not only at the next call.
 - Late writes never change an outcome: ``finish`` of a decided attempt raises :class:`~agl.errors.FencedError`
@@ -306,11 +307,14 @@ class Store(Protocol):
         *,
         experiment: ExperimentRecord | None = None,
         trained: Sequence[Trained] = (),
+        expected: Mapping[str, bytes] | None = None,
     ) -> None:
         """Write algorithm states by key, the experiment's record and its ledger, all or none.
 
         An empty value deletes the key. The ledger only grows: a rollout that another step of the same algorithm and
-        run trained on raises :class:`~agl.errors.ConflictError`.
+        run trained on raises :class:`~agl.errors.ConflictError`. ``expected`` are values that keys must have, empty
+        for none, unless they already have the value that this call writes: a key with any other value raises
+        :class:`~agl.errors.FencedError`. Of several calls at once that expect one value, one succeeds.
         """
         ...
 

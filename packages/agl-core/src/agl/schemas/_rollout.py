@@ -119,6 +119,7 @@ class Attempt(Record, frozen=True, kw_only=True):
         worker: The worker that holds or held it.
         claim_id: The claim request that made it, so that a repeated request gets the same attempt.
         lease_until: Unix seconds at which the attempt counts as lost unless it is renewed.
+        lease_s: Length of the lease at the last renewal, in seconds; 0.0 in records of older releases.
     """
 
     attempt_id: str
@@ -128,6 +129,7 @@ class Attempt(Record, frozen=True, kw_only=True):
     claim_id: str = ""
     status: AttemptStatus = "running"
     lease_until: float = 0.0
+    lease_s: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
     error: ErrorInfo | None = None

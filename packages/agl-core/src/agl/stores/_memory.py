@@ -64,15 +64,20 @@ class _Memory:
             return self._tables.next_deadline() - self._clock()
 
 
+def _even_clock(offset: float) -> Callable[[], float]:
+    return lambda: time.monotonic() + offset
+
+
 class MemoryStore(TableStore):
     """A :class:`agl.contracts.Store` in this process's memory.
 
     Args:
         url: ``memory://``; every object is a store of its own.
-        clock: Unix seconds; leases and time limits follow it.
+        clock: Unix seconds; leases and time limits follow it. By default it starts at the system's time and goes on
+            evenly, however the system's clock is set.
     """
 
-    def __init__(self, url: str = "memory://", *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: str = "memory://", *, clock: Callable[[], float] | None = None) -> None:
         if url.rstrip("/") != "memory:":
             raise StoreError(f"{url!r} is no URL of a memory store; write memory://, or sqlite:///runs.db for a file")
-        super().__init__(_Memory(clock=clock))
+        super().__init__(_Memory(clock=clock or _even_clock(time.time() - time.monotonic())))

@@ -21,7 +21,7 @@ from agl.contracts import (
     Trained,
     VersionScore,
 )
-from agl.errors import ConflictError, NotFoundError, StoreError
+from agl.errors import ConflictError, FencedError, NotFoundError, StoreError
 from agl.schemas import Claim, Outcome, Record, ResourceVersion, Rollout, Span
 from agl.schemas import _codec as codec
 from agl.stores import _rules as rules
@@ -106,7 +106,7 @@ def renew(tables: Tables, attempt_ids: Sequence[str], *, lease_s: float = 60.0) 
     """See :meth:`agl.contracts.Store.renew`."""
     found = [need_held(tables, attempt_id) for attempt_id in attempt_ids]
     held = [claim for claim in found if claim.attempt.status == "running"]
-    renewed = [replace(claim.attempt, lease_until=tables.now + lease_s) for claim in held]
+    renewed = [replace(claim.attempt, lease_until=tables.now + lease_s, lease_s=lease_s) for claim in held]
     tables.save([replace(claim, attempt=a) for claim, a in zip(held, renewed, strict=True)], is_logged=False)
     return [claim.attempt.attempt_id for claim in held]
 
@@ -258,8 +258,12 @@ def save_state(
     *,
     experiment: ExperimentRecord | None = None,
     trained: Sequence[Trained] = (),
+    expected: Mapping[str, bytes] | None = None,
 ) -> None:
     """See :meth:`agl.contracts.Store.save_state`."""
+    for key, value in (expected or {}).items():
+        if (tables.get(document("state", last=key)) or b"") not in (value, states.get(key, value)):
+            raise FencedError(f"state {key!r} was changed by another process; nothing was saved: load it again")
     pairs = documents_of(states)
     for entry in trained:
         for key, step in documents_of(entry).items():

@@ -4,14 +4,15 @@ All stores use these rules. ``now`` is Unix seconds throughout.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agl.contracts import RolloutQuery
-from agl.errors import ConflictError, FencedError, StoreError
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
+from agl.errors import ConflictError, FencedError, InvalidIdError, StoreError
 from agl.schemas import (
     LLM,
     TERMINAL_ATTEMPT,
@@ -35,8 +36,32 @@ MAX_SEQUENCE = (1 << 24) - 1
 
 _MAX_COUNT = (1 << 63) - 1
 
+_ID = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff/]{1,256}")
+
+_IDS: dict[type, Sequence[str]] = {
+    **{Rollout: ("rollout_id", "experiment"), ResourceVersion: ("name", "version"), LabelMove: ("label",)},
+    **{ExperimentRecord: ("name",), Presence: ("experiment", "member"), Metric: ("experiment",)},
+}
+"""The fields that name a new thing, by the record's type."""
+
+_MAY_BE_EMPTY = ("experiment", "member")
+
 MAX_ATTEMPTS = (1 << 14) - 1
 """The most attempts of one rollout, for which a store has room in its keys."""
+
+
+def check_ids(values: Iterable[object]) -> None:
+    """Raise :class:`InvalidIdError` for a record, also one in a list, whose id or name no store takes."""
+    for value in values:
+        for field in _IDS.get(type(value), ()):
+            text: str = getattr(value, field)
+            if not _ID.fullmatch(text) and (text or field not in _MAY_BE_EMPTY):
+                raise InvalidIdError(
+                    f"{field} {text[:80]!a} of a {type(value).__name__} has {len(text)} characters; an id or a name "
+                    "has 1 to 256, without slashes, control characters and halves of characters: choose another"
+                )
+        if isinstance(value, list | tuple):
+            check_ids(cast("Sequence[object]", value))
 
 
 def new_rollout(rollout: Rollout, *, now: float) -> Rollout:
@@ -144,6 +169,7 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         worker=worker,
         claim_id=claim_id,
         lease_until=now + lease_s,
+        lease_s=lease_s,
         started_at=now,
     )
     running = replace(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from agl.contracts import Change
 from agl.schemas import Claim
 from agl.stores import _operations as operations
-from agl.stores._rules import check_page
+from agl.stores._rules import check_ids, check_page
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._wake_up import WakeUp
 
@@ -26,6 +26,7 @@ def _writes(
 
     @wraps(act)
     async def method(self: "TableStore", *args: P.args, **kwargs: P.kwargs) -> T:
+        check_ids((*args, *kwargs.values()))
         return await self.backend.write(Work(act=act, args=args, kwargs=kwargs))
 
     return method

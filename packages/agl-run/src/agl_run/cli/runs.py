@@ -21,6 +21,7 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
 from agl_run.cli.query import filter_options, find_ids, make_query, pages, seconds_of
 from agl_run.experiment.state import unfinished_experiments
+from agl_run.sql import Compactable, Compaction
 
 _BATCH = 500
 
@@ -35,11 +36,17 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of ``gc``: removed ids (or those to remove), and the number kept for running experiments."""
+    """The result of ``gc``: removed ids (or those to remove), and the number kept for running experiments.
+
+    Attributes:
+        compaction: The store's size before and after; ``None`` if nothing was removed, or where another process serves
+            the store.
+    """
 
     removed: list[str]
     kept_for_experiments: int
     is_dry_run: bool
+    compaction: Compaction | None = None
 
 
 @click.group(invoke_without_command=True)
@@ -117,7 +124,7 @@ def collect_garbage(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Remove old finished rollouts, never those that an unfinished experiment needs."""
+    """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
     if older_than is None and keep is None:
         raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, or both")
     before = time.time() - (older_than or 0.0)
@@ -130,6 +137,9 @@ def collect_garbage(
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
     if done.kept_for_experiments:
         click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
+    if done.compaction is not None and done.compaction.before - done.compaction.after >= 1 << 20:
+        sizes = done.compaction.after / (1 << 20), done.compaction.before / (1 << 20)
+        click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
 
 
 async def _listed(store: Store, query: RolloutQuery) -> list[ListedRollout]:
@@ -170,4 +180,10 @@ async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, 
     chosen = [rollout.rollout_id for rollout in old if rollout.experiment not in running]
     for start in range(0, 0 if is_dry_run else len(chosen), _BATCH):
         await store.delete(chosen[start : start + _BATCH])
-    return GarbageReport(removed=chosen, kept_for_experiments=len(old) - len(chosen), is_dry_run=is_dry_run)
+    is_changed = bool(chosen) and not is_dry_run
+    return GarbageReport(
+        removed=chosen,
+        kept_for_experiments=len(old) - len(chosen),
+        is_dry_run=is_dry_run,
+        compaction=await store.compact() if is_changed and isinstance(store, Compactable) else None,
+    )

@@ -19,7 +19,7 @@ from agl_run.experiment.dataset import as_tasks, check_hidden
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
-from agl_run.experiment.plan import NAME, VALIDATION, Plan, load_agent
+from agl_run.experiment.plan import MAX_NAME, NAME, VALIDATION, Plan, load_agent
 from agl_run.experiment.roles import check_patterns
 from agl_run.experiment.sampling import check_rules
 from agl_run.experiment.store_url import check_store_url
@@ -102,6 +102,11 @@ def _resource(name: str, given: ResourceConfig) -> Resource:
 def _check_section(plan: Plan) -> None:
     section, config = plan.config.experiment, plan.config
     for name in (section.name, *config.policy, *plan.resources, *(a.name for a in config.algorithm)):
+        if len(name) > MAX_NAME:
+            raise ConfigError(
+                f"the name {name[:30]!r}... has {len(name)} characters, and {MAX_NAME} are allowed, because it is part "
+                "of ids and of a folder's name; shorten it"
+            )
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"the name {name!r} may hold letters, digits, '_' and '-' only, because it is part of ids; write "

@@ -19,6 +19,7 @@ from agl_run.runners.agent import AgentSpec, LoadedAgent
 from agl_run.runners.setup import PLACEHOLDER_KEY, environment
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+MAX_NAME = 80
 """Names of experiments, algorithms and resources, which are parts of ids."""
 
 VALIDATION = "validate"

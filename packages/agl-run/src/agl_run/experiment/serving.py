@@ -15,7 +15,7 @@ import msgspec
 
 import agl
 from agl.contracts import Presence, Store, Upstream
-from agl.errors import ConfigError, StoreError
+from agl.errors import FencedError, StoreError
 from agl.schemas import LLM, Json, Record, new_trace_id, to_builtins
 from agl.stores import without_credentials
 from agl_run.experiment.plan import Plan
@@ -75,24 +75,6 @@ async def load_serving(store: Store, name: str) -> Serving | None:
     return None
 
 
-async def require_alone(store: Store, name: str, *, patience_s: float = 1.5 * BEAT_S) -> None:
-    """Refuse to run an experiment that another machine runs; takes ``patience_s`` if a killed one left its record.
-
-    Raises:
-        ConfigError: It runs there; names the machine. A lock keeps two trainers on one machine apart.
-    """
-    found = await load_serving(store, name)
-    if found is None or found.place == place():
-        return
-    await asyncio.sleep(patience_s)
-    again = await load_serving(store, name)
-    if again is not None and again.session == found.session and again.beat != found.beat:
-        raise ConfigError(
-            f"experiment {name!r} runs already on {found.host!r}, with the same store; wait for it, stop it, or use "
-            "another [experiment] name. To run its rollouts here too, use `agl worker`"
-        )
-
-
 async def withdraw(store: Store, name: str) -> None:
     """Remove the record of an experiment that ended, or that a killed process left."""
     await store.withdraw(name, [OWNER])
@@ -135,6 +117,8 @@ class Announcement:
         try:
             await withdraw(self._store, self._name)
             await self._see_workers_off()
+        except FencedError:
+            pass  # the record is that of the trainer that took over
         except StoreError as error:
             _LOG.warning(
                 "the store could not record for remote workers that experiment %r ended: %s", self._name, error
@@ -163,6 +147,8 @@ class Announcement:
             self._serving = msgspec.structs.replace(self._serving, beat=self._serving.beat + 1)
             try:
                 await self._write()
+            except FencedError:
+                return
             except StoreError as error:
                 _LOG.warning("the store could not record that experiment %r still runs: %s", self._name, error)
 

@@ -22,8 +22,9 @@ from agl_run.experiment.collect import FinishFeed
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
+from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving import Announcement, Serving, make_serving, require_alone, withdraw
+from agl_run.experiment.serving import Announcement, Serving, make_serving, withdraw
 from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
@@ -47,6 +48,7 @@ class Session:
     live: LiveResources
     feed: FinishFeed
     worker: Worker
+    _ownership: Ownership
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -67,10 +69,12 @@ class Session:
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
-        self.store = self.plan.store or _open_store(self.plan)
+        store = self.plan.store or _open_store(self.plan)
         if self.plan.store is None:
-            self._stack.push_async_callback(self.store.close)
-        await require_alone(self.store, self.plan.name)
+            self._stack.push_async_callback(store.close)
+        ownership = Ownership(store, self.plan.name, workdir=self.plan.workdir)
+        self._ownership = await self._stack.enter_async_context(ownership)
+        self.store = ownership.store
         return self.store
 
     async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
@@ -93,6 +97,7 @@ class Session:
         tracers = make_tracers(self.plan, self._stack.enter_context(ExitStack()))
         setup = replace(worker_setup(self.plan, context, tracers), keep=self.feed.keep)
         self.worker = await self._stack.enter_async_context(Worker(setup))
+        self._ownership.on_loss = self.worker.fail
         announcement = Announcement(self.store, self.plan.name, self._serving(state, context, llms))
         self._announcement = await self._stack.enter_async_context(announcement)
         if not context.concurrency and say is not None:

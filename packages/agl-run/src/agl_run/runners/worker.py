@@ -101,10 +101,14 @@ class Worker:
             try:
                 await work()
             except Exception as error:  # noqa: BLE001  # raised for the waiters of rollouts
-                if self.failure is not None and not self.failure.done():
-                    self.failure.set_exception(error)
+                self.fail(error)
 
         return asyncio.create_task(guarded())
+
+    def fail(self, error: BaseException) -> None:
+        """Complete ``failure`` with an error, for the waiters of rollouts; only the first one counts."""
+        if self.failure is not None and not self.failure.done():
+            self.failure.set_exception(error)
 
     async def _claim_loop(self) -> None:
         setup = self._setup
@@ -150,8 +154,8 @@ class Worker:
         """Forget an attempt; an outcome that the store refused makes the worker fail at once."""
         self._running.pop(key, None)
         error = None if task.cancelled() else task.exception()
-        if error is not None and self.failure is not None and not self.failure.done():
-            self.failure.set_exception(error)
+        if error is not None:
+            self.fail(error)
 
     async def _renew_loop(self) -> None:
         while True:

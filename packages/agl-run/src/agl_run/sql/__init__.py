@@ -4,6 +4,7 @@ A store on another kind of database needs only :mod:`agl.stores`.
 """
 
 from agl_run.sql._batches import Batches, Look, OverdueError, answer_to, perform
+from agl_run.sql._compaction import Compactable, Compaction
 from agl_run.sql._old_layouts import older_documents
 from agl_run.sql._packing import AttemptSpans, Packer, Unpacker, place_spans
 from agl_run.sql._rows import (
@@ -29,6 +30,8 @@ __all__ = [
     "STATUSES",
     "AttemptSpans",
     "Batches",
+    "Compactable",
+    "Compaction",
     "Look",
     "OverdueError",
     "Packer",

@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agl.stores import Reads, Tables, WakeUp, Work, expire
-from agl_run.sql import Batches, Look, OverdueError, Packer, answer_to, perform
+from agl_run.sql import Batches, Compaction, Look, OverdueError, Packer, answer_to, perform
+from agl_run.sqlite._acknowledged import AcknowledgedCursor, last_cursor
 from agl_run.sqlite._reads import SQLiteReads
 from agl_run.sqlite._schema import connect, explain, open_file
 from agl_run.sqlite._tables import SQLiteTables, next_deadline
 
 READERS = 4
+
+LEAST_FREE_BYTES, LEAST_FREE_SHARE = 1 << 20, 0.1
+"""Unused space for which a file is written anew."""
 
 T = TypeVar("T")
 
@@ -50,9 +54,12 @@ class SQLiteBackend:
     def __init__(self, path: Path, *, clock: Callable[[], float], poll_s: float, busy_s: float) -> None:
         self.shown_url = f"sqlite:///{path}"
         self._path, self._clock, self._poll_s, self._busy_s = path, clock, poll_s, busy_s
+        self._acknowledged = AcknowledgedCursor(path)
         self._db = open_file(path, busy_s=busy_s)
+        self._acknowledged.compare(self._db)
         self._packer = Packer()
         self._data_version = 0
+        self._written_at = math.inf  # the clock may have been set back since the file was written
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         told = partial(explain, path=path)
@@ -73,6 +80,29 @@ class SQLiteBackend:
             except OverdueError:
                 await self._writer.run(_LOOK)
 
+    async def compact(self) -> Compaction:
+        """See :class:`agl_run.sql.Compactable`."""
+        try:
+            return await asyncio.to_thread(self._compact)
+        except sqlite3.Error as error:
+            raise explain(error, self._path) from error
+
+    def _compact(self) -> Compaction:
+        before = self._size()
+        db = connect(self._path, busy_s=self._busy_s)
+        try:
+            free, page = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_size"))
+            if free * page >= max(LEAST_FREE_BYTES, before * LEAST_FREE_SHARE):
+                db.execute("VACUUM")
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        finally:
+            db.close()
+        return Compaction(before=before, after=self._size())
+
+    def _size(self) -> int:
+        files = (self._path, self._path.with_name(f"{self._path.name}-wal"))
+        return sum(file.stat().st_size for file in files if file.exists())
+
     async def close(self) -> None:
         await asyncio.to_thread(self._close)
 
@@ -84,11 +114,17 @@ class SQLiteBackend:
         self._reader.close()
         for connection in (self._db, *self._connections):
             connection.close()
+        self._acknowledged.close()
         self.queued.ring()
         self.changed.ring()
 
     def _write(self, works: Sequence[Work[Any]]) -> Sequence[Any]:
-        if next_deadline(self._db) <= self._clock():
+        now = self._clock()
+        if now < self._written_at:
+            with self._transaction() as tables:
+                tables.bound_leases()
+        self._written_at = now
+        if next_deadline(self._db) <= now:
             with self._transaction() as tables:
                 expire(tables)
         real = [work for work in works if work is not _LOOK]
@@ -109,12 +145,15 @@ class SQLiteBackend:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield tables
+            cursor = last_cursor(self._db) if tables.has_changed else None
             self._db.execute("COMMIT")
         except BaseException:
             self._packer.clear()
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+        if cursor is not None:
+            self._acknowledged.note(cursor)
         if tables.has_queued:
             self.queued.ring()
         if tables.has_changed:

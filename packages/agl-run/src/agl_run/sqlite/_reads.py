@@ -33,6 +33,7 @@ from agl_run.sql import (
     read_change,
     read_rollout,
 )
+from agl_run.sqlite._acknowledged import last_cursor
 from agl_run.sqlite._tables import span_range
 
 
@@ -52,7 +53,7 @@ class SQLiteReads:
         return [read_change(row) for row in rows]
 
     def cursor(self) -> int:
-        return self._db.execute("SELECT coalesce(max(cursor), 0) FROM changes").fetchone()[0]
+        return last_cursor(self._db)
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         if query.ids:

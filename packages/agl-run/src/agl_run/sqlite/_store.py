@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from agl.stores import TableStore
+from agl_run.sql import Compaction
 from agl_run.sqlite._backend import SQLiteBackend
 from agl_run.sqlite._schema import path_of
 
@@ -28,4 +29,12 @@ class SQLiteStore(TableStore):
     def __init__(
         self, url: str, *, clock: Callable[[], float] = time.time, poll_s: float = 0.05, busy_s: float = 30.0
     ) -> None:
-        super().__init__(SQLiteBackend(path_of(url), clock=clock, poll_s=poll_s, busy_s=busy_s))
+        self._sqlite = SQLiteBackend(path_of(url), clock=clock, poll_s=poll_s, busy_s=busy_s)
+        super().__init__(self._sqlite)
+
+    async def compact(self) -> Compaction:
+        """Write the file anew without its unused space, unless there is little.
+
+        Other processes that write to it wait meanwhile; the disk needs room for a second file.
+        """
+        return await self._sqlite.compact()

@@ -4,6 +4,8 @@ import math
 import sqlite3
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import replace
+
 from agl.contracts import Metric
 from agl.schemas import Attempt, Claim, ResourceVersion, Rollout, Span, decode, encode, rollout_id_of, to_json
 from agl.stores import MAX_SEQUENCE, deadline
@@ -105,6 +107,12 @@ class SQLiteTables:
 
     def overdue(self) -> list[Claim]:
         return self._claims("a.deadline <= ? ORDER BY a.deadline, a.id", self.now)
+
+    def bound_leases(self) -> None:
+        """Shorten leases that end later than their length from now allows, because the clock was set back."""
+        running = self._claims("a.deadline > ? ORDER BY a.id", self.now)
+        bounded = [replace(claim, attempt=_bounded(claim.attempt, self.now)) for claim in running]
+        self.save([new for new, old in zip(bounded, running, strict=True) if new != old], is_logged=False)
 
     def _claims(self, condition: str, value: object) -> list[Claim]:
         """Return the running attempts that meet a condition."""
@@ -238,6 +246,12 @@ class SQLiteTables:
         self._db.executemany(_INSERT_CHANGES, rows)
         self.has_changed |= bool(rows)
         self.has_queued |= any(rollout.status == "queued" for rollout in rollouts)
+
+
+def _bounded(attempt: Attempt, now: float) -> Attempt:
+    """Return the attempt as if it began now at the latest; a lease of unknown length, of an older release, stays."""
+    until = min(attempt.lease_until, now + attempt.lease_s) if attempt.lease_s else attempt.lease_until
+    return replace(attempt, lease_until=until, started_at=min(attempt.started_at, now))
 
 
 def span_range(attempt: int) -> tuple[int, int]:

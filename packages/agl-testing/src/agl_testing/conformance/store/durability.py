@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, RolloutQuery, Store, Trained, VersionScore
-from agl.errors import NotFoundError, SchemaVersionError, StoreError
+from agl.errors import FencedError, NotFoundError, SchemaVersionError, StoreError
 from agl.schemas import PromptTemplate, ResourceVersion
 from agl_testing.conformance._base import require, run
 from agl_testing.stores.location import Acknowledged, StoreLocation
@@ -118,6 +118,25 @@ class DurabilityTests:
         assert [0, 0, 0] == [worker.wait(60) for worker in workers]
         taken = [line.key for report in reports for line in _read_report(report)]
         assert sorted(asked) == sorted(taken)
+
+    def test_of_objects_that_expect_one_value_at_once_one_succeeds(self, location: StoreLocation) -> None:
+        require(self.is_shared, "is_shared", "store")
+
+        async def body() -> None:
+            stores = [location.open() for _ in range(3)]
+            owners = [f"{number}".encode() for number in range(12)]
+            saving = [
+                stores[number % 3].save_state({"owner": owner}, expected={"owner": b""})
+                for number, owner in enumerate(owners)
+            ]
+            ended = await asyncio.gather(*saving, return_exceptions=True)
+            (winner,) = [owner for owner, error in zip(owners, ended, strict=True) if error is None]
+            assert {"owner": winner} == await stores[0].load_state("owner")
+            assert {FencedError} == {type(error) for error in ended if error is not None}
+            for store in stores:
+                await store.close()
+
+        run(body())
 
     def test_objects_that_move_one_label_at_once_leave_one_history(self, location: StoreLocation) -> None:
         require(self.is_shared, "is_shared", "store")

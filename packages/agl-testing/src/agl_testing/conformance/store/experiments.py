@@ -4,9 +4,9 @@
 
 import pytest
 
-from agl.contracts import ExperimentRecord, Presence, Store, Trained
-from agl.errors import ConflictError, NotFoundError, StoreError
-from agl.schemas import Rollout
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, Store, Trained
+from agl.errors import ConflictError, FencedError, InvalidIdError, NotFoundError, StoreError
+from agl.schemas import PromptTemplate, Record, ResourceVersion, Rollout
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import claim_one, make_span, outcome_of
 
@@ -25,7 +25,7 @@ STRANGE = (
     "x" * 10_000,
     "",
 )
-"""Unusual texts that are still allowed as ids."""
+"""Unusual texts, of which some are allowed as ids."""
 
 HUGE = 32 * 1024 * 1024
 """Bytes of a state."""
@@ -60,6 +60,26 @@ class ExperimentTests:
         assert [] == await store.experiments()
 
     @store_test
+    async def test_states_are_saved_only_over_the_values_that_are_expected(self, store: Store) -> None:
+        await store.save_state({"key": b"1"}, expected={"key": b""})
+        await store.save_state({"key": b"1"}, expected={"key": b""})  # repeated, as after a lost answer
+        refused = [
+            ({"key": b"2"}, {"key": b""}),
+            ({"a": b"1"}, {"key": b"2"}),
+            ({"a": b"1"}, {"a": b"", "other": b"1"}),
+        ]
+        for states, expected in refused:
+            with pytest.raises(FencedError, match=r"state '(key|other)' was changed"):
+                await store.save_state(
+                    states, experiment=ExperimentRecord(name="e"), trained=[_trained(1, "r1")], expected=expected
+                )
+        assert ({"key": b"1"}, []) == (await store.load_state(""), await store.experiments())
+        assert {} == await store.trained("e", run=1, algorithm="grpo")
+        await store.save_state({"a": b"1"}, trained=[_trained(1, "r1")], expected={"key": b"1"})
+        await store.save_state({"key": b"", "a": b"2"}, expected={"key": b"1", "a": b"1"})
+        assert {"a": b"2"} == await store.load_state("")
+
+    @store_test
     async def test_ledger_grows_and_may_be_written_again(self, store: Store) -> None:
         await store.save_state({}, trained=[_trained(1, "r1", "r2")])
         await store.save_state({}, trained=[_trained(1, "r2", "r1"), _trained(2, "r3")])
@@ -85,10 +105,10 @@ class ExperimentTests:
     async def test_experiments_are_listed_by_name_as_they_stand(self, store: Store) -> None:
         first = ExperimentRecord(name="b", run=2, live={"p": "v1"}, turn=3, owner="w")
         await store.save_state({"x": b"1"}, experiment=first)
-        await store.save_state({}, experiment=ExperimentRecord(name="a/b", status="finished"))
+        await store.save_state({}, experiment=ExperimentRecord(name="a.b", status="finished"))
         last = ExperimentRecord(name="b", run=2, status="finished", turn=4)
         await store.save_state({}, experiment=last)
-        assert [ExperimentRecord(name="a/b", status="finished"), last] == await store.experiments()
+        assert [ExperimentRecord(name="a.b", status="finished"), last] == await store.experiments()
         assert [last] == await store.experiments("b")
         assert [] == await store.experiments("a")
 
@@ -109,6 +129,25 @@ class ExperimentTests:
         assert [] == await store.presences("nobody")
 
     @store_test
+    async def test_ids_and_names_that_fit_no_path_or_terminal_are_refused(self, store: Store) -> None:
+        longest = "é" * 256
+        for record in _named(longest):
+            await _write(store, record)
+        before = [await _all(store), await store.cursor()]
+        for text in ("a/b", "/", "line\nbreak", "nul\0", "\x1b[2J", "\x7f", "\x9b", longest + "x"):
+            for record in _named(text):
+                with pytest.raises(InvalidIdError, match=r"has \d+ characters; an id or a name has 1 to 256"):
+                    await _write(store, record)
+        for record in _named("half \ud800"):
+            with pytest.raises(StoreError, match=r"halves of characters|surrogates"):
+                await _write(store, record)
+        with pytest.raises(InvalidIdError):
+            await store.enqueue([Rollout(rollout_id="", task=1)])
+        with pytest.raises(InvalidIdError):
+            await store.save_state({}, experiment=ExperimentRecord(name=""))
+        assert before == [await _all(store), await store.cursor()]
+
+    @store_test
     async def test_huge_state_comes_back(self, store: Store) -> None:
         state = bytes(range(256)) * (HUGE // 256)
         await store.save_state({"huge": state, "small": b"1"})
@@ -118,12 +157,51 @@ class ExperimentTests:
     @store_test
     async def test_strange_texts_are_kept_exactly_or_refused(self, store: Store) -> None:
         kept = [text for text in STRANGE if await _use(store, text)]
-        assert {"a/b", "%", "é\u0301", "\U0010ffff", "line\nbreak", "'\"\\;--"} <= set(kept)
+        assert [" ", "%", "'\"\\;--", "_", "é\u0301", "\U0010ffff"] == sorted(kept)
         assert sorted(kept) == list(await store.load_state(""))
         assert sorted(kept) == [record.name for record in await store.experiments()]
         with pytest.raises(StoreError):
             await store.save_state({"half \ud800": b"1"})
         assert await _use(store, "and it goes on")
+
+
+def _named(text: str) -> list[Record]:
+    """Records that bring a text as the id or the name of something."""
+    prompt = PromptTemplate(template="{x}")
+    return [
+        Rollout(rollout_id=text, task=1),
+        Rollout(rollout_id="ro", task=1, experiment=text),
+        ResourceVersion(name=text, version="v1", resource=prompt),
+        ResourceVersion(name="prompt", version=text, resource=prompt),
+        LabelMove(name="prompt", label=text, version=text),
+        ExperimentRecord(name=text),
+        Presence(experiment=text, session="s"),
+        Presence(experiment="e", member=text, session="s"),
+        Metric(experiment=text, algorithm="a", step=1, name="loss", value=1.0),
+    ]
+
+
+async def _write(store: Store, record: Record) -> None:
+    match record:
+        case Rollout():
+            await store.enqueue([record])
+        case ResourceVersion():
+            await store.publish([record])
+        case LabelMove():
+            await store.move_label(record)
+        case ExperimentRecord():
+            await store.save_state({"state": b"1"}, experiment=record)
+        case Presence():
+            await store.announce(record)
+        case Metric():
+            await store.log_metrics([record])
+        case _:
+            raise AssertionError(record)
+
+
+async def _all(store: Store) -> list[object]:
+    found = await store.rollouts(RolloutQuery())
+    return [found, await store.resources(), await store.labels(), await store.experiments(), await store.presences("e")]
 
 
 async def _use(store: Store, text: str) -> bool:

@@ -109,7 +109,7 @@ class ResourceTests:
 
     @store_test
     async def test_labels_belong_to_their_resource(self, store: Store) -> None:
-        names = ["a", "a/b", "é"]
+        names = ["a", "a.b", "é"]
         await store.publish([_version("v1", name=name) for name in names])
         for name in reversed(names):
             for label in ("production", "candidate"):
@@ -133,8 +133,8 @@ class ResourceTests:
             low, high = mean - 0.125, mean + 0.125
             return VersionScore(name=name, version=version, mean=mean, low=low, high=high, n=8, how="fresh")
 
-        await store.publish([_version("v1"), _version("v2"), _version("v1", name="prompt/x")])
-        await store.save_scores([score("v2", 0.5), score("v1", 0.25), score("v1", 1.0, "prompt/x")])
+        await store.publish([_version("v1"), _version("v2"), _version("v1", name="prompt.x")])
+        await store.save_scores([score("v2", 0.5), score("v1", 0.25), score("v1", 1.0, "prompt.x")])
         await store.save_scores([score("v2", 0.75)])
         assert [score("v1", 0.25), score("v2", 0.75)] == await store.scores("prompt")
         assert [] == await store.scores("nobody")
