@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from agl._entries import CommandEntry, Entry, Kind
 from agl._plugins.hooks import PROVIDERS
-from agl._plugins.packages import KNOWN
+from agl._plugins.packages import known
 from agl._plugins.source import DISABLED_VARIABLE, Source
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
 
@@ -42,7 +42,7 @@ def key_of(entry: Entry) -> Key:
 
 def is_likely_home(key: Key, source: Source) -> bool:
     """True if a plugin that was never imported is the likely home of a component."""
-    return key[1] == source.name or (source.distribution != "" and KNOWN.get(key) == source.distribution)
+    return key[1] == source.name or (source.distribution != "" and known().get(key) == source.distribution)
 
 
 class Catalog:
@@ -121,20 +121,20 @@ def missing(
 
 def _suggestion(key: Key, names: Sequence[str]) -> str:
     kind, name = key
-    installable = [known for known_kind, known in KNOWN if known_kind == kind]
+    installable = [one for known_kind, one in known() if known_kind == kind]
     near = get_close_matches(name.lower(), [*names, *installable], n=1)
-    if key in KNOWN or not near:
+    if key in known() or not near:
         return ""
-    install = "" if near[0] in names else f" Then run: pip install {KNOWN[kind, near[0]]}"
+    install = "" if near[0] in names else f" Then run: pip install {known()[kind, near[0]]}"
     return f" (did you mean {near[0]!r}?{install})"
 
 
 def _advice(key: Key, names: Sequence[str]) -> list[str]:
-    if key in KNOWN:
-        return [f"run: pip install {KNOWN[key]}"]
+    if key in known():
+        return [f"run: pip install {known()[key]}"]
     if names:
         return [f"available: {', '.join(names)}"]
-    homes = sorted({home for (kind, _), home in KNOWN.items() if kind == key[0]})
+    homes = sorted({home for (kind, _), home in known().items() if kind == key[0]})
     return [f"no {key[0]} is installed", *(f"run: pip install {home}" for home in homes)]
 
 
