@@ -1,10 +1,12 @@
 """The kinds of agents, the arguments of their call, and the meaning of their return value."""
 
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import agl
 from agl.errors import ConfigError, RunError
@@ -50,6 +52,39 @@ def test_lit_agent_class_is_made_and_called_with_task_resources_rollout() -> Non
 
     assert ({"question": "2+2"}, ["main_llm", "prompt"], {"question": "2+2"}) == call(Agent)
     assert ({"question": "2+2"}, ["main_llm", "prompt"], {"question": "2+2"}) == call(Agent())
+
+
+@pytest.mark.parametrize("mode", ["train", "val", "test"])
+def test_class_may_have_methods_of_their_own_for_training_and_validation(mode: Any) -> None:
+    class Both(agl.LitAgent[Any]):
+        def training_rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> str:
+            return f"trains in {rollout.mode}"
+
+        def validation_rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> str:
+            return f"validates in {rollout.mode}"
+
+    class One(agl.LitAgent[Any]):
+        def rollout(self, task: Any, resources: NamedResources, rollout: Rollout) -> str:
+            return "runs"
+
+        async def training_rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> str:
+            return "trains"
+
+    one = replace(ROLLOUT, mode=mode)
+    both, mixed = (AgentSpec.of(agent).load() for agent in (Both, One))
+    assert ("trains in train" if mode == "train" else f"validates in {mode}") == both.call(one, RESOURCES)
+    said = mixed.call(one, RESOURCES)
+    assert ("trains" if mode == "train" else "runs") == (asyncio.run(said) if mode == "train" else said)
+    assert (False, False) == (both.is_async, mixed.is_async)
+
+
+def test_class_with_a_coroutine_method_is_asynchronous() -> None:
+    class Agent(agl.LitAgent[Any]):
+        async def rollout_async(self, task: Any, resources: NamedResources, rollout: Rollout) -> str:
+            return "runs"
+
+    spec = AgentSpec.of(Agent()).load()
+    assert (True, "runs") == (spec.is_async, asyncio.run(spec.call(ROLLOUT, RESOURCES)))
 
 
 def test_decorated_function_stays_callable() -> None:

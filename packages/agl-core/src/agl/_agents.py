@@ -44,6 +44,8 @@ class _CurrentTracers:
 class LitAgent(Generic[T]):
     """An agent as a class: override :meth:`rollout`, as a function or a coroutine function.
 
+    A class may also define ``training_rollout`` or ``validation_rollout``, with the same arguments, for rollouts that
+    train, and for those that validate or test; ``rollout`` runs the others. Names that end in ``_async`` are accepted.
     One instance serves many rollouts at once, so keep per-rollout state in local variables.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Agents and their calls: functions, classes with a ``rollout`` method, and command lines."""
+"""Agents and their calls: functions, classes with methods for rollouts, and command lines."""
 
 import inspect
 import sys
@@ -9,11 +9,17 @@ from typing import Any, TypeAlias, cast
 
 from agl import LitAgent
 from agl.errors import ConfigError
-from agl.schemas import LLM, NamedResources, PromptTemplate, Rollout
+from agl.schemas import LLM, Mode, NamedResources, PromptTemplate, Rollout
 from agl_run.importing import import_attribute
 
 BUILT_IN_PARAMETERS = ("task", "resources", "rollout", "llm", "prompt_template")
 """Parameter names of an agent function that need no resource of that name."""
+
+_RUNS = ("rollout", "rollout_async")
+_TRAINS = ("training_rollout", "training_rollout_async", *_RUNS)
+_VALIDATES = ("validation_rollout", "validation_rollout_async", *_RUNS)
+_METHODS: dict[Mode, Sequence[str]] = {"train": _TRAINS, "val": _VALIDATES, "test": _VALIDATES}
+"""Methods of a class, of which the first that an agent has runs its rollouts of a mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +71,10 @@ class AgentSpec:
         if inspect.isclass(target):
             target = cast("Any", target())
         if hasattr(target, "rollout"):
-            method = target.rollout
+            methods = {mode: _method(target, names) for mode, names in _METHODS.items()}
             return LoadedAgent(
-                call=lambda rollout, resources: method(rollout.visible_task, resources, rollout.for_agent),
-                is_async=inspect.iscoroutinefunction(method),
+                call=lambda one, resources: methods[one.mode](one.visible_task, resources, one.for_agent),
+                is_async=all(map(inspect.iscoroutinefunction, methods.values())),
             )
         is_async = inspect.iscoroutinefunction(target) or inspect.iscoroutinefunction(getattr(target, "__call__", None))  # noqa: B004  # not a test for callability
         return _bind(target, is_async=is_async)
@@ -90,6 +96,12 @@ class LoadedAgent:
     call: Callable[[Rollout, NamedResources], Any]
     is_async: bool
     parameters: tuple[str, ...] = ()
+
+
+def _method(agent: Any, names: Sequence[str]) -> Callable[..., Any]:
+    owner = cast("Any", type(agent))
+    own = (name for name in names if getattr(owner, name, None) is not LitAgent[Any].rollout)
+    return getattr(agent, next((name for name in own if hasattr(agent, name)), "rollout"))
 
 
 def _import_path(target: Any) -> str:
