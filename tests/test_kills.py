@@ -64,6 +64,7 @@ def test_killed_installation_loses_nothing_and_trains_nothing_twice(installation
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_installation_that_is_killed_a_hundred_times(installation: Callable[..., Installation], seed: int) -> None:
     campaign = Campaign(installation(steps=60), 100, random.Random(seed), anytime)

@@ -142,7 +142,10 @@ async def backend() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
 
 
-@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=pytest.mark.soak)])
+SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=SOAK)])
 async def test_no_mutated_request_is_answered_with_500_or_holds_up_others(serving, count: int):
     async with backend() as url, serving(backend=url, headers_s=1.0, body_s=1.0) as service:
         await service.store.enqueue([Rollout(rollout_id=new_rollout_id(), task={})])

@@ -117,3 +117,19 @@ async def test_call_with_a_count_that_is_no_number_can_be_read_from_its_record(s
         body = json.dumps({**json.loads(CALL), "n": count}).encode()
         await asyncio.to_thread(post, it.url, MODEL, body, {"Authorization": f"Bearer {token}".encode()})
         assert [1] == [call.choices for call in await it.calls(attempt_id)]
+
+
+@pytest.mark.parametrize(
+    "line", [b"GET /\x00 HTTP/1.1", b"POST /settle HTTP/1.1\r\nContent-Length: x", b"GET http://[ HTTP/1.1"]
+)
+async def test_bytes_that_are_no_request_are_refused_and_do_not_fill_the_log(
+    stage, line: bytes, caplog: pytest.LogCaptureFixture
+):
+    async with stage() as it:
+        place = urlsplit(it.url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(line + b"\r\nHost: a\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
+    assert [] == [record.getMessage() for record in caplog.records]

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 _GRACE_S = 0.5
 """Between the deadline and the end of a connection: an event loop that was busy reads here what had arrived in time."""
@@ -45,6 +46,11 @@ class Connection(web.RequestHandler):
             return await answer
         finally:
             self._is_answering = False
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Log an error; one of the client, such as bytes that are no HTTP, does not fill the log."""
+        is_of_client = isinstance(kw.get("exc_info"), HttpProcessingError)
+        (self.logger.debug if is_of_client else self.logger.exception)(*args, **kw)
 
     def _start_deadline(self) -> None:
         loop = asyncio.get_running_loop()
