@@ -31,7 +31,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), TEST_LIMIT_S))
+    marked = pyfuncitem.get_closest_marker("timeout")
+    limit_s = marked.args[0] if marked else TEST_LIMIT_S
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), limit_s))
     return True
 
 
