@@ -253,7 +253,7 @@ class Campaign:
         self._end(programs)
 
     def report(self) -> str:
-        """What was done and found, as a table."""
+        """The kills, the returns and the findings, on one line."""
         by_name = ", ".join(f"{name} {count}" for name, count in sorted(self.killed.items()))
         ended = ", ".join(f"{name} {count}" for name, count in sorted(self.ended.items())) or "none"
         return (

@@ -76,7 +76,7 @@ BOOKS = Path(__file__).parents[1] / "examples" / "notebook"
 
 
 def outputs(book: Any) -> list[list[str]]:
-    """What each code cell printed and returned."""
+    """The outputs and results of the code cells."""
     return [
         [str(output.get("text") or output["data"]["text/plain"]) for output in cell.outputs]
         for cell in book.cells

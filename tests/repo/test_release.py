@@ -1,4 +1,4 @@
-"""What is uploaded: complete metadata, and pages whose links lead to the repository at the release's tag."""
+"""Packages for upload: complete metadata, and pages whose links lead to the repository at the release's tag."""
 
 import re
 import tomllib

@@ -1,30 +1,19 @@
 """The template ``prompt`` of ``agl init`` runs as it is written, against a scripted model."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from agl_testing.commands import run_agl
 from agl_testing.model_server import Reply, ScriptedModelServer
 
 
-def agl(*words: str, folder: Path) -> str:
-    """The output of a command, which must succeed."""
-    environment = {**os.environ, "OPENAI_API_KEY": "none", "XDG_STATE_HOME": str(folder / "state")}
-    command = [sys.executable, "-m", "agl", *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    assert 0 == done.returncode, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_template_to_tune_a_prompt_is_checked_and_tried(tmp_path: Path) -> None:
-    agl("init", "--template", "prompt", folder=tmp_path)
+    run_agl("init", "--template", "prompt", folder=tmp_path)
     with ScriptedModelServer([Reply(text="12")] * 4) as server:
         model = ("--set", f"policy.small.base_url={server.base_url}")
-        assert "apo: apo tunes answer_prompt\nno problem found" in agl(
+        assert "apo: apo tunes answer_prompt\nno problem found" in run_agl(
             "check", "experiment.toml", *model, folder=tmp_path
         )
-        assert "succeeded, reward 1" in agl("dev", "experiment.toml", "-n", "1", *model, folder=tmp_path)
+        assert "succeeded, reward 1" in run_agl("dev", "experiment.toml", "-n", "1", *model, folder=tmp_path)
         (call,) = server.calls
     question = "A box holds 3 pens. How many pens do 4 boxes hold?"
     prompt = call.json["messages"][0]["content"].strip()

@@ -1,4 +1,4 @@
-"""What terminals and notebooks show of results."""
+"""Results in terminals and notebooks."""
 
 import re
 

@@ -115,11 +115,17 @@ def _summary(episode: Episode) -> str:
 
 def token_counts(span: Span) -> str:
     """Return the tokens of a recorded call: those of its ids, or else those that the backend counted; "" for none."""
+    prompt, response = tokens_of(span)
+    return f"{prompt} + {response} tokens" if prompt or response else ""
+
+
+def tokens_of(span: Span) -> tuple[int, int]:
+    """Return the numbers of a call's prompt and response tokens; 0 where they are not known."""
     if span.call is None:
-        return ""
+        return 0, 0
     prompt = span.call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS)
     response = span.call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS)
-    return f"{prompt or 0} + {response or 0} tokens" if prompt or response else ""
+    return prompt or 0, response or 0
 
 
 def _call(call: Transition, span: Span | None) -> str:

@@ -10,6 +10,7 @@ from agl.errors import ConfigError
 from agl_run.cli.output import visible
 
 FOLDER = Path(__file__).parents[1] / "templates"
+COMMON = "common"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ TEMPLATES = {
 )
 def init(folder: Path, template: str) -> None:
     """Write an agent, its tasks and an experiment file into FOLDER, the current one by default."""
-    files = [*sorted((FOLDER / template).glob("*.*")), *sorted((FOLDER / "tasks").glob("*.jsonl"))]
+    files = _files(template)
     present = [file.name for file in files if (folder / file.name).exists()]
     if present:
         raise ConfigError(
@@ -61,6 +62,12 @@ def init(folder: Path, template: str) -> None:
         (folder / file.name).write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     written = ", ".join(file.name for file in files)
     click.echo(visible(f"wrote {written} into {folder}\n{_next_steps(folder, TEMPLATES[template])}"))
+
+
+def _files(template: str) -> list[Path]:
+    """Return a template's files, which take the place of common ones of the same name."""
+    found = {file.name: file for name in (COMMON, template) for file in (FOLDER / name).glob("*.*")}
+    return [found[name] for name in sorted(found)]
 
 
 def _next_steps(folder: Path, template: Template) -> str:

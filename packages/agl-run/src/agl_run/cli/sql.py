@@ -16,9 +16,7 @@ from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table
 from agl_run.cli.sql_tables import TABLES, fill_tables, make_tables
 
-_READING = frozenset(
-    {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, getattr(sqlite3, "SQLITE_RECURSIVE", 33)}
-)
+_READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _TOLD_EVERY = 1000
 
 _Found = tuple[list[str], list[tuple[Any, ...]]]

@@ -4,15 +4,15 @@ It reads through the store's contract, so it works with every store, and leaves 
 """
 
 import sqlite3
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from agl import semconv
 from agl.contracts import Recording, RolloutQuery, Store
 from agl.episodes import build_episode
-from agl.schemas import Attempt, Episode, Json, Span, to_json
+from agl.schemas import Episode, Json, to_json
 from agl.stores import read_recordings
 from agl_run.cli.query import deciding
+from agl_run.explain import tokens_of
 
 TABLES: dict[str, tuple[str, ...]] = {
     "rollouts": (
@@ -67,25 +67,18 @@ async def fill_tables(
         for name in names:
             found = await store.metrics(name)
             _insert(database, "metrics", [(m.experiment, m.algorithm, m.step, m.name, m.value, m.time) for m in found])
-    if not {"rollouts", "attempts", "calls", "rewards"} & {*tables}:
+    if not _OF_ROLLOUTS & {*tables}:
         return
+    spans = "all" if _OF_SPANS & {*tables} else "none"
     count = 0
-    async for recording in read_recordings(store, RolloutQuery(experiment=experiment), spans="all"):
+    async for recording in read_recordings(store, RolloutQuery(experiment=experiment), spans=spans):
         _fill(database, recording, tables)
         progress(count := count + 1)
 
 
 def _fill(database: sqlite3.Connection, recording: Recording, tables: Collection[str]) -> None:
-    episode = build_episode(recording.rollout, deciding(recording.rollout, recording.attempts), recording.spans)
-    rows: dict[str, Callable[[], Iterable[Row]]] = {
-        "rollouts": lambda: [_rollout(episode, recording.spans)],
-        "attempts": lambda: map(_attempt, recording.attempts),
-        "calls": lambda: _calls(episode, recording.spans),
-        "rewards": lambda: _rewards(recording.spans),
-    }
-    for table in tables:
-        if table in rows:
-            _insert(database, table, rows[table]())
+    for table in _OF_ROLLOUTS & {*tables}:
+        _insert(database, table, _ROWS[table](recording))
 
 
 def _insert(database: sqlite3.Connection, table: str, rows: Iterable[Row]) -> None:
@@ -93,55 +86,52 @@ def _insert(database: sqlite3.Connection, table: str, rows: Iterable[Row]) -> No
     database.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
 
 
-def _rollout(episode: Episode, spans: Sequence[Span]) -> Row:
-    rollout = episode.rollout
-    own = [span for span in spans if span.call is not None and span.attempt_id == rollout.attempt_id]
-    tokens = [sum(counts) for counts in zip(*map(_token_counts, own), strict=True)] or [0, 0]
-    return (
+def _episode(recording: Recording) -> Episode:
+    attempt = deciding(recording.rollout, recording.attempts)
+    return build_episode(recording.rollout, attempt, recording.spans)
+
+
+def _rollout(recording: Recording) -> Iterator[Row]:
+    rollout = recording.rollout
+    own = [span for span in recording.spans if span.call is not None and span.attempt_id == rollout.attempt_id]
+    tokens = [sum(counts) for counts in zip(*map(tokens_of, own), strict=True)] or [0, 0]
+    yield (
         *(rollout.rollout_id, rollout.experiment, rollout.metadata.get("algorithm"), rollout.metadata.get("step")),
-        *(rollout.mode, rollout.status, rollout.group_id, episode.reward, len(own), *tokens),
+        *(rollout.mode, rollout.status, rollout.group_id, _episode(recording).reward, len(own), *tokens),
         *(rollout.attempts, rollout.failures, rollout.losses),
         *(_time(rollout.created_at), _time(rollout.started_at), _time(rollout.finished_at)),
         *(_json(rollout.task), _json(rollout.metadata)),
     )
 
 
-def _attempt(attempt: Attempt) -> Row:
-    error = attempt.error
-    return (
-        *(attempt.attempt_id, attempt.rollout_id, attempt.number, attempt.status, attempt.worker),
-        *(_time(attempt.started_at), _time(attempt.finished_at)),
-        *((error.type, error.message) if error else (None, None)),
-    )
+def _attempts(recording: Recording) -> Iterator[Row]:
+    for attempt in recording.attempts:
+        yield (
+            *(attempt.attempt_id, attempt.rollout_id, attempt.number, attempt.status, attempt.worker),
+            *(_time(attempt.started_at), _time(attempt.finished_at)),
+            *((attempt.error.type, attempt.error.message) if attempt.error else (None, None)),
+        )
 
 
-def _calls(episode: Episode, spans: Sequence[Span]) -> Iterator[Row]:
-    known = {(call.attempt_id, call.span_id): call for call in episode.transitions}
-    for span in spans:
+def _calls(recording: Recording) -> Iterator[Row]:
+    known = {(call.attempt_id, call.span_id): call for call in _episode(recording).transitions}
+    for span in recording.spans:
         if (call := span.call) is not None:
             seen = known.get((span.attempt_id, span.span_id))
             yield (
                 *(span.rollout_id, span.attempt_id, span.span_id),
                 *((seen.agent, seen.turn) if seen else (None, None)),
-                *(call.policy, call.model, call.model_version, call.dialect, *_token_counts(span)),
+                *(call.policy, call.model, call.model_version, call.dialect, *tokens_of(span)),
                 *(call.finish_reason, call.status_code, _time(span.start_ns / 1e9), call.latency_s),
                 *(seen.reject if seen else None, call.error, _json(call.request), _json(call.response)),
             )
 
 
-def _rewards(spans: Sequence[Span]) -> Iterator[Row]:
-    for span in spans:
+def _rewards(recording: Recording) -> Iterator[Row]:
+    for span in recording.spans:
         if (reward := span.reward) is not None:
             about = (reward.name, reward.value, reward.source, reward.scope, reward.feedback)
             yield (span.rollout_id, span.attempt_id, span.span_id, *about)
-
-
-def _token_counts(span: Span) -> tuple[int, int]:
-    """Tokens of a call's prompt and response: those of its ids, or else those that the backend counted."""
-    ids = (span.call.prompt_len, span.call.response_len) if span.call else (0, 0)
-    said = (span.attributes.get(name) for name in (semconv.INPUT_TOKENS, semconv.OUTPUT_TOKENS))
-    prompt, response = (own or (other if isinstance(other, int) else 0) for own, other in zip(ids, said, strict=True))
-    return prompt, response
 
 
 def _time(unix_s: float) -> float | None:
@@ -150,3 +140,13 @@ def _time(unix_s: float) -> float | None:
 
 def _json(value: Json) -> str:
     return to_json(value).decode()
+
+
+_ROWS: dict[str, Callable[[Recording], Iterable[Row]]] = {
+    "rollouts": _rollout,
+    "attempts": _attempts,
+    "calls": _calls,
+    "rewards": _rewards,
+}
+_OF_ROLLOUTS = {*_ROWS}
+_OF_SPANS = _OF_ROLLOUTS - {"attempts"}
