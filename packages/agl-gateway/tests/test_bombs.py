@@ -5,12 +5,15 @@ import contextlib
 import gzip
 import io
 import json
-import time
 import zlib
 from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
+
+from agl_gateway.json_values import check_values
+from agl_gateway.problems import Problem
+from agl_testing.waiting import stopwatch
 
 CALL = json.dumps({"model": "main_llm", "messages": [{"role": "user", "content": "hi"}]}).encode()
 GZIP, ZLIB, RAW = 31, 15, -15
@@ -46,10 +49,10 @@ async def probed(url: str) -> AsyncIterator[list[float]]:
     async def probe() -> None:
         async with aiohttp.ClientSession() as session:
             while True:
-                started = time.perf_counter()
+                watch = stopwatch()
                 async with session.get(f"{url}/healthz") as answer:
                     assert 200 == answer.status
-                waits.append(time.perf_counter() - started)
+                waits.append(watch())
                 await asyncio.sleep(0.1)
 
     task = asyncio.create_task(probe())
@@ -139,6 +142,15 @@ async def test_body_of_millions_of_values_is_refused_and_holds_up_nobody(stage, 
             answer = await send(f"{it.url}{MODEL}", body, {"Authorization": f"Bearer {token}"})
         assert (413, True) == (answer[0], "too_many_values" in answer[1])
         assert max(waits) < MAX_WAIT_S
+
+
+@pytest.mark.parametrize("shift", range(16))
+async def test_brackets_in_strings_do_not_count_wherever_a_body_is_cut(shift: int):
+    """The repeated text has 16 bytes as JSON, so that the shifts move each of them to where two pieces meet."""
+    text = shift * " " + '\\\\\\"[[[[\\\\' * 60_000
+    await check_values(json.dumps([text, [[]] * 190_000]).encode())
+    with pytest.raises(Problem, match="more than 200,000 lists"):
+        await check_values(json.dumps([text, [[]] * 200_000]).encode())
 
 
 @pytest.mark.parametrize("text", ["[{" * 150_000, '\\"[[' * 150_000], ids=["plain", "escaped"])

@@ -15,6 +15,7 @@ import pytest
 from agl.schemas import Rollout, new_rollout_id
 from agl_gateway.contract import METHODS
 from agl_gateway.service import GatewayService
+from agl_testing.waiting import stopwatch
 
 ADMIN = "an-admin-token-of-the-tests"
 AT_ONCE = 8
@@ -113,8 +114,8 @@ class Mutator:
 
 
 async def exchange(service: GatewayService, request: bytes) -> tuple[bytes, float]:
-    """Send a request on a connection of its own; returns the start of the answer and the seconds to its end."""
-    started = time.perf_counter()
+    """Send a request on a connection of its own; returns the answer's start and the seconds that it took."""
+    watch = stopwatch()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(service.url.rpartition(":")[2]))
     answer = b""
     try:
@@ -123,7 +124,7 @@ async def exchange(service: GatewayService, request: bytes) -> tuple[bytes, floa
             answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
     finally:
         writer.close()
-    return answer, time.perf_counter() - started
+    return answer, watch()
 
 
 @contextlib.asynccontextmanager

@@ -126,7 +126,7 @@ class Relay:
 
     async def _read(self, request: web.BaseRequest, dialect: Dialect) -> Request:
         body = await self._bodies.read(request, limit=self._max_body)
-        check_values(body)
+        await check_values(body)
         return Request(dialect, body)
 
     async def _answer(self, request: web.BaseRequest, call: _Call) -> web.StreamResponse:

@@ -1,7 +1,8 @@
 """Waits in tests until a condition holds, up to a deadline that a busy machine keeps too.
 
 ``wait_until`` blocks the thread; ``eventually`` lets the event loop go on. Both look often, so that a test waits hardly
-longer than it has to, and fail with an ``AssertionError`` that shows what the condition was last.
+longer than it has to, and fail with an ``AssertionError`` that shows what the condition was last. ``stopwatch`` says
+how long the process itself took over something.
 """
 
 import inspect
@@ -15,7 +16,7 @@ T = TypeVar("T")
 PATIENCE_S = 120.0
 """Seconds to wait at most: many times what anything takes here, for machines that do much else."""
 
-__all__ = ["PATIENCE_S", "eventually", "wait_until"]
+__all__ = ["PATIENCE_S", "eventually", "stopwatch", "wait_until"]
 
 
 def wait_until(condition: Callable[[], T], *, within_s: float = PATIENCE_S, every_s: float = 0.01) -> T:
@@ -46,6 +47,16 @@ async def eventually(
             raise _too_late(found, within_s)
         await sleep(every_s)
     return found
+
+
+def stopwatch() -> Callable[[], float]:
+    """Start a watch and return it: a call says how many seconds this process has taken since then.
+
+    They are the lesser of the seconds on the clock and the processor's seconds of all threads, so that the time of
+    other processes on a busy machine does not count, and neither does a sleep.
+    """
+    clock_s, own_s = time.perf_counter(), time.process_time()
+    return lambda: min(time.perf_counter() - clock_s, time.process_time() - own_s)
 
 
 async def _result_of(condition: Callable[[], T | Awaitable[T]]) -> T:
