@@ -420,7 +420,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Long runs that the ordinary tests leave out."""
+    """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
     tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, "openai>=3,<4"])
     folders = ["tests", *(f"packages/{name}/tests" for name in ("agl-core", "agl-run", "agl-gateway"))]
     pytest(session, tools, *folders, "-m", "soak", "-n0")

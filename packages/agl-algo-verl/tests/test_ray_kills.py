@@ -1,7 +1,7 @@
 """VERL on a real Ray cluster, and `kill -9` of everything around its trainer in the middle of a step.
 
-One run of three steps: a process of the runner and then the store and gateway of `agl serve` in the first, the replica
-that serves in the second, VERL's training worker in the third. Nothing is trained twice or left out.
+In the first step a process of the runner and then the store and gateway of `agl serve`; in a step after it VERL's
+training worker, and the replica that serves. Nothing is trained twice or left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PATIENCE_S = 600
 """Seconds to wait for anything on a machine that is busy."""
 
-STEPS, ROLLOUTS_PER_STEP = 3, 8
+ROLLOUTS_PER_STEP = 8
 
 AGENT = """
 import os
@@ -99,7 +99,7 @@ trainer.total_training_steps = {steps}
 class Stage:
     """The experiment's folder, its served store, and its runs."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, *, steps: int) -> None:
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             self.port = int(found.getsockname()[1])
@@ -109,7 +109,7 @@ class Stage:
         url = f"http://127.0.0.1:{self.port}"
         (folder / "agent.py").write_text(AGENT)
         (folder / "tasks.jsonl").write_text("".join(json.dumps({"text": f"task {i}"}) + "\n" for i in range(4)))
-        (folder / "experiment.toml").write_text(EXPERIMENT.format(store=url, model=model, steps=STEPS))
+        (folder / "experiment.toml").write_text(EXPERIMENT.format(store=url, model=model, steps=steps))
 
     def start(self, *words: str, log: str) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as file:
@@ -154,6 +154,14 @@ class Stage:
         lines = file.read_text().splitlines() if file.is_file() else []
         return [int(line.split()[1]) for line in lines if f"-train-{step:05d}-" in line]
 
+    def kill_in_step(self, step: int, run: subprocess.Popen[bytes], name: str) -> None:
+        """Kill one of a run's processes in the middle of a step: the run ends, and says how it goes on."""
+        wait_for(lambda: bool(self.attempts(step)), run)
+        kill(run, name)
+        assert 0 != run.wait(PATIENCE_S)
+        assert "agl run --resume" in self.log()
+        assert "Traceback" not in self.log()
+
     def _answers(self) -> bool:
         try:
             with urlopen(f"http://127.0.0.1:{self.port}/healthz", timeout=5):
@@ -180,8 +188,16 @@ def kill(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="VERL runs on Linux and macOS")
-def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(model_dir: Path, tmp_path: Path) -> None:
-    stage = Stage(tmp_path, model_dir)
+@pytest.mark.parametrize(
+    "killed",
+    [["ray::WorkerDict"], pytest.param(["ray::HFServer", "ray::WorkerDict"], marks=pytest.mark.soak)],
+    ids="-".join,
+)
+def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(
+    model_dir: Path, tmp_path: Path, killed: list[str]
+) -> None:
+    steps = 1 + len(killed)
+    stage = Stage(tmp_path, model_dir, steps=steps)
     server = stage.serve()
     try:
         with stage.running() as run:
@@ -191,20 +207,11 @@ def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(mod
             server.kill()
             server.wait()
             server = stage.serve()
-            wait_for(lambda: bool(stage.attempts(2)), run)
-            kill(run, "ray::HFServer")
-            assert 0 != run.wait(PATIENCE_S)
-        assert "agl run --resume" in stage.log()
-        assert "Traceback" not in stage.log()
-
+            stage.kill_in_step(2, run, killed[0])
         assert len(stage.attempts(1)) > ROLLOUTS_PER_STEP
-        with stage.running("--resume") as run:
-            wait_for(lambda: bool(stage.attempts(3)), run)
-            kill(run, "ray::WorkerDict")
-            assert 0 != run.wait(PATIENCE_S)
-        assert "agl run --resume" in stage.log()
-        assert "Traceback" not in stage.log()
-
+        for step, name in enumerate(killed[1:], start=3):
+            with stage.running("--resume") as run:
+                stage.kill_in_step(step, run, name)
         with stage.running("--resume") as run:
             assert 0 == run.wait(PATIENCE_S), stage.log()
     finally:
@@ -215,10 +222,10 @@ def test_whatever_is_killed_in_the_middle_of_a_step_nothing_is_trained_twice(mod
         store = SQLiteStore(f"sqlite:///{tmp_path / 'runs.db'}")
         rollouts = await store.rollouts(RolloutQuery(experiment="kills", mode="train", limit=1000))
         assert {"succeeded"} == {rollout.status for rollout in rollouts}
-        assert STEPS * ROLLOUTS_PER_STEP == len(rollouts)
+        assert steps * ROLLOUTS_PER_STEP == len(rollouts)
         assert {rollout.rollout_id for rollout in rollouts} == await trained_rollouts(store, "kills", 1, "verl")
-        steps = [metric.step for metric in await store.metrics("kills") if metric.name == "loss"]
-        assert [1, 2, 3] == sorted(steps)
+        logged = [metric.step for metric in await store.metrics("kills") if metric.name == "loss"]
+        assert [*range(1, steps + 1)] == sorted(logged)
         await store.close()
 
     asyncio.run(look())
