@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import socket
 import tomllib
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from omegaconf import OmegaConf
 
 from agl.errors import ConfigError
 from agl_algo_verl.engines import make
 from agl_algo_verl.keys import leaves, verl_keys
 from agl_algo_verl.ray_config import compose
 from agl_algo_verl.ray_engine import RayVERL
-from agl_algo_verl.ray_keys import ALLOWED, DECIDED, HERE, REFUSED, RaySettings, check_machine, read_ray_settings
+from agl_algo_verl.ray_keys import HERE, RaySettings, check_machine, classify, read_ray_settings
+from agl_algo_verl.ray_refused import ALLOWED, DECIDED, REFUSED
 from agl_algo_verl.runtime import check_attention
+from agl_algo_verl.settings import VerlSettings
 
 from .test_settings import GUIDE
 from .world import config as small
@@ -28,8 +35,6 @@ def config(**keys: Any) -> dict[str, Any]:
 
 def composed(**keys: Any) -> dict[str, Any]:
     """VERL's whole configuration by dotted names."""
-    from omegaconf import OmegaConf
-
     options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
     found: Any = OmegaConf.to_container(compose(read_ray_settings(config(**keys)), **options), resolve=True)
     return {".".join(path): value for path, value in leaves(found)}
@@ -81,6 +86,73 @@ def test_the_tables_name_keys_that_verl_has() -> None:
     assert absent <= {"reward_model", "custom_reward_function"}, absent
 
 
+VERL = Path(next(iter(find_spec("verl").submodule_search_locations)))
+NOT_RUN = (
+    "experimental/",
+    "model_merger/",
+    "models/mcore/",
+    "interactions/",
+    "tools/",
+    "trainer/config/",
+    "trainer/distillation/",
+    "trainer/main_",
+    "trainer/ppo/ray_trainer.py",
+    "trainer/sft",
+    "utils/dataset/",
+    "utils/megatron",
+    "utils/reward_score/",
+    "workers/engine/automodel/",
+    "workers/engine/fsdp/fsdp_turbo",
+    "workers/engine/megatron/",
+    "workers/engine/mindspeed/",
+    "workers/engine/torchtitan/",
+    "workers/engine/veomni/",
+    "workers/reward",
+)
+"""Parts of VERL that no run of agl uses: other trainers, engines and data."""
+
+READ_ELSEWHERE = ("ray_kwargs.", "global_profiler.global_tool_config.", "data.filter_overlong_prompts")
+"""Keys that Ray's start, profilers and agl's own rows take."""
+
+
+def passed_on() -> set[str]:
+    """The keys of VERL's configuration without keys below them that go to VERL as a person wrote them."""
+    known = verl_keys()
+    lowest = {name for name in known if not any(other.startswith(f"{name}.") for other in known)}
+    return {name for name in lowest if ("", "") == classify(name, object())}
+
+
+def words_in_verl() -> set[str]:
+    """Every attribute and short string in the source of the parts of VERL that run."""
+    found: set[str] = set()
+    for file in VERL.rglob("*.py"):
+        if file.relative_to(VERL).as_posix().startswith(NOT_RUN):
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+                found.add(node.value.rpartition(".")[2])
+    return found
+
+
+def test_no_key_that_goes_to_verl_is_overwritten_on_the_way() -> None:
+    typed = {".".join(path) for path, _ in leaves(msgspec.to_builtins(VerlSettings()))}
+    given = {name: "as written" for name in passed_on() - typed - {"actor_rollout_ref.rollout.name"}}
+    assert 300 < len(given)
+    read = replace(read_ray_settings(config()), given=given | {"actor_rollout_ref.rollout.name": "vllm"})
+    options = {"model": "m", "folder": Path("f"), "steps": 3, "tasks": 2, "checkpoint": None, "threads": 1}
+    whole: Any = compose(read, **options)
+    assert set() == {name for name in given if "as written" != OmegaConf.select(whole, name)}
+
+
+def test_every_key_that_goes_to_verl_is_read_by_a_part_of_it_that_runs() -> None:
+    read = words_in_verl()
+    assert {"ppo_epochs", "max_num_seqs"} <= read
+    unread = {name for name in passed_on() if name.rpartition(".")[2] not in read}
+    assert set() == {name for name in unread if not name.startswith(READ_ELSEWHERE)}
+
+
 def test_verl_gets_what_was_written_and_what_this_engine_needs() -> None:
     found = composed(
         **{"actor.clip_ratio_high": 0.28, "rollout.max_num_seqs": 7, "actor.use_kl_loss": True, "trainer.nnodes": 2}
@@ -104,7 +176,7 @@ def test_a_guides_configuration_is_taken_and_passed_on() -> None:
     from verl.utils.config import validate_config
 
     read = read_ray_settings(GUIDE)
-    assert 13 == len(read.notes)
+    assert 15 == len(read.notes)
     assert ("vllm", 32) == (read.rollout, read.settings.data.train_batch_size)
     whole = compose(read, model="m", folder=Path("f"), steps=3, tasks=32, checkpoint=None, threads=0)
     served = whole.actor_rollout_ref.rollout

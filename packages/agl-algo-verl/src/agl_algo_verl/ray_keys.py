@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
-from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, has, is_verl_key, leaves, misspelling, put
+from agl_algo_verl.keys import FIXED, has, is_verl_key, leaves, misspelling, put
+from agl_algo_verl.ray_refused import ALLOWED, DECIDED, MINI_BATCH, REFUSED
 from agl_algo_verl.runtime import check_attention
 from agl_algo_verl.settings import VerlSettings, read_settings
 
@@ -28,76 +29,11 @@ ROLLOUTS = (CPU, "vllm", "sglang")
 CONNECT_S = 5.0
 """Seconds to wait for a cluster's head to accept a connection."""
 
-SERVING = "actor_rollout_ref.rollout."
-"""Start of the keys of serving, which go to VERL; the few of them that others decide are in `DECIDED`."""
-
-REFERENCE = "actor_rollout_ref.ref"
-"""Start of the keys of the frozen reference, which has an engine of its own on the cluster."""
-
-MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
-
-BY_TOKENS = (
-    "ppo_max_token_len_per_gpu: micro-batches are cut by tokens, for rows differ in number and length, and no update "
-    "depends on the cut"
-)
-
-DECIDED = {
-    name: who
-    for name, who in DECIDED_ELSEWHERE.items()
-    if not name.startswith((SERVING, REFERENCE))
-    or name.removeprefix(SERVING) in ("temperature", "top_p", "top_k", "val_kwargs", "multi_turn")
-} | {
-    "actor_rollout_ref.rollout.mode": "this engine, which serves while it collects",
-    "actor_rollout_ref.rollout.skip_tokenizer_init": "this engine, whose agents send text",
-    "actor_rollout_ref.rollout.calculate_log_probs": "this engine, which always records them",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": BY_TOKENS,
-    "critic.ppo_micro_batch_size_per_gpu": BY_TOKENS,
-}
-"""Keys that guides for VERL set, and what decides them with this engine."""
-
-WHOLE_CRITIC = "the critic is trained without adapters, because VERL would then never train its value head"
-
-REFUSED = {
-    "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
-    "critic.model.lora": WHOLE_CRITIC,
-    "critic.model.lora_rank": WHOLE_CRITIC,
-    "critic.model.lora_adapter_path": WHOLE_CRITIC,
-    "reward": "rewards are the experiment's: [[reward]]",
-    "reward_model": "rewards are the experiment's: [[reward]]",
-    "custom_reward_function": "rewards are the experiment's: [[reward]]",
-    "distillation": "this engine collects for policy gradients only",
-    "data.custom_cls": "tasks are the experiment's `train`",
-    "algorithm.filter_groups": "groups whose rollouts score the same have no gradient anyway, and are counted",
-    "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
-    "actor_rollout_ref.model.lora": "adapters are described by model.lora_rank, lora_alpha, target_modules and "
-    "exclude_modules, and merged for serving",
-    "actor_rollout_ref.model.lora_adapter_path": "training starts from whole weights; merge the adapter first",
-    "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
-    "actor_rollout_ref.actor.use_dynamic_bsz": "micro-batches are always cut by tokens, as if it were true",
-    MINI_BATCH: "all rows of a step share one update; make it equal to data.train_batch_size, and that as small as an "
-    "update should be",
-    "trainer.v1": "groups are collected ahead by agl, with trainer_mode, colocate_async.num_warmup_batches, "
-    "sampler.max_off_policy_threshold and sampler.max_off_policy_strategy",
-    "trainer.use_v1": "the trainer is VERL's V1",
-    "transfer_queue": "VERL's queue is set up by this engine",
-    "skip": "rollouts are agl's and are never skipped",
-}
-"""Keys of VERL that would have no effect here, with the reason and what to do instead; each covers those below it."""
-
-ALLOWED: dict[str, tuple[Any, ...]] = {
-    "algorithm.use_kl_in_reward": (False,),
-    "actor_rollout_ref.actor.use_dynamic_bsz": (True,),
-    "actor_rollout_ref.model.lora_adapter_path": (None,),
-    "trainer.use_v1": (True,),
-}
-"""Values of refused keys that are accepted, because they ask for what happens anyway."""
-
 HERE = (
     "actor_rollout_ref.actor.use_kl_loss",
     "actor_rollout_ref.actor.kl_loss_coef",
     "trainer.nnodes",
     "trainer.n_gpus_per_node",
-    "trainer.balance_batch",
 )
 """Keys that training in one process fixes, and this engine passes on to VERL."""
 
@@ -147,7 +83,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     written = {".".join(path): value for path, value in leaves(config) if path[0] != "ray_kwargs"}
     for name, value in written.items():
         holds = name == MINI_BATCH and value == written.get("data.train_batch_size")
-        problem, note = ("", f"{name} holds anyway") if holds else _classify(name, value)
+        problem, note = ("", f"{name} holds anyway") if holds else classify(name, value)
         if problem:
             wrong.append(problem)
         elif note:
@@ -165,7 +101,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
 
 
-def _classify(name: str, value: Any) -> tuple[str, str]:
+def classify(name: str, value: Any) -> tuple[str, str]:
     """Return what is wrong with a key, and what else to say of it; both are `""` for a key that goes to VERL."""
     if name.startswith("trainer.v1.") and has(VerlSettings, tuple(name.split("."))):
         return "", ""

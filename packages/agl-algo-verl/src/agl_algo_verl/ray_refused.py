@@ -1,0 +1,156 @@
+"""Keys of VERL that `engine = "ray"` does not pass on: those that something else decides, and those refused.
+
+Every key of VERL's configuration is in one of these tables, or VERL's trainer, its engines or its replicas read it as
+the person wrote it; a test walks through all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from agl_algo_verl.keys import DECIDED_ELSEWHERE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SERVING = "actor_rollout_ref.rollout"
+REFERENCE = "actor_rollout_ref.ref"
+ACTOR = "actor_rollout_ref.actor"
+
+MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
+
+
+def _each(names: str, why: str, *, below: Iterable[str]) -> dict[str, str]:
+    """Return the reason for each of several keys in each of several groups."""
+    return {f"{group}.{name}": why for group in below for name in names.split()}
+
+
+_BY_TOKENS = (
+    "{}: micro-batches are cut by tokens, for rows differ in number and length, and no update depends on the cut"
+)
+_AGENTS = "the agents' own requests, whose sampling parameters are recorded"
+
+DECIDED = (
+    {name: who for name, who in DECIDED_ELSEWHERE.items() if not name.startswith((f"{SERVING}.", REFERENCE))}
+    | _each("temperature top_p top_k val_kwargs do_sample ignore_eos", _AGENTS, below=[SERVING])
+    | _each(
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
+        _BY_TOKENS.format("ppo_max_token_len_per_gpu"),
+        below=[ACTOR, "critic"],
+    )
+    | _each(
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu",
+        _BY_TOKENS.format("log_prob_max_token_len_per_gpu"),
+        below=[SERVING, REFERENCE],
+    )
+    | _each(
+        "optim.total_training_steps",
+        "trainer.total_training_steps",
+        below=[ACTOR, "critic"],
+    )
+    | {
+        "actor_rollout_ref.rollout.multi_turn": DECIDED_ELSEWHERE["actor_rollout_ref.rollout.multi_turn"],
+        "actor_rollout_ref.rollout.mode": "this engine, which serves while it collects",
+        "actor_rollout_ref.rollout.skip_tokenizer_init": "this engine, whose agents send text",
+        "actor_rollout_ref.rollout.calculate_log_probs": "this engine, which always records them",
+        "trainer.max_critic_ckpt_to_keep": DECIDED_ELSEWHERE["trainer.max_actor_ckpt_to_keep"],
+        "trainer.resume_from_path": DECIDED_ELSEWHERE["trainer.resume_mode"],
+    }
+)
+"""Keys that guides for VERL set, and what decides them with this engine; a key here covers those below it."""
+
+_WHOLE_CRITIC = "the critic is trained without adapters, because VERL would then never train its value head"
+_REWARDS = "rewards are the experiment's: [[reward]]"
+_TASKS = "tasks are the experiment's `train` and `val`, and agents write the prompts; VERL loads no data set here"
+_VALIDATION = "validation is the experiment's, and its rollouts are in the store"
+_NOT_READ = "VERL 0.9.1 has this key, and its V1 trainer on FSDP2 never reads it"
+_OTHER_LOSS = "it belongs to a loss or an estimator of VERL's that cannot be used here"
+_WHOLE_STATE = "a step that counts as done is never repeated, so each saves and loads all of the model and optimizer"
+_BY_TOKENS_ALWAYS = "micro-batches are always cut by tokens, as if it were true"
+
+_STRATEGIES = (
+    f"{REFERENCE}.strategy",
+    f"{REFERENCE}.fsdp_config.strategy",
+    f"{ACTOR}.fsdp_config.strategy",
+    "critic.fsdp.strategy",
+)
+
+REFUSED = (
+    _each("model.lora model.lora_rank model.lora_adapter_path", _WHOLE_CRITIC, below=["critic"])
+    | dict.fromkeys(("reward", "reward_model", "custom_reward_function", "sandbox_fusion"), _REWARDS)
+    | _each(
+        "tokenizer use_shm trust_remote_code train_max_samples val_max_samples prompt_key reward_fn_key custom_cls "
+        "val_batch_size tool_config_path function_tool_path return_raw_input_ids return_raw_chat return_full_prompt "
+        "dataloader_num_workers validation_shuffle filter_overlong_prompts_workers image_key image_patch_size "
+        "video_key audio_key return_multi_modal_inputs apply_chat_template_kwargs mm_processor_kwargs",
+        _TASKS,
+        below=["data"],
+    )
+    | _each("log_val_generations validation_data_dir val_only", _VALIDATION, below=["trainer"])
+    | _each("checkpoint.save_contents checkpoint.load_contents", _WHOLE_STATE, below=[ACTOR, "critic"])
+    | _each(
+        "policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub policy_loss.kl_cov_ratio "
+        "policy_loss.ppo_kl_coef policy_loss.dro_beta tau_pos tau_neg calculate_sum_pi_squared",
+        _OTHER_LOSS,
+        below=[ACTOR],
+    )
+    | _each("fsdp_config.turbo_config", _NOT_READ, below=[ACTOR, REFERENCE])
+    | _each("freeze_vision_tower use_prefix_grouper", _NOT_READ, below=[ACTOR])
+    | _each("over_sample_rate multi_stage_wake_up", _NOT_READ, below=[SERVING])
+    | _each(
+        "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu fsdp.turbo_config",
+        _NOT_READ,
+        below=["critic"],
+    )
+    | _each(
+        "mtp.enable_train mtp.detach_encoder mtp.mtp_loss_scaling_factor",
+        _NOT_READ,
+        below=["actor_rollout_ref.model", "critic.model"],
+    )
+    | _each("use_pf_ppo pf_ppo", _NOT_READ, below=["algorithm"])
+    | _each("esi_redundant_time ray_wait_register_center_timeout", _NOT_READ, below=["trainer"])
+    | dict.fromkeys(_STRATEGIES, "the engine is VERL's FSDP2")
+    | _each("use_dynamic_bsz", _BY_TOKENS_ALWAYS, below=[ACTOR])
+    | _each("log_prob_use_dynamic_bsz", _BY_TOKENS_ALWAYS, below=[SERVING, REFERENCE])
+    | {
+        "critic.ppo_mini_batch_size": "all rows of a step share one update of the critic, too",
+        "distillation": "this engine collects for policy gradients only",
+        "data.gen_batch_size": "a step collects the tasks of data.train_batch_size at once",
+        "algorithm.filter_groups": "groups whose rollouts score the same have no gradient anyway, and are counted",
+        "algorithm.use_kl_in_reward": "advantages come from the experiment's credit; use actor.use_kl_loss",
+        "actor_rollout_ref.hybrid_engine": "the trainer and the replicas always share their devices",
+        "actor_rollout_ref.nccl_timeout": _NOT_READ,
+        "actor_rollout_ref.model.lora": "adapters are described by model.lora_rank, lora_alpha, target_modules and "
+        "exclude_modules, and merged for serving",
+        "actor_rollout_ref.model.lora_adapter_path": "training starts from whole weights; merge the adapter first",
+        "actor_rollout_ref.rollout.agent": "the agents are the experiment's",
+        "actor_rollout_ref.rollout.trace": "every call is recorded in the store; export it from there",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": "replicas return the routing of experts to VERL's "
+        "own client only, and it is not recorded",
+        MINI_BATCH: "all rows of a step share one update; make it equal to data.train_batch_size, and that as small as "
+        "an update should be",
+        "trainer.balance_batch": "VERL's V1 trainer always balances a step's rows over its workers",
+        "trainer.rollout_data_dir": "every rollout is in the store; export it from there",
+        "trainer.del_local_ckpt_after_load": "a run that is killed again needs the checkpoint again; `keep` says how "
+        "many stay",
+        "trainer.v1": "groups are collected ahead by agl, with trainer_mode, colocate_async.num_warmup_batches, "
+        "sampler.max_off_policy_threshold and sampler.max_off_policy_strategy",
+        "trainer.use_v1": "the trainer is VERL's V1",
+        "transfer_queue": "VERL's queue is set up by this engine",
+        "skip": "rollouts are agl's and are never skipped",
+    }
+)
+"""Keys of VERL that would have no effect here, with the reason and what to do instead; each covers those below it."""
+
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "algorithm.use_kl_in_reward": (False,),
+    "actor_rollout_ref.hybrid_engine": (True,),
+    "actor_rollout_ref.model.lora_adapter_path": (None,),
+    "trainer.balance_batch": (True,),
+    "trainer.use_v1": (True,),
+    f"{ACTOR}.use_dynamic_bsz": (True,),
+    f"{SERVING}.log_prob_use_dynamic_bsz": (True,),
+    f"{REFERENCE}.log_prob_use_dynamic_bsz": (True,),
+    **dict.fromkeys(_STRATEGIES, ("fsdp2",)),
+}
+"""Values of refused keys that are accepted, because they ask for what happens anyway."""
