@@ -188,10 +188,14 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Pyright, strict; what needs torch or an agent framework is checked in its own session."""
-    tools = environment(session, [*ours(*LIGHT), "openai>=3,<4", "nox>=2025.2.9", MUTMUT])
+    plugins = [
+        need for needs in PLUGINS.values() for need in needs if need != "-e" and not need.startswith("packages/")
+    ]
+    tools = environment(session, [*ours(*LIGHT, *PLUGINS), *dict.fromkeys(plugins), "nox>=2025.2.9", MUTMUT])
     # call_path.py looks into values of any type, and imports what only an example has.
     own = [str(path) for path in ROOT.glob("tools/*.py") if path.name != "call_path.py"]
-    check_types(session, tools, *(f"packages/{name}/src" for name in LIGHT), "tests/typing", "tools/mutants", *own)
+    sources = (f"packages/{name}/src" for name in (*LIGHT, *PLUGINS))
+    check_types(session, tools, *sources, "tests/typing", "tools/mutants", *own)
 
 
 def on_every_python(name: str, folder: str, description: str) -> list[str]:
@@ -247,20 +251,22 @@ def generic(session: nox.Session) -> None:
     [nox.param(p, v, id=f"{p}-{v}") for p in ADAPTERS for v in ("oldest", "newest")],
 )
 def adapter(session: nox.Session, package: str, versions: str) -> None:
-    """One framework's adapter with one release of its framework: tests, and types with the newest."""
+    """One framework's adapter with one release of its framework: tests; with the newest also pages and types."""
     tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *ADAPTERS[package][versions]])
-    pytest(session, tools, f"packages/{package}/tests")
+    folder = f"packages/{package}/tests"
     if versions == "newest":
+        pytest(session, tools, folder)
         check_types(session, tools, f"packages/{package}/src")
+    else:
+        pytest(session, tools, folder, *(f"--ignore={folder}/{page}.py" for page in ("test_guide", "test_init")))
 
 
 @nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in PLUGINS])
 def plugin(session: nox.Session, package: str) -> None:
-    """A package that needs no framework: tests and types."""
+    """A package that needs no framework."""
     tools = environment(session, [*ours(*LIGHT, package), *TEST_TOOLS, *PLUGINS[package]])
     pytest(session, tools, f"packages/{package}/tests")
-    check_types(session, tools, f"packages/{package}/src")
 
 
 def needs_of(name: str) -> list[str]:
@@ -272,8 +278,11 @@ def needs_of(name: str) -> list[str]:
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name) for name in EXAMPLES])
 def example(session: nox.Session, name: str) -> None:
-    """An example with its framework: its parts, and a short training from its first to its last step."""
-    pytest(session, environment(session, [*needs_of(name), *TEST_TOOLS]), f"examples/{name}/tests")
+    """An example with its framework: its parts, and a short training from its first to its last step.
+
+    In one process, because its tests share the data that they make.
+    """
+    pytest(session, environment(session, [*needs_of(name), *TEST_TOOLS]), f"examples/{name}/tests", "-n0")
 
 
 @nox.session

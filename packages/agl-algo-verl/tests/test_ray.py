@@ -1,4 +1,4 @@
-"""VERL's own trainer on a real Ray cluster on the CPU: three steps, kill -9, the step in flight again, export."""
+"""VERL's own trainer on a real Ray cluster on the CPU: two steps, kill -9, the step in flight again, export."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TINY = {
     "experiment.validation_limit": 2,
     "algorithm.sft.params.updates": 2,
     "algorithm.sft.params.updates_per_step": 2,
-    "algorithm.verl.params.trainer.total_training_steps": 4,
+    "algorithm.verl.params.trainer.total_training_steps": 3,
     "algorithm.verl.params.data.train_batch_size": 2,
     "algorithm.verl.params.actor_rollout_ref.rollout.n": 4,
     "algorithm.verl.params.trainer.v1.trainer_mode": "colocate_async",
@@ -114,7 +114,7 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
     words = command("run", "verl-ray-cpu.toml", *changes)
     with (tmp_path / "log.txt").open("w") as log:
         first = subprocess.Popen(words, cwd=folder, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment())
-    wait_for(lambda: 3 in metrics(folder, "loss"), first)
+    wait_for(lambda: 2 in metrics(folder, "loss"), first)
     started = psutil.Process(first.pid).children(recursive=True)
     working = [p for p in started if "Agent" not in p.name()]
     assert {"raylet", "ray::HFServer"} <= {p.name() for p in working}
@@ -124,15 +124,14 @@ def test_a_run_on_ray_is_killed_and_continues_and_its_model_can_be_taken_away(tm
 
     run(folder, [*words, "--resume"])
     wait_for_the_end(started, patience_s=120)  # Ray's agents look for its raylet and give up after a minute
-    assert [1, 2, 3, 4] == sorted(metrics(folder, "loss"))
-    assert [0.0, 1.0, 1.0, 1.0] == [age for _, age in sorted(metrics(folder, "staleness").items())]
+    assert [1, 2, 3] == sorted(metrics(folder, "loss"))
+    assert [0.0, 1.0, 1.0] == [age for _, age in sorted(metrics(folder, "staleness").items())]
     assert max(metrics(folder, gap)[1] for gap in ("probability_gap", "logprob_gap")) < 1e-5
-    calls = asyncio.run(trained_calls(folder / "out/verl-ray/runs.db", count=32))
+    calls = asyncio.run(trained_calls(folder / "out/verl-ray/runs.db", count=24))
     served = {call.model_version for call in calls}
-    assert {"global_step_0", "global_step_1", "global_step_2"} <= served
-    for step in (1, 2):
-        (saved,) = (folder / "out").rglob(f"global_step_{step}/actor/huggingface")
-        assert gap_to(saved, [call for call in calls if call.model_version == f"global_step_{step}"]) < 1e-5
+    assert {"global_step_0", "global_step_1"} <= served
+    (saved,) = (folder / "out").rglob("global_step_1/actor/huggingface")
+    assert gap_to(saved, [call for call in calls if call.model_version == "global_step_1"]) < 1e-5
     store = ("--store", "sqlite:///out/verl-ray/runs.db")
     run(folder, command("export", "calc-lm", "--format", "model", "--output", "mine", *store))
     trained = AutoModelForCausalLM.from_pretrained(folder / "mine").state_dict()

@@ -4,8 +4,8 @@ A client sends messages, not tokens. Tokenising the rendered conversation again 
 places than the model did (or lose bytes that were not text). The next prompt then does not extend the last one, and
 a trainer must start a new row. `PromptBuilder` therefore remembers the text and the ids of recent turns. Where the
 rendered conversation begins, character by character, with the text of a remembered prompt and response, it uses their
-ids and tokenises only the rest. Tool calls that come back unchanged are rendered as the model wrote them
-(`written_calls`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
+ids and tokenises only the rest. Tool calls and plain answers that come back unchanged are rendered as the model wrote
+them (`written_answers`). Where the text differs otherwise (the template rewrote the answer, the client edited it), it
 tokenises the whole conversation.
 
 Limit: two conversations with equal text and different ids are told apart by their tool call ids; without any, the
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from agl_algo_torch.written_calls import WrittenAnswer, WrittenCalls, call_ids, unmarked
+from agl_algo_torch.written_answers import WrittenAnswer, WrittenAnswers, call_ids, unmarked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +49,11 @@ class _Turn:
     text: str
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
-    call_ids: frozenset[str]
+    answer: WrittenAnswer | None = None
+
+    @property
+    def call_ids(self) -> frozenset[str]:
+        return frozenset(call_ids(self.answer.message) if self.answer else ())
 
     @property
     def size(self) -> int:
@@ -69,7 +73,7 @@ class PromptBuilder:
         self._codec = codec
         self._max_tokens, self._max_siblings = max_tokens, max_siblings
         self._turns: OrderedDict[str, list[_Turn]] = OrderedDict()
-        self._calls = WrittenCalls()
+        self._answers = WrittenAnswers()
         self._n_tokens = 0
         self._tails: dict[str, int] = {}
         self._lengths: Counter[int] = Counter()
@@ -91,8 +95,8 @@ class PromptBuilder:
         return self._spliced(text, known_calls) or Prompt(text, tuple(self._codec.encode(text)))
 
     def _as_written(self, plain: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str | None:
-        """Render the conversation with the model's own words for its tool calls; None where that changes nothing."""
-        marked, texts = self._calls.marked(plain)
+        """Render the conversation with the model's own words for its answers; None where that changes nothing."""
+        marked, texts = self._answers.marked(plain)
         if not texts:
             return None
         try:  # a template may insist on the calls that the results after them belong to
@@ -142,15 +146,15 @@ class PromptBuilder:
     def remember(self, prompt: Prompt, ids: Sequence[int], *, message: Mapping[str, Any] | None = None) -> None:
         """Keep a response to `prompt` for the turns that follow it; the most recent comes first.
 
-        `message` is the response as the client gets it, in OpenAI's form; only its tool calls are kept.
+        `message` is the response as the client gets it, in OpenAI's form.
         """
         if self._max_tokens == 0 or not ids:
             return
-        calls = call_ids(message or {})
-        turn = _Turn(self._codec.decode(ids), prompt.ids, tuple(ids), frozenset(calls))
-        if message is not None and calls:
-            end = self._codec.token_text(ids[-1]) if ids[-1] in self._codec.stop_ids else ""
-            self._calls.add(WrittenAnswer(turn.text.removesuffix(end), plain_message(message)))
+        text = self._codec.decode(ids)
+        answer = self._answer(text, ids[-1], message) if message is not None else None
+        turn = _Turn(text, prompt.ids, tuple(ids), answer)
+        if answer is not None:
+            self._answers.add(answer)
         if prompt.text not in self._turns:
             tail = prompt.text[-self._tail :]
             self._tails[tail] = self._tails.get(tail, 0) + 1
@@ -163,6 +167,12 @@ class PromptBuilder:
         self._turns.move_to_end(prompt.text)
         while self._n_tokens > self._max_tokens:
             self._evict()
+
+    def _answer(self, text: str, last: int, message: Mapping[str, Any]) -> WrittenAnswer | None:
+        """Return the answer as the model wrote it; None where every template prints it so."""
+        end = self._codec.token_text(last) if last in self._codec.stop_ids else ""
+        answer = WrittenAnswer(text.removesuffix(end), plain_message(message))
+        return answer if answer.is_needed else None
 
     def _evict(self) -> None:
         text, turns = self._turns.popitem(last=False)
@@ -178,7 +188,8 @@ class PromptBuilder:
     def _forget(self, turns: Sequence[_Turn]) -> None:
         self._n_tokens -= sum(turn.size for turn in turns)
         for turn in turns:
-            self._calls.remove(list(turn.call_ids))
+            if turn.answer is not None:
+                self._answers.remove(turn.answer)
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

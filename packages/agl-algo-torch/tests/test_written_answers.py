@@ -1,4 +1,4 @@
-"""One row per conversation: tool calls that a client writes back in its own notation stay the ids that were sampled."""
+"""One row per conversation: answers that come back in another notation stay the ids that were sampled."""
 
 import json
 from collections.abc import Callable
@@ -121,6 +121,24 @@ def test_template_that_needs_the_calls_before_their_results_gets_them(make_loade
     talk = Conversation(loaded, template=strict + loaded.tokenizer.chat_template)
     talk.turn(0)
     assert '{"name": "calc", "arguments": {"a": "x", "b": 0}}' in talk.prompt()
+
+
+@pytest.mark.parametrize("answer", ["\n\nIt is 7.\n", " 7", "7 \n"])
+def test_plain_answers_whose_white_space_the_template_trims_are_one_row(make_loaded: Make, answer: str) -> None:
+    loaded = make_loaded()
+    template = loaded.tokenizer.chat_template
+    talk = Conversation(loaded, template=template.replace("message.content", "message.content.strip()"))
+    for _ in range(5):
+        prompt = talk.builder.build(talk.messages, tools=None, options={})
+        ids = [*talk.codec.encode(answer), *sorted(talk.codec.stop_ids)[:1]]
+        message = {"role": "assistant", "content": answer}
+        talk.builder.remember(prompt, ids, message=message)
+        talk.calls.append((list(prompt.ids), ids))
+        talk.messages += [message, {"role": "user", "content": " sure? "}]
+    (row,) = talk.episode().rows
+    assert sum(len(ids) for _, ids in talk.calls) == sum(row.mask)
+    talk.messages[1] = {"role": "assistant", "content": answer.strip() + " "}
+    assert f"assistant\n{answer.strip()}<|im_end|>" in talk.prompt()
 
 
 def test_message_cannot_pretend_to_be_an_answer(make_loaded: Make) -> None:
