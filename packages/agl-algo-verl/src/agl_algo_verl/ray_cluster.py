@@ -34,7 +34,7 @@ STORE_MB = 256
 """Shared memory of such a cluster, in MiB."""
 
 
-STARTS = 3
+STARTS = 6
 """Attempts to start Ray, which gives its own processes 30 seconds: too few on a busy machine."""
 
 _log = logging.getLogger(__name__)
