@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
+import msgspec
+
 import agl
 from agl.algorithms import AlgorithmConfig, algorithm
 from agl.errors import ConfigError
@@ -88,6 +90,12 @@ class APO(Generic[T]):
         }
         self.config: AlgorithmConfig = agl.APO({**params, **settings})
         self.best: PromptTemplate | None = None
+
+    def config_for(self, resources: Mapping[str, Any]) -> AlgorithmConfig:
+        """Return the configuration for prompts whose placeholders an agent may fill with anything."""
+        prompts = [given for given in resources.values() if isinstance(given, PromptTemplate)]
+        filled: Any = sorted({name for prompt in prompts for name in prompt.fields})
+        return msgspec.structs.replace(self.config, params={"filled": filled, **self.config.params})
 
     def get_best_prompt(self) -> PromptTemplate:
         """Return the prompt that is live after training.

@@ -15,6 +15,7 @@ from agl_run.experiment import trainer as ours
 from agl_run.experiment.blocking import run_blocking
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.fitting import DevResult, FitResult
+from agl_run.experiment.plan import Plan
 from agl_run.experiment.session import open_store
 from agl_run.lightning.adapters import TracerTraceToTriplet
 from agl_run.lightning.algorithms import APO, MAIN_LLM, VERL, Baseline
@@ -103,7 +104,7 @@ class Trainer:
         result = trainer.fit(agent, train_dataset, val_dataset, resume=resume, fresh=not resume)
         tuned: Any = self.algorithm
         if isinstance(tuned, APO):
-            tuned.best = run_blocking(lambda: _prompt(trainer, agent, result))
+            tuned.best = run_blocking(lambda: _prompt(trainer.plan(agent, train_dataset), result))
         return result
 
     def dev(
@@ -154,7 +155,7 @@ class Trainer:
         if self.store is not None:
             settings["store"] = self.store
         return ours.Trainer(
-            algorithm=_algorithms(self.algorithm),
+            algorithm=_algorithms(self.algorithm, resources),
             n_runners=self.n_runners,
             adapter={"agent_match": self.adapter.agent_match or getattr(agent, "trained_agents", None) or ""},
             initial_resources={name: _resource(value, name) for name, value in resources.items()},
@@ -212,13 +213,15 @@ def _adapter(given: Any) -> Any:
     )
 
 
-def _algorithms(given: Any) -> Any:
+def _algorithms(given: Any, resources: Mapping[str, Any]) -> Any:
     if given is None or isinstance(given, Baseline):
         return ()
-    if isinstance(given, APO | VERL):
+    if isinstance(given, APO):
+        return cast("APO[Any]", given).config_for(resources)
+    if isinstance(given, VERL):
         return given.config
     if isinstance(given, Sequence) and not isinstance(given, str):
-        return [_algorithms(item) for item in cast("Sequence[Any]", given)]
+        return [_algorithms(item, resources) for item in cast("Sequence[Any]", given)]
     return given
 
 
@@ -255,9 +258,8 @@ def _tasks(data: Any) -> list[Any]:
     return data.tasks if isinstance(data, DevTaskLoader) else [data[index] for index in range(len(data))]
 
 
-async def _prompt(trainer: ours.Trainer, agent: Any, result: FitResult) -> PromptTemplate | None:
+async def _prompt(plan: Plan, result: FitResult) -> PromptTemplate | None:
     """Return the tuned prompt that is live."""
-    plan = trainer.plan(agent)
     name = plan.config.algorithm[0].tunes[0]
     store = plan.store or open_store(plan)
     try:
