@@ -1,7 +1,9 @@
 """Scripts in the manner of Agent Lightning's examples and guide: only the import line is another."""
 
 import asyncio
+import json
 import re
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict, cast
@@ -162,3 +164,94 @@ def test_agent_of_the_guide_trains_the_agents_that_match(given: str, model: Scri
     assert [("train", 1.0), ("val", 0.0)] == agent.seen
     assert [1.0, 1.0] == [episode.reward for episode in result.episodes]
     assert ["draft", "review"] == [call.agent for call in result.episodes[0].transitions]
+
+
+@agl.llm_rollout
+def without_httpx(task: MathProblem, llm: agl.LLM) -> float:
+    """Asks with a client that no hook reaches, and that has no key."""
+    body = {"model": llm.model, "messages": [{"role": "user", "content": task["question"]}]}
+    request = urllib.request.Request(
+        f"{llm.endpoint}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return grade(json.load(answer)["choices"][0]["message"]["content"], task["result"])
+
+
+def test_endpoint_of_a_marked_function_names_the_attempt_for_every_client(model: ScriptedModelServer) -> None:
+    trainer = agl.Trainer(n_runners=2, initial_resources=served(model), progress=Quiet())
+
+    result = trainer.dev(without_httpx, PROBLEMS[:2])
+
+    assert [1.0, 1.0] == [episode.reward for episode in result.episodes]
+    assert [1, 1] == [len(episode.transitions) for episode in result.episodes]
+
+
+@agl.rollout
+def talkative(task: str) -> None:
+    """Reports one of everything."""
+
+    @agl.operation(category="arithmetic")
+    def double(number: int) -> int:
+        return 2 * number
+
+    @agl.reward
+    def score(number: int) -> float:
+        return number / 8
+
+    with agl.operation(name="outer") as span:
+        span.set_input(text=task)
+        span.set_output(double(2))
+    agl.emit_message("hello", attributes={"kind": "greeting"})
+    agl.emit_message("secret", propagate=False)
+    agl.emit_object({"a": 1})
+    agl.emit_annotation({"b": 2})
+    agl.emit_exception(ValueError("handled"))
+    score(4)
+    agl.emit_reward({"goal": 1.0, "style": 0.5}, primary_key="goal")
+
+
+def test_emitters_record_what_their_arguments_say(model: ScriptedModelServer) -> None:
+    store = agl.InMemoryLightningStore()
+
+    (episode,) = agl.Trainer(store=store, progress=Quiet()).dev(talkative, ["do it"]).episodes
+    spans = asyncio.run(store.query_spans(episode.rollout.rollout_id, "latest"))
+
+    named = {span.name: span for span in spans}
+    assert {"text": "do it", "output": 4} == named["outer"].attributes
+    assert {"category": "arithmetic", "args": [2], "output": 4} == named["double"].attributes
+    assert named["outer"].span_id == named["double"].parent_id
+    assert [("hello", "greeting")] == [
+        (text, span.attributes["kind"]) for span in spans if (text := agl.get_message_value(span))
+    ]
+    assert [{"a": 1}, {"b": 2}] == [value for span in spans if (value := agl.get_object_value(span))]
+    assert [0.5, 1.0] == [agl.get_reward_value(span) for span in agl.find_reward_spans(spans)]
+    assert 1.0 == agl.find_final_reward(spans)
+
+
+def test_dev_of_a_trainer_takes_tasks_and_resources_of_a_loader(model: ScriptedModelServer) -> None:
+    loader = agl.DevTaskLoader(tasks=[*PROBLEMS], resources=served(model))
+    trainer = agl.Trainer(dev=True, max_tasks=2, n_workers=1, progress=Quiet())
+
+    result = trainer.fit(calculator, "http://nowhere", dev_dataset=loader)
+
+    assert [1.0, 1.0] == [episode.reward for episode in result.episodes]
+
+
+class Squares:
+    """A data set with a length and items, and no end."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: Any, /) -> int:
+        return index**2
+
+
+@pytest.mark.parametrize("method", ["dev", "fit"])
+def test_data_set_needs_only_a_length_and_items(method: str, model: ScriptedModelServer) -> None:
+    seen: list[int] = []
+    trainer = agl.Trainer(n_runners=1, progress=Quiet())
+
+    getattr(trainer, method)(agl.rollout(lambda task: seen.append(task) or 1.0), val_dataset=Squares())
+
+    assert {0, 1} == set(seen)

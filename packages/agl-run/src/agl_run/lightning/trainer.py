@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -14,6 +15,7 @@ from agl.schemas import LLM, Episode, Mode, PromptTemplate
 from agl_run.experiment import trainer as ours
 from agl_run.experiment.blocking import run_blocking
 from agl_run.experiment.config import ExperimentConfig
+from agl_run.experiment.dataset import as_tasks
 from agl_run.experiment.fitting import DevResult, FitResult
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.session import open_store
@@ -93,6 +95,8 @@ class Trainer:
 
         With ``Trainer(dev=True)`` and with :class:`Baseline` it runs :meth:`dev` instead.
         """
+        if self._is_dev and dev_dataset is not None:
+            return self.dev(agent, dev_dataset=dev_dataset)
         if self._is_dev or isinstance(self.algorithm, Baseline):
             return self.dev(agent, train_dataset, val_dataset=val_dataset, dev_dataset=dev_dataset)
         if self.max_rollouts:
@@ -100,11 +104,11 @@ class Trainer:
                 f"Trainer got max_rollouts={self.max_rollouts}, which limits dev() and no training; set the length of "
                 "the training in the algorithm: trainer.total_training_steps of VERL, budget= of APO"
             )
-        trainer = self._made(agent)
-        result = trainer.fit(agent, train_dataset, val_dataset, resume=resume, fresh=not resume)
+        trainer, train = self._made(agent), _readable(train_dataset)
+        result = trainer.fit(agent, train, _readable(val_dataset), resume=resume, fresh=not resume)
         tuned: Any = self.algorithm
         if isinstance(tuned, APO):
-            tuned.best = run_blocking(lambda: _prompt(trainer.plan(agent, train_dataset), result))
+            tuned.best = run_blocking(lambda: _prompt(trainer.plan(agent, train), result))
         return result
 
     def dev(
@@ -125,22 +129,27 @@ class Trainer:
         self, agent: Agent | None = None, train_dataset: Any = None, *, mode: Mode = "train"
     ) -> DevResult:
         """Run the agent on every task without training, beside the event loop of an async program."""
-        tasks = _tasks(train_dataset)
+        tasks = self._tasks(train_dataset)
         return await self._made(agent).dev_async(agent, tasks, tasks=len(tasks), mode=mode)
 
     def _trials(self, agent: Any, train: Any, dev: Any, val: Any) -> Iterator[tuple[ours.Trainer, list[Any], Mode]]:
         """Yield a trainer, tasks and their mode for each data set of each epoch."""
         given: tuple[tuple[Any, Mode], ...] = ((train, "train"), (dev, "train"), (val, "val"))
         epochs = self.algorithm.n_epochs if isinstance(self.algorithm, Baseline) else 1
-        left = sum(len(_tasks(data)) for data, _ in given) * epochs
+        left = sum(len(self._tasks(data)) for data, _ in given) * epochs
         if not left:
             raise ConfigError("dev() got no task; give it a list as train_dataset, dev_dataset or val_dataset")
         left = min(left, self.max_rollouts or left)
         for data, mode in given * epochs:
-            tasks = _tasks(data)[:left]
+            tasks = self._tasks(data)[:left]
             left -= len(tasks)
             if tasks:
                 yield self._made(agent, data.resources if isinstance(data, DevTaskLoader) else None), tasks, mode
+
+    def _tasks(self, data: Any) -> list[Any]:
+        if isinstance(data, DevTaskLoader):
+            return data.tasks
+        return as_tasks(_readable(data), folder=Path(self._settings.get("folder", ".")), name="the data set")
 
     def _made(self, agent: Any = None, resources: Mapping[str, Any] | None = None) -> ours.Trainer:
         resources = self.initial_resources if resources is None else resources
@@ -252,10 +261,11 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
     return tuple(found.values())
 
 
-def _tasks(data: Any) -> list[Any]:
-    if data is None:
-        return []
-    return data.tasks if isinstance(data, DevTaskLoader) else [data[index] for index in range(len(data))]
+def _readable(data: Any) -> Any:
+    """Return a data set that can be iterated over, where it only has a length and items."""
+    if data is None or hasattr(data, "__iter__"):
+        return data
+    return [data[index] for index in range(len(data))]
 
 
 async def _prompt(plan: Plan, result: FitResult) -> PromptTemplate | None:
