@@ -40,7 +40,7 @@ class Baseline:
 
 
 class APO(Generic[T]):
-    """Tunes the prompt among the initial resources: ``APO[Task](AsyncOpenAI(), beam_rounds=2)``.
+    """Tunes the prompt among the initial resources; ``APO[Task]`` is the same.
 
     Args:
         async_openai_client: The client of ``openai`` whose address and key the models of this algorithm have. The key
