@@ -24,7 +24,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
-    "agl-run": ("agl_run", "agl_run.commands", "agl_run.replay", "agl_run.sql"),
+    "agl-run": ("agl_run", "agl_run.commands", "agl_run.lightning", "agl_run.replay", "agl_run.sql"),
     "agl-testing": (
         "agl_testing",
         "agl_testing.conformance",

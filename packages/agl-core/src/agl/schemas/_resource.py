@@ -28,9 +28,11 @@ class LLM(Record, frozen=True, kw_only=True, tag="llm"):
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
         """The base URL that carries the attempt's identity in its path, for clients that cannot carry a key.
 
-        Without ids, or where the endpoint is not a gateway (no token is set), it is the endpoint itself.
+        Without ids, where the endpoint is not a gateway (no token is set), and where it has the attempt's path
+        already, it is the endpoint itself.
         """
-        if rollout_id is None or attempt_id is None or not self.api_key:
+        is_routed = f"/rollout/{rollout_id}/attempt/{attempt_id}/" in self.endpoint
+        if rollout_id is None or attempt_id is None or not self.api_key or is_routed:
             return self.endpoint
         root = self.endpoint.removesuffix("/").removesuffix("/v1")
         return f"{root}/rollout/{rollout_id}/attempt/{attempt_id}/key/{self.api_key}/v1"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from agl.contracts import ExperimentRecord
-from agl.schemas import Episode, Record
+from agl.schemas import Episode, Mode, Record
 from agl_run.experiment import state as saved
 from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
@@ -114,7 +114,9 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         await session.close()
 
 
-async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str) -> DevResult:
+async def dev_plan(
+    plan: Plan, *, progress: Progress, tasks: int, record_as: str = "", mode: Mode = "test"
+) -> DevResult:
     """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
     name = plan.name
     plan = plan.renamed(record_as or f"{name}-dev")
@@ -132,7 +134,7 @@ async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
-        collected = await collect(chosen, step=0, mode="test")
+        collected = await collect(chosen, step=0, mode=mode, keeps_all=True)
         return DevResult(episodes=collected.episodes)
     finally:
         progress.close()

@@ -69,7 +69,7 @@ class Session:
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
-        store = self.plan.store or _open_store(self.plan)
+        store = self.plan.store or open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
         ownership = Ownership(store, self.plan.name, workdir=self.plan.workdir)
@@ -314,7 +314,8 @@ def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     return dict(params)
 
 
-def _open_store(plan: Plan) -> Any:
+def open_store(plan: Plan) -> Any:
+    """Open the store of an experiment."""
     url = resolve_store_url(plan.config.experiment.store, plan)
     return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
 

@@ -11,7 +11,7 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.schemas import LLM, JsonResource, PromptTemplate, Resource
+from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
 from agl_run.experiment.blocking import require_blocking, run_beside, run_blocking
 from agl_run.experiment.checks import make_plan
 from agl_run.experiment.config import (
@@ -222,6 +222,7 @@ class Trainer:
         *,
         tasks: int = 3,
         record_as: str = "",
+        mode: Mode = "test",
     ) -> DevResult:
         """Run the agent on a few tasks without training; blocks, in a script and in a notebook.
 
@@ -233,6 +234,7 @@ class Trainer:
             train_dataset: Tasks, a data frame with a row for each, or the path of a JSON-lines, CSV or Parquet file.
             tasks: Number of tasks to run.
             record_as: Name of the rollouts' experiment; by default ``NAME-dev``.
+            mode: Mode of the rollouts, which decides the method of a ``LitAgent`` that runs them.
 
         Raises:
             ConfigError: The experiment cannot run, or the event loop of an async program runs here; use
@@ -240,7 +242,7 @@ class Trainer:
         """
         require_blocking("dev")
         plan = self.plan(agent, train_dataset)
-        return run_blocking(lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as))
+        return run_blocking(lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode))
 
     async def dev_async(
         self,
@@ -249,10 +251,13 @@ class Trainer:
         *,
         tasks: int = 3,
         record_as: str = "",
+        mode: Mode = "test",
     ) -> DevResult:
         """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
         plan = self.plan(agent, train_dataset)
-        return await run_beside(lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as))
+        return await run_beside(
+            lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
+        )
 
     def _shown(self) -> Progress:
         return self._progress or default_progress()

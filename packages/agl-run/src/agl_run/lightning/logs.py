@@ -1,0 +1,96 @@
+"""Logging as Agent Lightning sets it up, with the standard library and rich."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_FORMAT = "%(asctime)s [%(levelname)s] (Process-%(process)d %(name)s)   %(message)s"
+
+
+def setup_logging(
+    level: int | str = "INFO",
+    *,
+    console: bool = True,
+    color: bool | Mapping[str, Any] = True,
+    propagate: bool = False,
+    submodule_levels: Mapping[str, int | str] | None = None,
+    extra_handlers: Iterable[logging.Handler] | None = None,
+    formatter: logging.Formatter | None = None,
+    apply_to: Iterable[str] | None = None,
+    files: str | Mapping[str, str] | None = None,
+    capture_warnings: bool = False,
+    disable_existing_loggers: bool = False,
+) -> None:
+    """Log ``agl`` and ``agl_run``, and the loggers of ``apply_to``, to the terminal and to files.
+
+    Args:
+        level: Lowest level to log.
+        console: Log to the terminal.
+        color: Use colours there; a mapping holds arguments of rich's handler.
+        propagate: Also pass records to the loggers above.
+        submodule_levels: Levels of further loggers, by name.
+        extra_handlers: Handlers to add.
+        formatter: The format of the lines in files and without colours.
+        apply_to: Names of further loggers to treat alike.
+        files: A file for all, or one for each logger by name.
+        capture_warnings: Log warnings of the program too.
+        disable_existing_loggers: Silence every other logger.
+    """
+    if disable_existing_loggers:
+        for logger in list(logging.root.manager.loggerDict.values()):
+            if isinstance(logger, logging.Logger):
+                logger.disabled = True
+    lines = formatter or logging.Formatter(_FORMAT)
+    shared = [*([_console(color, lines)] if console else []), *(extra_handlers or ())]
+    shared += [_file(files, lines)] if isinstance(files, str) else []
+    for name in ("agl", "agl_run", *(apply_to or ())):
+        _set_up(name, level, shared, propagate=propagate)
+    apart: Mapping[str, str] = {} if files is None or isinstance(files, str) else files
+    for name, file in apart.items():
+        logging.getLogger(name).addHandler(_file(file, lines))
+    for name, own in (submodule_levels or {}).items():
+        logging.getLogger(name).setLevel(own)
+    logging.captureWarnings(capture_warnings)
+
+
+def setup_module_logging(
+    level: int | str = "INFO",
+    *,
+    name: str = "agl",
+    console: bool = True,
+    color: bool | Mapping[str, Any] = True,
+    propagate: bool = False,
+) -> logging.Logger:
+    """Log one logger and those below it to the terminal, and return it."""
+    handlers = [_console(color, logging.Formatter(_FORMAT))] if console else []
+    return _set_up(name, level, handlers, propagate=propagate)
+
+
+def configure_logger(level: int = logging.INFO, name: str = "agl") -> logging.Logger:
+    """Log one logger in plain lines to the terminal, and return it."""
+    return setup_module_logging(level, name=name, color=False)
+
+
+def _set_up(name: str, level: int | str, handlers: Iterable[logging.Handler], *, propagate: bool) -> logging.Logger:
+    logger = logging.getLogger(name)
+    logger.handlers[:] = handlers
+    logger.disabled = False
+    logger.propagate = propagate
+    logger.setLevel(level)
+    return logger
+
+
+def _console(color: bool | Mapping[str, Any], lines: logging.Formatter) -> logging.Handler:
+    if color is False:
+        handler = logging.StreamHandler()
+        handler.setFormatter(lines)
+        return handler
+    from rich.logging import RichHandler
+
+    return RichHandler(**(color if isinstance(color, Mapping) else {"show_path": False}))
+
+
+def _file(path: str, lines: logging.Formatter) -> logging.Handler:
+    handler = logging.FileHandler(path, delay=True)
+    handler.setFormatter(lines)
+    return handler
