@@ -18,14 +18,16 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from agl import semconv
 from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.errors import ConfigError, NotFoundError, RunError
 from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, Span, to_json
 from agl.stores import all_spans
-from agl_algo_apo.budget import Budget
+from agl_algo_apo.budget import Budget, Spent
 from agl_algo_apo.candidates import PromptCandidate, resource_of
 from agl_algo_apo.estimates import Estimate, Range, estimate
 from agl_algo_apo.faults import Status, needs_calls, status_of
+from agl_algo_apo.journal import Journal
 
 Split = Literal["train", "val", "test"]
 """Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
@@ -154,6 +156,7 @@ class Evaluator:
         environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
             texts among them are pinned; a policy always serves its newest weights. Where they change, the same
             request makes new rollouts.
+        journal: The costs of each candidate, beside what the search notes there.
         broken: Count of the rollouts of this process that could not be scored, by status.
 
     Args:
@@ -173,6 +176,7 @@ class Evaluator:
         self._seed: dict[str, Resource] = {name: context.current(name).resource for name in context.tunes}
         self._live = {name: context.current(name).version for name in context.tunes}
         self.scores = Scores()
+        self.journal = Journal()
         self.environment = environment_of(context)
         self.broken: Counter[str] = Counter()
 
@@ -210,9 +214,9 @@ class Evaluator:
         """
         live = dict(self._context.live())
         ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
-        self._budget.take_rollouts(len(ours))
+        self._pay({candidate.id: len(ours)})
         for task, episode in ours:
-            measured = await self._measured(episode)
+            measured = await self._measured(candidate, episode)
             if measured is not None:
                 self.scores.put(candidate.id, "test" if task in test else "val", task, 0, measured)
         self._check_scale()
@@ -235,7 +239,10 @@ class Evaluator:
             missing = [job for job in missing if job.tasks]
             if not missing:
                 return
-            self._budget.take_rollouts(sum(len(job.tasks) for job in missing))
+            counts: Counter[str] = Counter()
+            for job in missing:
+                counts[job.candidate.id] += len(job.tasks)
+            self._pay(counts)
             await asyncio.gather(*(self._run(job, step, f"{purpose}-{attempt}") for job in missing))
             self._check_scale()
 
@@ -292,9 +299,15 @@ class Evaluator:
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
-            measured = await self._measured(episode)
+            measured = await self._measured(job.candidate, episode)
             if measured is not None:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
+
+    def _pay(self, counts: Mapping[str, int]) -> None:
+        """Pay rollouts of several candidates, all or none."""
+        self._budget.take_rollouts(sum(counts.values()))
+        for candidate, count in counts.items():
+            self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
 
     def _pinned_versions(self) -> dict[str, str]:
         texts = (PromptTemplate, JsonResource)
@@ -309,9 +322,12 @@ class Evaluator:
             return ""
         return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
-    async def _measured(self, episode: Episode) -> Measured | None:
+    async def _measured(self, candidate: PromptCandidate, episode: Episode) -> Measured | None:
         rollout = episode.rollout.rollout_id
-        status = status_of(episode, await self._spans(rollout) if needs_calls(episode) else ())
+        # An episode without a recorded call has none whose tokens could be counted.
+        spans = await self._spans(rollout) if episode.transitions or needs_calls(episode) else ()
+        self.journal.paid(candidate.id, Spent(tokens=sum(map(_tokens, spans))))
+        status = status_of(episode, spans if needs_calls(episode) else ())
         if status in ("infrastructure", "unrewarded"):
             self.broken[status] += 1
             return None
@@ -323,6 +339,16 @@ class Evaluator:
             return await all_spans(self._context.store, rollout)
         except NotFoundError:  # deleted meanwhile: its error still tells something
             return ()
+
+
+def _tokens(span: Span) -> int:
+    """Return the tokens of a recorded model call, 0 where they are not known."""
+    call = span.call
+    if call is None:
+        return 0
+    read = call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS) or 0
+    written = call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS) or 0
+    return written + (read if call.choice == 0 else 0)  # all choices of a request share its prompt
 
 
 def _guessed_scale(best: float) -> float:

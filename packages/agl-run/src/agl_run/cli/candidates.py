@@ -1,0 +1,192 @@
+"""Candidates of prompt searches: why each was accepted or refused, and its cost, from the searches' states.
+
+A search takes part by keeping in its state ``lineage``, a list of candidates, and ``journal``, an entry for each.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from agl.contracts import ExperimentRecord, Store
+from agl.schemas import Record, ResourceVersion
+from agl_run.cli.output import short
+
+_DECISIONS = {"pool": "accepted", "proposed": "undecided", "rejected": "refused", "beaten": "beaten"}
+
+COLUMNS = (
+    "candidate",
+    "from",
+    "how",
+    "step",
+    "decision",
+    "why",
+    "rollouts",
+    "tokens",
+    "questions",
+    "their tokens",
+    "money",
+)
+
+
+class Interval(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A mean with its 95 % interval over ``n`` tasks or pairs."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def words(self) -> str:
+        """Mean, interval and number."""
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}] n={self.n}"
+
+
+class Gate(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The outcome of one gate; ``score`` and ``rival_score`` are mean rewards on the same tasks, ``gain`` is paired."""
+
+    gate: str
+    has_passed: bool
+    step: int
+    rival: str = ""
+    score: float | None = None
+    rival_score: float | None = None
+    gain: Interval | None = None
+    reason: str = ""
+
+    @property
+    def words(self) -> str:
+        """The outcome in one line."""
+        parts = [f"{'passed' if self.has_passed else 'failed'} {self.gate}"]
+        if self.score is not None and self.rival_score is not None:
+            parts.append(f"{self.score:.3f} against {self.rival_score:.3f} of {self.rival}")
+        if self.gain is not None:
+            parts.append(f"{self.gain.mean:+.3f} [{self.gain.low:+.3f}, {self.gain.high:+.3f}] on {self.gain.n} pairs")
+        return ": ".join([parts[0], ", ".join([*parts[1:], *([self.reason] if self.reason else [])])]).rstrip(": ")
+
+
+class Spending(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Rollouts or questions, with their tokens and money."""
+
+    rollouts: int = 0
+    calls: int = 0
+    tokens: int = 0
+    money: float = 0.0
+
+
+class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One candidate of a search; the fields are those of the search's own records.
+
+    Attributes:
+        evidence: Ids of the rollouts that its critic was shown.
+        published: Versions that made its text live.
+    """
+
+    id: str
+    experiment: str = ""
+    run: int = 1
+    algorithm: str = ""
+    parents: tuple[str, ...] = ()
+    operator: str = "seed"
+    step: int = 0
+    status: str = "proposed"
+    reason: str = ""
+    critique: str = ""
+    texts: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    published: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+    gates: tuple[Gate, ...] = ()
+    scores: dict[str, Interval] = {}
+    agent: Spending = Spending()
+    optimizer: Spending = Spending()
+
+    @property
+    def decision(self) -> str:
+        """The decision about it in a word."""
+        return "first prompt" if not self.parents else _DECISIONS.get(self.status, self.status)
+
+    @property
+    def why(self) -> str:
+        """The reason for the decision: the search's own words, or the outcome of the last gate."""
+        return self.reason or (self.gates[-1].words if self.gates else "")
+
+    @property
+    def money(self) -> float:
+        """The money spent on its rollouts and questions; 0 where the experiment names no prices."""
+        return self.agent.money + self.optimizer.money
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of its row under :data:`COLUMNS`."""
+        names = (self.id, ", ".join(self.parents) or "-", self.operator, str(self.step), self.decision, self.why or "-")
+        counts = (self.agent.rollouts, self.agent.tokens, self.optimizer.calls, self.optimizer.tokens)
+        return (*names, *map(str, counts), f"{self.money:.4g}")
+
+    def lines(self) -> Iterator[str]:
+        """Yield the whole story, a fact a line."""
+        made = f"{self.operator} of {', '.join(self.parents)}, step {self.step}" if self.parents else "the first prompt"
+        yield f"candidate {self.id} ({made}): {f'{self.decision}: {self.why}'.rstrip(': ')}"
+        if self.evidence:
+            yield f"from the rollouts: {', '.join(self.evidence)}"
+        if self.critique:
+            yield f"critique: {short(self.critique, 1200)}"
+        yield from (f"step {gate.step}: {gate.words}" for gate in self.gates)
+        yield from (f"score on {how}: {score.words}" for how, score in self.scores.items())
+        yield (
+            f"cost: {self.agent.rollouts} rollouts of the agent with {self.agent.tokens} tokens, "
+            f"{self.optimizer.calls} questions to the optimiser's model with {self.optimizer.tokens} tokens"
+            f"{f', {self.money:.4g} in money' if self.money else ''}"
+        )
+
+
+async def candidates_of(store: Store, name: str) -> list[Candidate]:
+    """Return the candidates of every search that changed the text of a resource, in order of search and proposal."""
+    versions = await store.resources(name)
+    found: list[Candidate] = []
+    for experiment in await store.experiments():
+        found += [_published(c, versions) for c in await _candidates(store, experiment) if name in c.texts]
+    known = {(c.experiment, c.run, c.algorithm, c.id): c for c in found}
+    parents = [known.get((c.experiment, c.run, c.algorithm, (*c.parents, "")[0])) for c in found]
+    return [c for c, parent in zip(found, parents, strict=True) if _has_changed(c, name, parent)]
+
+
+def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the candidate that brought a version, ``None`` where no search did."""
+    for candidate in candidates:
+        if version.version in (candidate.versions.get(version.name), *candidate.published):
+            return candidate
+    return None
+
+
+class _Saved(Record, frozen=True, kw_only=True):
+    """The part of a saved algorithm that is read here."""
+
+    state: dict[str, msgspec.Raw] = {}
+
+
+async def _candidates(store: Store, experiment: ExperimentRecord) -> list[Candidate]:
+    found: list[Candidate] = []
+    for key, data in (await store.load_state(f"experiment/{experiment.name}/")).items():
+        run, _, algorithm = key.removeprefix(f"experiment/{experiment.name}/").partition("/algorithm/")
+        if not run.isdigit() or not algorithm:  # the driver's own notes
+            continue
+        state = msgspec.json.decode(data, type=_Saved).state
+        if {"lineage", "journal"} <= state.keys():
+            journal = msgspec.json.decode(state["journal"], type=dict[str, dict[str, msgspec.Raw]])
+            for row in msgspec.json.decode(state["lineage"], type=list[dict[str, msgspec.Raw]]):
+                place = {"experiment": experiment.name, "run": int(run), "algorithm": algorithm}
+                entry = journal.get(msgspec.json.decode(row["id"], type=str), {})
+                found.append(msgspec.json.decode(msgspec.json.encode({**row, **entry, **place}), type=Candidate))
+    return found
+
+
+def _published(candidate: Candidate, versions: Sequence[ResourceVersion]) -> Candidate:
+    prefix = f"{candidate.experiment}-{candidate.run}-{candidate.algorithm}-"
+    own = [v for v in versions if v.metadata.get("candidate_id") == candidate.id and v.version.startswith(prefix)]
+    live = tuple(v.version for v in own if not v.metadata.get("candidate"))
+    return msgspec.structs.replace(candidate, published=live)
+
+
+def _has_changed(candidate: Candidate, name: str, parent: Candidate | None) -> bool:
+    return parent is None or candidate.texts[name] != parent.texts[name]
