@@ -63,9 +63,11 @@ def metrics_of(search: SearchTools) -> dict[str, float]:
         "unmeasured": float(search.evaluator.broken.total()),
     }
     if search.result is not None:
-        metrics |= {"score": search.result.score.mean, "seed_score": search.result.seed_score.mean}
+        score, first = search.result.score, search.result.seed_score
+        metrics |= {"score": score.mean, "score_low": score.low, "score_high": score.high, "seed_score": first.mean}
     elif search.progress.best in (scores := current_scores(search)):
-        metrics["best_val_score"] = scores[search.progress.best].mean
+        best = scores[search.progress.best]
+        metrics |= {"best_val_score": best.mean, "best_val_score_low": best.low, "best_val_score_high": best.high}
     spent: dict[str, Any] = msgspec.structs.asdict(search.budget.spent)
     return metrics | {f"spent_{name}": float(value) for name, value in spent.items()}
 
