@@ -91,6 +91,12 @@ def test_detail_of_a_version_holds_critique_rollouts_gates_and_scores_of_its_can
     line = next(line for line in story.splitlines() if line.startswith(f"- {live} "))
     assert "; accepted: better by +" in line
     assert "; beaten: " in story
+    report = agl("resources", "report", "clerk_prompt").stdout
+    assert "|  | validation tasks | test tasks |\n" in report
+    assert "\nThe winner passed final measurement (test tasks): " in report
+    assert f"- {run.result['spent']['rollouts']} rollouts of the agent, 0 tokens" in report
+    assert f"## Winner {run.result['winner']}\n\n```text\n{run.best['clerk_prompt']}\n```\n" in report
+    assert all(f"\n| {row['id']} | " in report for row in run.lineage)
 
 
 def test_refused_candidate_is_shown_with_the_rule_that_it_breaks_and_no_rollout(searched: Callable[..., Any]) -> None:

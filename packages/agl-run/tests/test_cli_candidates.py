@@ -15,7 +15,7 @@ from agl_run.cli.main import cli
 SEED = {"id": "aa", "texts": {"prompt": "Go.", "other": "O"}, "versions": {"prompt": "v0"}, "status": "pool"}
 TRIED = {
     "id": "bb",
-    "texts": {"prompt": "Go on.", "other": "O"},
+    "texts": {"prompt": "Go on.\n```\ncode", "other": "O"},
     "versions": {"prompt": "e-1-search-2-bb"},
     "parents": ["aa"],
     "operator": "edit",
@@ -41,17 +41,23 @@ GATE = {
     "rival_score": 0.5,
     "gain": {"mean": -0.25, "low": -0.5, "high": 0.125, "n": 8},
 }
+SCORE = {"mean": 0.5, "low": 0.25, "high": 0.75, "n": 8}
 STATE: Json = {
     "step": 2,
+    "stop_reason": "budget: no room",
     "state": {
+        "progress": {"best": "bb", "rounds": 1},
+        "spent": {"rollouts": 12, "calls": 3, "tokens": 200, "money": 1.5},
         "lineage": [SEED, TRIED, REFUSED, ELSEWHERE],
         "journal": {
+            "aa": {"scores": {"validation tasks": {**SCORE, "mean": 0.375}}},
             "bb": {
+                "scores": {"validation tasks": SCORE, "test tasks": SCORE},
                 "evidence": ["r1", "r2"],
                 "gates": [GATE],
                 "agent": {"rollouts": 9, "tokens": 70, "money": 0.5},
                 "optimizer": {"calls": 1, "tokens": 80, "money": 0.25},
-            }
+            },
         },
     },
 }
@@ -98,9 +104,11 @@ def test_detail_of_a_version_or_of_a_candidate_tells_its_story(store: Path) -> N
         "from the rollouts: r1, r2",
         "critique: Too short.",
         "step 2: failed race: 0.250 against 0.500 of aa, -0.250 [-0.500, +0.125] on 8 pairs",
+        "score on validation tasks: 0.500 [0.250, 0.750] n=8",
+        "score on test tasks: 0.500 [0.250, 0.750] n=8",
         "cost: 9 rollouts of the agent with 70 tokens, 1 questions to the optimiser's model with 80 tokens, "
         "0.75 in money",
-    ] == lines[2:7]
+    ] == lines[2:9]
     refused = agl(store, "show", "prompt", "cc").stdout
     assert refused.startswith("candidate cc (edit of aa, step 2): refused: empty\n")
     assert "e-1-search-2-bb" == json.loads(agl(store, "show", "prompt", "bb", "--json").stdout)["version"]["version"]
@@ -112,3 +120,81 @@ def test_candidates_without_a_resource_or_without_a_search_are_answered(store: P
     assert (1, f"Error: {wanted}\n") == (unnamed.exit_code, unnamed.output)
     none = agl(store, "list", "nothing", "--why")
     assert "no prompt search has tried candidates of 'nothing' in this store\n" == none.output
+
+
+REPORT = """\
+# prompt: search in e, run 1
+
+Ended by budget: no room
+
+## Scores
+
+|  | validation tasks | test tasks |
+|---|---|---|
+| first text | 0.375 [0.250, 0.750] n=8 | - |
+| winner | 0.500 [0.250, 0.750] n=8 | 0.500 [0.250, 0.750] n=8 |
+
+## Costs
+
+- 12 rollouts of the agent, 70 tokens in the recorded model calls of the candidates
+- 3 questions to the optimiser's model, 200 tokens
+- 1.5 in money
+
+## First text
+
+```text
+Go.
+```
+
+## Winner bb
+
+````text
+Go on.
+```
+code
+````
+
+## Changes
+
+````diff
+--- aa
++++ bb
+@@ -1 +1,3 @@
+-Go.
++Go on.
++```
++code
+````
+
+## Candidates
+
+"""
+
+
+def test_report_holds_scores_costs_both_texts_their_difference_and_all_candidates(store: Path, tmp_path: Path) -> None:
+    printed = agl(store, "report", "prompt").stdout
+    assert REPORT == printed[: len(REPORT)]
+    rows = printed[len(REPORT) :].splitlines()
+    assert ["aa", "bb", "cc"] == [row.split(" | ")[0].removeprefix("| ") for row in rows[2:]]
+    path = tmp_path / "report.md"
+    assert f"report on prompt in {path}\n" == agl(store, "report", "prompt", "--output", str(path)).stdout
+    assert printed.rstrip() == path.read_text().rstrip()
+
+
+def test_report_without_a_search_or_with_several_says_what_to_name(store: Path) -> None:
+    none = agl(store, "report", "nothing")
+    assert "Error: no prompt search has tuned 'nothing'; agl resources list shows what there is\n" == none.output
+    elsewhere = agl(store, "report", "prompt", "--experiment", "f")
+    assert "Error: no prompt search has tuned 'prompt' in the experiment 'f'; it was tuned in: e\n" == elsewhere.output
+
+    async def again() -> None:
+        made = SQLiteStore(f"sqlite:///{store}")
+        await made.save_state(
+            {"experiment/f/1/algorithm/search": to_json(STATE)}, experiment=ExperimentRecord(name="f")
+        )
+        await made.close()
+
+    asyncio.run(again())
+    several = agl(store, "report", "prompt")
+    assert "Error: 'prompt' was tuned in several experiments; name one of e, f by --experiment\n" == several.output
+    assert agl(store, "report", "prompt", "--experiment", "f").stdout.startswith("# prompt: search in f, run 1\n")

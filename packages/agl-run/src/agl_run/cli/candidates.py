@@ -3,7 +3,7 @@
 A search takes part by keeping in its state ``lineage``, a list of candidates, and ``journal``, an entry for each.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -140,15 +140,46 @@ class Candidate(Record, frozen=True, kw_only=True, omit_defaults=False):
         )
 
 
+class Search(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One search: an algorithm in one run of an experiment.
+
+    Attributes:
+        candidates: All of its candidates in order, also those that changed other resources.
+        best: Id of the best candidate so far, the winner at the end.
+        spent: Everything that was spent, answers without a candidate and the trainer's validations included.
+        stop_reason: The reason for its end, ``""`` before it.
+    """
+
+    experiment: str
+    run: int
+    algorithm: str
+    candidates: list[Candidate]
+    best: str = ""
+    spent: Spending = Spending()
+    stop_reason: str = ""
+
+    def changed(self, name: str) -> list[Candidate]:
+        """Return the candidates that changed the text of a resource, after the first one."""
+        known = {candidate.id: candidate for candidate in self.candidates}
+        parents = [known.get((*candidate.parents, "")[0]) for candidate in self.candidates]
+        pairs = zip(self.candidates, parents, strict=True)
+        return [c for c, parent in pairs if parent is None or c.texts[name] != parent.texts[name]]
+
+
+async def searches_of(store: Store, name: str) -> list[Search]:
+    """Return the searches that tuned a resource, by experiment and run."""
+    versions = await store.resources(name)
+    found = [search for record in await store.experiments() for search in await _searches(store, record)]
+    return [
+        msgspec.structs.replace(search, candidates=[_published(c, versions) for c in search.candidates])
+        for search in sorted(found, key=lambda search: (search.experiment, search.run))
+        if any(name in candidate.texts for candidate in search.candidates)
+    ]
+
+
 async def candidates_of(store: Store, name: str) -> list[Candidate]:
     """Return the candidates of every search that changed the text of a resource, in order of search and proposal."""
-    versions = await store.resources(name)
-    found: list[Candidate] = []
-    for experiment in await store.experiments():
-        found += [_published(c, versions) for c in await _candidates(store, experiment) if name in c.texts]
-    known = {(c.experiment, c.run, c.algorithm, c.id): c for c in found}
-    parents = [known.get((c.experiment, c.run, c.algorithm, (*c.parents, "")[0])) for c in found]
-    return [c for c, parent in zip(found, parents, strict=True) if _has_changed(c, name, parent)]
+    return [candidate for search in await searches_of(store, name) for candidate in search.changed(name)]
 
 
 def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candidate | None:
@@ -162,23 +193,44 @@ def owner_of(version: ResourceVersion, candidates: Sequence[Candidate]) -> Candi
 class _Saved(Record, frozen=True, kw_only=True):
     """The part of a saved algorithm that is read here."""
 
+    stop_reason: str = ""
     state: dict[str, msgspec.Raw] = {}
 
 
-async def _candidates(store: Store, experiment: ExperimentRecord) -> list[Candidate]:
-    found: list[Candidate] = []
+class _Progress(Record, frozen=True, kw_only=True):
+    """The part of a search's counters that is read here."""
+
+    best: str = ""
+
+
+async def _searches(store: Store, experiment: ExperimentRecord) -> list[Search]:
+    found: list[Search] = []
     for key, data in (await store.load_state(f"experiment/{experiment.name}/")).items():
         run, _, algorithm = key.removeprefix(f"experiment/{experiment.name}/").partition("/algorithm/")
         if not run.isdigit() or not algorithm:  # the driver's own notes
             continue
-        state = msgspec.json.decode(data, type=_Saved).state
-        if {"lineage", "journal"} <= state.keys():
-            journal = msgspec.json.decode(state["journal"], type=dict[str, dict[str, msgspec.Raw]])
-            for row in msgspec.json.decode(state["lineage"], type=list[dict[str, msgspec.Raw]]):
-                place = {"experiment": experiment.name, "run": int(run), "algorithm": algorithm}
-                entry = journal.get(msgspec.json.decode(row["id"], type=str), {})
-                found.append(msgspec.json.decode(msgspec.json.encode({**row, **entry, **place}), type=Candidate))
+        saved = msgspec.json.decode(data, type=_Saved)
+        if {"lineage", "journal"} <= saved.state.keys():
+            search = Search(
+                experiment=experiment.name,
+                run=int(run),
+                algorithm=algorithm,
+                candidates=[],
+                best=msgspec.json.decode(saved.state.get("progress", b"{}"), type=_Progress).best,
+                spent=msgspec.json.decode(saved.state.get("spent", b"{}"), type=Spending),
+                stop_reason=saved.stop_reason,
+            )
+            found.append(msgspec.structs.replace(search, candidates=_candidates(saved.state, search)))
     return found
+
+
+def _candidates(state: Mapping[str, msgspec.Raw], search: Search) -> list[Candidate]:
+    """Return the candidates of a state, each row of the lineage with its entry of the journal."""
+    place = {"experiment": search.experiment, "run": search.run, "algorithm": search.algorithm}
+    journal = msgspec.json.decode(state["journal"], type=dict[str, dict[str, msgspec.Raw]])
+    rows = msgspec.json.decode(state["lineage"], type=list[dict[str, msgspec.Raw]])
+    joined = [{**row, **journal.get(msgspec.json.decode(row["id"], type=str), {}), **place} for row in rows]
+    return msgspec.json.decode(msgspec.json.encode(joined), type=list[Candidate])
 
 
 def _published(candidate: Candidate, versions: Sequence[ResourceVersion]) -> Candidate:
@@ -186,7 +238,3 @@ def _published(candidate: Candidate, versions: Sequence[ResourceVersion]) -> Can
     own = [v for v in versions if v.metadata.get("candidate_id") == candidate.id and v.version.startswith(prefix)]
     live = tuple(v.version for v in own if not v.metadata.get("candidate"))
     return msgspec.structs.replace(candidate, published=live)
-
-
-def _has_changed(candidate: Candidate, name: str, parent: Candidate | None) -> bool:
-    return parent is None or candidate.texts[name] != parent.texts[name]

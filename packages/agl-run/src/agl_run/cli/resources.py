@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,7 +15,8 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import echo, json_option, print_json, print_table, short, when
+from agl_run.cli.output import echo, json_option, print_json, print_table, short, visible, when
+from agl_run.cli.search_report import report
 from agl_run.comparison import Criterion, check_better, compare
 from agl_run.experiment import labels
 
@@ -89,6 +91,36 @@ def show_(manager: PluginManager, name: str, version: str | None, store_url: str
         return
     for line in _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name]):
         echo(line)
+
+
+@resources.command("report")
+@click.argument("name")
+@click.option("--experiment", help="The experiment whose search is meant, where several tuned NAME.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write, such as report.md, by default stdout.",
+)
+@store_option
+@pass_manager
+def report_(
+    manager: PluginManager, name: str, experiment: str | None, output: Path | None, store_url: str | None
+) -> None:
+    """Report on the prompt search that tuned NAME, as Markdown.
+
+    It holds the reason for the end, the scores of the first text and of the winner with their intervals on validation
+    and test tasks, the costs, both texts and their difference, and a table of all candidates. Of several runs the
+    newest counts.
+    """
+    text = with_store(manager, store_url, lambda store: report(store, name, experiment=experiment))
+    if output is None:
+        echo(text.rstrip())
+        return
+    try:
+        output.write_text(visible(text), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(output)!r}: {error}") from error
+    echo(f"report on {name} in {output}")
 
 
 @resources.command("diff")
