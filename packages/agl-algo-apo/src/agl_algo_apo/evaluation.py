@@ -14,48 +14,26 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Literal, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from agl import semconv
 from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.errors import ConfigError, NotFoundError, RunError
-from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, Span, to_json
+from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Resource, Span, to_json
 from agl.stores import all_spans
 from agl_algo_apo.budget import Budget, Spent
 from agl_algo_apo.candidates import PromptCandidate, resource_of
+from agl_algo_apo.datasets import environment_of
 from agl_algo_apo.estimates import Estimate, Range, estimate
-from agl_algo_apo.faults import Status, needs_calls, status_of
+from agl_algo_apo.faults import needs_calls, status_of
 from agl_algo_apo.journal import Journal
-
-Split = Literal["train", "val", "test"]
-"""Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
+from agl_algo_apo.scores import Measured, Scores, Split
 
 TRIES = 3
 """Most starts of a rollout that infrastructure breaks each time."""
 
-FRESH = 1
-"""The `repeat` of the final measurement's rollouts; 0 is the first measurement, from 2 on come further ones."""
-
 FEEDBACK_CHARS = 1000
 """Characters of feedback that are remembered with a reward."""
-
-
-class Measured(Record, frozen=True, kw_only=True):
-    """The outcome of one rollout.
-
-    Attributes:
-        reward: The score; that of a failure where the agent failed.
-        rollout: The rollout's id.
-        status: How the rollout ended.
-        feedback: The feedback of its rewards and its error, as text.
-    """
-
-    reward: float
-    rollout: str
-    status: Status = "ok"
-    feedback: str = ""
 
 
 class MeasureJob(NamedTuple):
@@ -65,87 +43,6 @@ class MeasureJob(NamedTuple):
     split: Split
     tasks: tuple[int, ...]
     repeat: int = 0
-
-
-class Scores:
-    """Remembers the rewards that were paid for."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(known) for known in self._known.values())
-
-    def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
-        """Return what one rollout brought, ``None`` if it is not known."""
-        return self._known.get((candidate, split), {}).get((task, repeat))
-
-    def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
-        """Remember a reward."""
-        self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
-
-    def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
-        """Return rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
-
-        A task that was measured several times has the mean. :data:`FRESH` ones are left out, as nothing may be chosen
-        by them.
-        """
-        wanted = None if tasks is None else set(tasks)
-        found: dict[int, list[float]] = {}
-        for (task, repeat), measured in self._known.get((candidate, split), {}).items():
-            if repeat != FRESH and (wanted is None or task in wanted):
-                found.setdefault(task, []).append(measured.reward)
-        # One number per task, however often it ran: tasks and not rollouts are what intervals and races count.
-        return {task: fmean(values) for task, values in found.items()}
-
-    def fresh(self, candidate: str, split: Split) -> dict[int, float]:
-        """Return the rewards of the final measurement by task."""
-        known = self._known.get((candidate, split), {})
-        return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
-
-    def next_repeat(self, candidate: str, split: Split) -> int:
-        """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
-        return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
-
-    def keep_fresh(self) -> None:
-        """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
-        for known in self._known.values():
-            repeat = 1 + max(repeat for _, repeat in known)
-            for task in [task for task, old in known if old == FRESH]:
-                known[(task, repeat)] = known.pop((task, FRESH))
-
-    def floor(self) -> float:
-        """Return the worst reward that was ever measured; 0 before there is any."""
-        return min(self._all(), default=0.0)
-
-    def ceiling(self) -> float:
-        """Return the best reward that was ever measured; minus infinity before there is any."""
-        return max(self._all(), default=-math.inf)
-
-    def clear(self) -> None:
-        """Forget everything: what the rewards depended on has changed."""
-        self._known.clear()
-
-    def dump(self) -> Json:
-        """Return everything as JSON, one row per measurement."""
-        return [
-            [*place, *key, msgspec.to_builtins(measured)]
-            for place, known in self._known.items()
-            for key, measured in known.items()
-        ]
-
-    def load(self, data: Json) -> None:
-        """Continue from :meth:`dump`."""
-        self._known = {}
-        for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
-            self.put(*row)
-
-    def any(self) -> Measured | None:
-        """Return any measurement, ``None`` before there is one."""
-        return next((measured for known in self._known.values() for measured in known.values()), None)
-
-    def _all(self) -> Iterable[float]:
-        return (measured.reward for known in self._known.values() for measured in known.values())
 
 
 class Evaluator:
@@ -363,34 +260,6 @@ def feedback_of(episode: Episode) -> str:
     if error is not None:
         parts.append(f"{error.type}: {error.message}")
     return "\n".join(parts)[:FEEDBACK_CHARS]
-
-
-def environment_of(context: AlgorithmContext) -> dict[str, str]:
-    """Return the version of every resource that is not tuned here, on which rewards depend besides the candidate."""
-    return {name: version for name, version in sorted(context.live().items()) if name not in context.tunes}
-
-
-def dataset_digest(context: AlgorithmContext) -> str:
-    """Return a digest of the training and validation tasks, by which a resumed run notices that they have changed."""
-    return hashlib.blake2b(to_json([list(context.train), list(context.val)]), digest_size=8).hexdigest()
-
-
-def check_splits(context: AlgorithmContext) -> None:
-    """Refuse a missing validation set, or one that shares tasks with training; raises :class:`ConfigError`."""
-    if not context.train:
-        raise ConfigError("there are no training tasks; set [experiment] train to a JSON-lines file")
-    if not context.val:
-        raise ConfigError(
-            "there are no validation tasks to compare prompts on; set [experiment] val to tasks that are not in train, "
-            "about as many"
-        )
-    train = {to_json(task) for task in context.train}
-    shared = [task for task in context.val if to_json(task) in train]
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} of {len(context.val)} validation tasks are training tasks too, such as "
-            f"{to_json(shared[0]).decode()[:120]}; take them out of one of the two, or the score means nothing"
-        )
 
 
 def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:

@@ -22,7 +22,8 @@ from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate
 from agl_algo_apo.estimates import Estimate, estimate, exactly_nothing
-from agl_algo_apo.evaluation import FRESH, Evaluator, MeasureJob, Split
+from agl_algo_apo.evaluation import Evaluator, MeasureJob
+from agl_algo_apo.scores import FRESH, Split
 
 How = Literal["test tasks", "fresh rollouts", "first measurement", "selection"]
 """The rewards that a score is made of: those on tasks that nothing was selected by; fresh ones on the others; those of

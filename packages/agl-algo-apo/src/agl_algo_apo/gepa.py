@@ -29,10 +29,11 @@ from agl_algo_apo import artifacts
 from agl_algo_apo.answers import before_text
 from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_algo_apo.candidates import PromptCandidate, candidate_id, resource_of
-from agl_algo_apo.evaluation import Measured, MeasureJob, Split
+from agl_algo_apo.evaluation import MeasureJob
 from agl_algo_apo.evidence import EvidenceRun, read_run
 from agl_algo_apo.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
 from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.scores import Measured, Split
 from agl_algo_apo.search import MAX_BARREN, PromptSearch
 from agl_algo_apo.search_tools import Origin
 from agl_algo_apo.settings import Preset, Publish, SearchSettings

@@ -16,7 +16,8 @@ from agl.errors import ConfigError
 from agl.schemas import Json
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
-from agl_algo_apo.evaluation import FRESH, Evaluator, Split, check_splits, dataset_digest, environment_of
+from agl_algo_apo.datasets import check_splits, dataset_digest, environment_of
+from agl_algo_apo.evaluation import Evaluator
 from agl_algo_apo.extension import has_more
 from agl_algo_apo.final_measurement import FinalTasks, Result, measure_again, rewards_by
 from agl_algo_apo.journal import GateReport, compared
@@ -25,6 +26,7 @@ from agl_algo_apo.progress import SearchProgress
 from agl_algo_apo.proposals import Requests
 from agl_algo_apo.race import slices
 from agl_algo_apo.reporting import current_scores, metrics_of, note_scores, publish_best, stop_words, write_files
+from agl_algo_apo.scores import FRESH, Split
 from agl_algo_apo.search_tools import SearchTools
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
 from agl_algo_apo.text_rules import text_rules

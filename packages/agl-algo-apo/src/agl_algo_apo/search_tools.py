@@ -11,12 +11,13 @@ from agl.contracts import AlgorithmContext
 from agl_algo_apo.answers import before_text, extract
 from agl_algo_apo.budget import Budget, Spent
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id
-from agl_algo_apo.evaluation import Evaluator, MeasureJob, Split, nothing_scored
+from agl_algo_apo.evaluation import Evaluator, MeasureJob, nothing_scored
 from agl_algo_apo.journal import STATIC, GateReport, Journal, compared
 from agl_algo_apo.optimizer import Optimizer
 from agl_algo_apo.progress import SearchProgress
 from agl_algo_apo.proposals import Requests
 from agl_algo_apo.race import Verdict, race
+from agl_algo_apo.scores import Split
 from agl_algo_apo.settings import SearchSettings, SpendingPlan
 from agl_algo_apo.templates import TextRules, identifiers_of, violation
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from agl.contracts import AlgorithmContext
 from agl.schemas import to_json
-from agl_algo_apo.evaluation import Measured, feedback_of
+from agl_algo_apo.evaluation import feedback_of
 from agl_algo_apo.progress import SearchProgress
+from agl_algo_apo.scores import Measured
 
 
 async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, perfect_score: float) -> None:
