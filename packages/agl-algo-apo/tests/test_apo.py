@@ -296,7 +296,8 @@ def test_show_prints_the_score_that_did_not_select_the_winner(optimize: Optimize
     run = optimize(budget=250, store=store)
     asyncio.run(store.close())
     shown = CliRunner().invoke(cli, ["show", "clerk_prompt", "--store", f"{tmp_path}/runs.db"])
-    lines = {line.split()[1]: line for line in shown.output.splitlines() if line.startswith("- orders-1-")}
+    told = [line for line in shown.output.splitlines() if line.startswith("- orders-1-")]
+    lines = {line.split()[1]: line.partition("; ")[0] for line in told}  # without the decision
     winner = next(row for row in run.lineage if row["id"] == run.result["winner"])
 
     def words(score: dict[str, Any], how: str) -> str:

@@ -13,8 +13,8 @@ from agl import semconv
 from agl.contracts import RolloutQuery
 from agl.schemas import LLM, Outcome, PromptTemplate, Rollout, Span, new_span_id
 from agl.stores import MemoryStore
-from agl_algo_apo.evaluation import Measured
 from agl_algo_apo.evidence import evidence_text, read_run, rendered
+from agl_algo_apo.scores import Measured
 from agl_run import Quiet
 from agl_testing.model_server import Reply, ScriptedModelServer
 

@@ -38,7 +38,7 @@ def ask(
         said = print if say is None else say.append
         optimizer = Optimizer(given, budget=budget, memory=folder / "answers.jsonl", say=said)
         try:
-            return await optimizer.ask_all(questions)
+            return [answer and answer.text for answer in await optimizer.ask_all(questions)]
         finally:
             await optimizer.close()
 
@@ -206,7 +206,7 @@ def answer_of(folder: Path, choice: dict[str, Any], *, question: str = "q", **se
         given = OptimizerSettings(base_url=base_url, model="m", **settings)
         optimizer = Optimizer(given, budget=Budget(BudgetLimits()), memory=folder / "answers.jsonl", say=said.append)
         try:
-            return await optimizer.ask(question, seed="s")
+            return (await optimizer.ask(question, seed="s")).text
         finally:
             await optimizer.close()
 

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from agl.contracts import ExperimentRecord, Metric
+from agl.schemas import PromptTemplate, ResourceVersion
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 
@@ -103,3 +104,66 @@ def test_store_without_metrics_says_what_comes_first(tmp_path: Path) -> None:
     assert (
         "Error: no experiment of this store has metrics; run an experiment with an algorithm first\n" == result.output
     )
+
+
+SEARCHED = [(1, 32, 0.25, 0.125, 0.5), (2, 60, 0.25, 0.125, 0.5), (3, 96, 0.75, 0.5, 1.0)]
+"""Step, spent rollouts, score, and the ends of its interval."""
+
+
+@pytest.fixture
+def searched(tmp_path: Path) -> str:
+    """The URL of a store with the metrics of a prompt search that published at its third step."""
+    url = f"sqlite:///{tmp_path}/runs.db"
+    names = ("spent_rollouts", "score", "score_low", "score_high")
+    rows = [(step, name, value) for step, *values in SEARCHED for name, value in zip(names, values, strict=True)]
+
+    async def fill() -> None:
+        made = SQLiteStore(url)
+        text = PromptTemplate(template="Go.")
+        common = {"name": "prompt", "resource": text, "algorithm": "apo"}
+        await made.save_state({}, experiment=ExperimentRecord(name="e"))
+        await made.log_metrics([Metric(experiment="e", algorithm="apo", step=s, name=n, value=v) for s, n, v in rows])
+        await made.publish(
+            [
+                ResourceVersion(version="e-1-apo-3", step=3, **common),
+                ResourceVersion(version="e-1-apo-2-aa", step=2, metadata={"candidate": True}, **common),
+                ResourceVersion(version="other-1-apo-1", step=1, **common),
+            ]
+        )
+        await made.close()
+
+    asyncio.run(fill())
+    return url
+
+
+def test_score_of_a_search_is_drawn_over_its_rollouts_with_interval_and_published_versions(searched: str) -> None:
+    lines = agl("plot", "--store", searched, "--name", "score", "--over", "spent_rollouts").stdout.splitlines()
+    assert "apo score: 0.75 [0.5, 1] at spent_rollouts 96" == lines[0]
+    assert ["32", "96"] == lines[12].split()
+    assert "▲ spent_rollouts 96: prompt@e-1-apo-3" == lines[13]
+    assert 14 == len(lines)
+    curve = [line.partition("┤")[2] for line in lines[1:11]]
+    assert ["░", "▓", "█"] == list(dict.fromkeys(row[-1] for row in curve)), (
+        "above the value, below it, below its interval"
+    )
+    assert lines[11].index("▲") == lines[1].index("░"), "the version is marked where its score begins"
+    assert max(map(len, lines)) <= 60
+
+
+def test_picture_of_a_search_holds_interval_and_published_versions(searched: str, tmp_path: Path) -> None:
+    words = ("plot", "--store", searched, "--name", "score", "--over", "spent_rollouts", "--output")
+    assert f"1 curve in {tmp_path / 'c.svg'}\n" == agl(*words, str(tmp_path / "c.svg")).stdout
+    assert agl(*words, str(tmp_path / "c.png")).exit_code == 0
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    drawing = (tmp_path / "c.svg").read_text()
+    assert "prompt@e-1-apo-3" in drawing
+    assert "e-1-apo-2-aa" not in drawing
+    assert "FillBetweenPolyCollection" in drawing or "PolyCollection" in drawing
+
+
+def test_axis_that_no_step_has_is_answered_with_the_metrics_that_exist(searched: str) -> None:
+    result = agl("plot", "--store", searched, "--name", "score", "--over", "rollouts")
+    expected = (
+        "there is no metric 'rollouts' at the steps of score; choose from: score, score_high, score_low, spent_rollouts"
+    )
+    assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)

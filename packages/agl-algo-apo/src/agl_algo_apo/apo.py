@@ -32,43 +32,27 @@ Deviations from ProTeGi, and why:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
-from typing import NamedTuple
 
-from agl_algo_apo.answers import before_text
-from agl_algo_apo.budget import BudgetLimits, Prices
-from agl_algo_apo.candidates import PromptCandidate, resource_of
-from agl_algo_apo.evaluation import Measured, MeasureJob
-from agl_algo_apo.evidence import evidence_text, read_run
+from agl_algo_apo.budget import BudgetLimits, Prices, Spent
+from agl_algo_apo.candidates import PromptCandidate
+from agl_algo_apo.critics import Assignment, Critics
+from agl_algo_apo.evaluation import MeasureJob
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.parents import select_parent
 from agl_algo_apo.proposals import merge_texts
-from agl_algo_apo.pruning import Change, changes, without
-from agl_algo_apo.race import Verdict, race
+from agl_algo_apo.pruner import Pruner
 from agl_algo_apo.search import PromptSearch
+from agl_algo_apo.search_tools import Origin
 from agl_algo_apo.settings import Preset, Publish, SearchSettings, Selector
-from agl_algo_apo.shared_failures import read_failures
-from agl_algo_apo.templates import task_text
-
-SHOWN = 4
-"""Most failing runs that one critic is shown: more would make its request long and its advice vague."""
+from agl_algo_apo.shared_failures import live_failures, read_failures
 
 DOUBT_EVERY = 3
 """Steps without an improvement after each of which the best candidate is measured once more."""
 
-PRUNE_AFTER = 2
-"""Steps without an improvement after which changes that have not earned their place are undone."""
-
 MAX_IDLE = 4
 """The search ends after so many steps in a row without a proposal that could be tried."""
-
-
-class _Assignment(NamedTuple):
-    """The basis of one child: the text that it changes, and the training tasks whose failures its critic sees."""
-
-    name: str
-    tasks: tuple[int, ...]
 
 
 class APO(PromptSearch):
@@ -158,14 +142,16 @@ class APO(PromptSearch):
             requests=requests or {},
         )
         # Two questions per proposal where another model is to answer the first, or a request of a person asks it.
-        self._asks_twice = critic is not None or not settings.requests.keys().isdisjoint({"critique", "edit"})
-        super().__init__(settings, algorithm="apo", calls=2 if self._asks_twice else 1)
+        asks_twice = critic is not None or not settings.requests.keys().isdisjoint({"critique", "edit"})
+        super().__init__(settings, algorithm="apo", calls=2 if asks_twice else 1)
+        self._critics = Critics(self, asks_twice=asks_twice)
+        self._pruner = Pruner(self)
 
     async def improve(self, step: int) -> None:
         """Take one step, as the module describes it."""
         await self._remeasure_best(step)
-        if self._is_prunable(step):
-            await self._prune(step)
+        if self._pruner.is_due(step):
+            await self._pruner.prune(step)
             return
         await read_failures(self.context, self.progress, perfect_score=self.settings.perfect_score)
         parent = self._parent(step)  # 1
@@ -173,7 +159,8 @@ class APO(PromptSearch):
         if not failures:
             await self._check_if_done(parent, step)
             return
-        pairs = await self._children(parent, self._assign_failures(failures, parent, step), step)  # 3 and 4
+        assignments = self._critics.assign(failures, parent, step)
+        pairs = await self._critics.children(parent, assignments, step)  # 3 and 4
         self._count_idle(bool(pairs))
         if pairs:
             passed = await self._gate(parent, pairs, step)  # 5
@@ -214,7 +201,7 @@ class APO(PromptSearch):
         if others and not progress.is_steady:
             other = max(others, key=lambda candidate: self.evaluator.mean(candidate.id, "val"))
             # On the last rung only, which is all validation tasks: both are known there, and the rewards are paid.
-            verdicts = await race(self.evaluator, [other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
+            verdicts = await self.race([other], best, rungs=self.rungs[-1:], step=step, purpose="challenge")
             if verdicts[other.id].has_won:
                 self.lineage.put(other.replace(status="pool", reason=verdicts[other.id].words))
                 progress.best = other.id
@@ -245,7 +232,7 @@ class APO(PromptSearch):
         self.random(step, "minibatch").shuffle(rest)
         # First the tasks that failed for another algorithm with these texts; the sort is stable, so the rest stays
         # shuffled.
-        rest.sort(key=lambda task: task not in self._shared(parent))
+        rest.sort(key=lambda task: task not in live_failures(self.progress, parent.id))
         fresh = rest[: max(0, size - len(unseen))]
         await self.evaluator.measure([MeasureJob(parent, "train", tuple(fresh))], step=step, purpose="batch")
         known = scores.rewards(parent.id, "train")
@@ -253,106 +240,8 @@ class APO(PromptSearch):
         failing.sort(key=lambda task: (used[task], known[task], task))
         return failing[:size]
 
-    def _shared(self, parent: PromptCandidate) -> Mapping[int, Measured]:
-        """Return rollouts of other algorithms that fell short with these texts; only the best texts are live there."""
-        return self.progress.shared if parent.id == self.progress.best else {}
-
-    def _assign_failures(self, failures: Sequence[int], parent: PromptCandidate, step: int) -> list[_Assignment]:
-        """Deal the failures out to the children, and give each a text to change, in turn."""
-        names, count = list(parent.texts), self.settings.branch_factor
-        assignments: list[_Assignment] = []
-        for k in range(count):
-            name = names[(step + k) % len(names)]  # round robin over the texts, shifted by one in every step
-            # D_k: every count-th failure from the k-th on, so that siblings learn from different ones; with fewer
-            # failures than children some share one.
-            dealt = [failures[i] for i in range(k % len(failures), len(failures), count)]
-            assignments.append(_Assignment(name, tuple(dealt[:SHOWN])))
-        shown = {task for assignment in assignments for task in assignment.tasks}
-        self.progress.used.setdefault(parent.id, []).extend(sorted(shown))
-        return assignments
-
-    async def _children(
-        self, parent: PromptCandidate, assignments: Sequence[_Assignment], step: int
-    ) -> list[tuple[PromptCandidate, _Assignment]]:
-        """Return the proposals that passed the static gate, each with its assignment."""
-        evidence = [await self._evidence(parent, assignment) for assignment in assignments]
-        ask = self._critiques_and_edits if self._asks_twice else self._improvements
-        # By id, which follows from the texts: two children with the same text are one candidate, paid for once.
-        admitted: dict[str, tuple[PromptCandidate, _Assignment]] = {}
-        for assignment, (critique, text) in zip(
-            assignments, await ask(parent, assignments, evidence, step), strict=True
-        ):
-            if text is not None:
-                child = await self._admit_edit(parent, assignment, text, critique, step)
-                if child is not None:
-                    admitted[child.id] = (child, assignment)
-        return list(admitted.values())
-
-    async def _improvements(
-        self, parent: PromptCandidate, assignments: Sequence[_Assignment], evidence: Sequence[str], step: int
-    ) -> list[tuple[str, str | None]]:
-        """Return a critique g_k and a text p_k for each assignment, from one answer each; all are asked at once."""
-        questions = [
-            (
-                self.request("improve", name=a.name, text=parent.texts[a.name], evidence=shown),
-                self.question_seed(step, f"improve{k}"),
-            )
-            for k, (a, shown) in enumerate(zip(assignments, evidence, strict=True))
-        ]
-        answers = await self.ask_editor(questions)
-        return [(before_text(answer or ""), text) for answer, text in answers]
-
-    async def _critiques_and_edits(
-        self, parent: PromptCandidate, assignments: Sequence[_Assignment], evidence: Sequence[str], step: int
-    ) -> list[tuple[str, str | None]]:
-        """Return the same from two questions each: to the critic, all at once, and then to the editor."""
-        texts = [parent.texts[assignment.name] for assignment in assignments]
-        critiques = await self.critic.ask_all(  # g_k = critic(p, D_k); None where the model did not answer
-            [
-                (
-                    self.requests.text("critique", component=assignment.name, text=text, evidence=shown),
-                    self.question_seed(step, f"critique{k}"),
-                )
-                for k, (assignment, text, shown) in enumerate(zip(assignments, texts, evidence, strict=True))
-            ]
-        )
-        asked = {k: critique for k, critique in enumerate(critiques) if critique is not None}
-        edits = await self.ask_for_texts(  # p_k = edit(p, g_k); None where the answer holds no text
-            [
-                (
-                    self.request(
-                        "edit", name=assignments[k].name, text=texts[k], critique=critique, evidence=evidence[k]
-                    ),
-                    self.question_seed(step, f"edit{k}"),
-                )
-                for k, critique in asked.items()
-            ]
-        )
-        edited = dict(zip(asked, edits, strict=True))
-        return [(asked.get(k, ""), edited.get(k)) for k in range(len(assignments))]
-
-    async def _admit_edit(
-        self, parent: PromptCandidate, assignment: _Assignment, text: str, critique: str, step: int
-    ) -> PromptCandidate | None:
-        child = self.proposal(
-            [parent], {**parent.texts, assignment.name: text}, step=step, operator="edit", critique=critique
-        )
-        return await self.admit(child, parent, shown=[task_text(self.context.train[task]) for task in assignment.tasks])
-
-    async def _evidence(self, parent: PromptCandidate, assignment: _Assignment) -> str:
-        name, scores = assignment.name, self.evaluator.scores
-        like = next(rules.seed for rules in self.rules if rules.name == name)  # for its kind: template or JSON
-        resource = resource_of(parent.texts[name], like)
-        agents = self.settings.roles.get(name, "")
-        own = [scores.get(parent.id, "train", task) for task in assignment.tasks]
-        # The parent's own failures come first; those of other algorithms' rollouts on the same tasks fill up.
-        found = [*own, *(self._shared(parent).get(task) for task in assignment.tasks)]
-        measured = [m for m in found if m is not None][: 2 * SHOWN]
-        runs = [await read_run(self.context, m, name=name, resource=resource, agents=agents) for m in measured]
-        return evidence_text(runs)
-
     async def _gate(
-        self, parent: PromptCandidate, pairs: Sequence[tuple[PromptCandidate, _Assignment]], step: int
+        self, parent: PromptCandidate, pairs: Sequence[tuple[PromptCandidate, Assignment]], step: int
     ) -> list[PromptCandidate]:
         """Return the children that do better than the parent on the tasks whose failures they were shown.
 
@@ -370,7 +259,17 @@ class APO(PromptSearch):
         for child, assignment in pairs:
             gain = gains[child.id]
             gated = self.lineage.put(child.replace(gate=gain))
-            if gain >= least or (gain == 0 and self._is_floor(parent, assignment.tasks)):
+            has_passed = gain >= least or (gain == 0 and self._is_floor(parent, assignment.tasks))
+            self.note_gate(
+                child.id,
+                parent.id,
+                gate="gate on the tasks it was shown",
+                has_passed=has_passed,
+                split="train",
+                tasks=assignment.tasks,
+                step=step,
+            )
+            if has_passed:
                 passed.append(gated)
             else:
                 self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on the tasks it was shown"))
@@ -397,8 +296,9 @@ class APO(PromptSearch):
         child: PromptCandidate | None = None
         parts: Sequence[PromptCandidate] = ()
         if merged is not None:
-            texts, parts = merged
-            child = await self.admit(self.proposal(parts, texts, step=step, operator="merge"), parent)
+            texts, parts, spent = merged
+            merge = self.proposal(parts, texts, step=step, operator="merge")
+            child = await self.admit(merge, parent, origin=Origin(spent=spent))
         if child is None:  # one child alone, a conflict, or a merge that breaks a rule or was tried before
             await self.contest(passed, parent, step=step, purpose="race")
             return
@@ -416,15 +316,16 @@ class APO(PromptSearch):
 
     async def _merged(
         self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int
-    ) -> tuple[dict[str, str], Sequence[PromptCandidate]] | None:
-        """Return the texts with all changes together, and the children that they come from; ``None`` for a conflict.
+    ) -> tuple[dict[str, str], Sequence[PromptCandidate], Spent] | None:
+        """Return the texts with all changes together, the children that they come from, and what the question cost.
+
 
         Changes are merged line by line; where two conflict, the editor merges the texts of the two best children. Its
         request holds one resource's texts, so the two must have changed the same one.
         """
         merged = merge_texts(parent.texts, [child.texts for child in passed])
         if merged is not None:
-            return merged, passed
+            return merged, passed, Spent()
         first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
         # The resources that both have changed: neither has the parent's text any more.
         names = [name for name, text in parent.texts.items() if text not in (first.texts[name], second.texts[name])]
@@ -432,104 +333,14 @@ class APO(PromptSearch):
             return None
         name = names[0]
         request = self.request("merge", name=name, text=first.texts[name], other=second.texts[name])
-        text = (await self.ask_for_texts([(request, self.question_seed(step, "merge"))]))[0]
-        return None if text is None else ({**first.texts, name: text}, (first, second))
-
-    def _unproven(self) -> dict[str, list[Change]]:
-        """Return the changes of the best candidate that have not earned their place, by resource."""
-        if self.progress.best in self.progress.pruned:
-            return {}
-        first, proven = self.lineage[self.progress.seed].texts, self.progress.proven
-        found = {name: changes(first[name], text) for name, text in self.best.texts.items()}
-        left = {n: [c for c in known if c.key not in proven.get(n, ())] for n, known in found.items()}
-        return {name: unproven for name, unproven in left.items() if unproven}
-
-    def _is_prunable(self, step: int) -> bool:
-        """Return whether it is time to prune: regularly, where the search is stuck, and before its budget ends."""
-        unproven = sum(map(len, self._unproven().values()))
-        if not self.settings.delete_every or not unproven:
-            return False
-        left = self.budget.rollouts_left()
-        limit = self.plan.limits.rollouts
-        # A change that earns its place is known by half of the tasks or less, and the rest takes all of them. A step
-        # more has to fit in as well; but no more than a fifth of the budget, for a text that finds nothing needs none.
-        needed = (3 + unproven / 2) * len(self.order)
-        is_late = left is not None and limit is not None and left < min(needed, limit / 5)
-        return is_late or self.progress.stale >= PRUNE_AFTER or step % self.settings.delete_every == 0
-
-    async def _prune(self, step: int) -> None:
-        """Undo every change of the best candidate that has not earned its place, each alone and then all together."""
-        best, undone = self.best, dict[str, tuple[str, str]]()
-        for name, unproven in self._unproven().items():
-            for change in unproven:
-                child = await self._without(best, name, change.without, step)
-                if child is not None:  # else the rest breaks a rule, or was beaten often enough
-                    undone[child.id] = (name, change.key)
-        entrants = [self.lineage[child] for child in undone]
-        verdicts = await self._try_without(entrants, best, step)
-        if not verdicts:  # infrastructure broke all of it
-            return
-        useless: list[PromptCandidate] = []
-        for entrant in entrants:
-            (name, key), verdict = undone[entrant.id], verdicts[entrant.id]
-            if entrant.status != "pool":
-                entrant = self.lineage.put(entrant.replace(status="beaten", reason=f"without {key!r}: {verdict.words}"))
-            if verdict.has_won:
-                useless.append(entrant)
-            else:
-                self.progress.proven.setdefault(name, []).append(key)
-        self.progress.pruned.append(best.id)  # each candidate once, whatever comes of it
-        if useless:  # the one that costs least is paid already, and stays where the budget has no room for the others
-            worst = max(useless, key=lambda entrant: verdicts[entrant.id].difference)
-            await self.contest([worst], best, step=step, purpose="undo", may_tie=True)
-            await self._undo([undone[entrant.id] for entrant in useless], step)
-
-    async def _try_without(
-        self, entrants: Sequence[PromptCandidate], best: PromptCandidate, step: int
-    ) -> dict[str, Verdict]:
-        """Race texts with one change undone against the best one, whose rewards flatter it and each of its changes.
-
-        So the best one is measured once more, and then every text that loses by little or was beaten by it before.
-        """
-        before = len(self.evaluator.scores)
-        await self._measure_once_more([best], step, "prune-best")
-        if len(self.evaluator.scores) == before and not self.progress.is_steady:
-            return {}
-        verdicts = await race(
-            self.evaluator, entrants, best, rungs=self.rungs, step=step, purpose="prune", may_tie=True
-        )
-        lost = [entrant for entrant in entrants if not verdicts[entrant.id].has_won]
-        doubtful = [e for e in lost if e.status == "pool" or verdicts[e.id].n == len(self.order)]
-        await self._measure_once_more(doubtful, step, "prune-again")
-        return verdicts | await race(
-            self.evaluator, doubtful, best, rungs=self.rungs[-1:], step=step, purpose="doubtful", may_tie=True
-        )
-
-    async def _measure_once_more(self, candidates: Sequence[PromptCandidate], step: int, purpose: str) -> None:
-        if not self.progress.is_steady:
-            next_repeat = self.evaluator.scores.next_repeat
-            jobs = [MeasureJob(c, "val", self.order, next_repeat(c.id, "val")) for c in candidates]
-            await self.evaluator.measure(jobs, step=step, purpose=purpose)
-
-    async def _undo(self, useless: Sequence[tuple[str, str]], step: int) -> None:
-        """Race the best candidate without these changes, all undone together, against itself."""
-        best, first = self.best, self.lineage[self.progress.seed].texts
-        keys = {name: frozenset(key for owner, key in useless if owner == name) for name in best.texts}
-        texts = {name: without(first[name], text, keys[name]) for name, text in best.texts.items()}
-        child = self.proposal([best], texts, step=step, operator="delete")
-        if len(useless) > 1 and (admitted := await self.admit(child, best)) is not None:
-            await self.contest([admitted], best, step=step, purpose="delete", may_tie=True)
-
-    async def _without(self, best: PromptCandidate, name: str, text: str, step: int) -> PromptCandidate | None:
-        child = self.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
-        known = self.lineage.get(child.id)  # such as the parent that it was better than by chance
-        return known if known is not None and known.status == "pool" else await self.admit(child, best)
+        _, text, spent = (await self.ask_editor([(request, self.question_seed(step, "merge"))]))[0]
+        return None if text is None else ({**first.texts, name: text}, (first, second), spent)
 
     async def tidy(self, step: int) -> None:
         """Undo what has not earned its place, before the final measurement."""
         can_run = self.progress.stop_reason != "infrastructure"
-        if can_run and self.settings.delete_every and self._unproven():
-            await self._prune(step)
+        if can_run and self.settings.delete_every and self._pruner.unproven():
+            await self._pruner.prune(step)
 
     def _count_idle(self, has_proposals: bool) -> None:
         self.progress.idle = 0 if has_proposals else self.progress.idle + 1

@@ -54,6 +54,10 @@ class Spent(Record, frozen=True, kw_only=True):
     tokens: int = 0
     money: float = 0.0
 
+    def plus(self, other: "Spent") -> "Spent":
+        """Return the sum of two amounts."""
+        return Spent(**{name: getattr(self, name) + getattr(other, name) for name in CURRENCIES})
+
 
 class BudgetExhaustedError(Exception):
     """A reservation would exceed the budget; caught within this package, it ends the search.
@@ -137,10 +141,11 @@ class Budget:
         self._add(calls=1, tokens=wanted.tokens, money=cost)
         return wanted
 
-    def settle_call(self, reserved: Spent, *, input_tokens: int, output_tokens: int) -> None:
-        """Give back what a call did not cost."""
-        cost = self._token_cost(input_tokens, output_tokens)
-        self._add(tokens=input_tokens + output_tokens - reserved.tokens, money=cost - reserved.money)
+    def settle_call(self, reserved: Spent, *, input_tokens: int, output_tokens: int) -> Spent:
+        """Give back what a call did not cost, and return what it did."""
+        paid = Spent(calls=1, tokens=input_tokens + output_tokens, money=self._token_cost(input_tokens, output_tokens))
+        self._add(tokens=paid.tokens - reserved.tokens, money=paid.money - reserved.money)
+        return paid
 
     def dump(self) -> Json:
         """Return the amounts spent, as JSON."""
@@ -154,13 +159,7 @@ class Budget:
         return (input_tokens * self.prices.input + output_tokens * self.prices.output) / 1e6  # prices are per million
 
     def _add(self, *, rollouts: int = 0, calls: int = 0, tokens: int = 0, money: float = 0.0) -> None:
-        now = self._spent
-        self._spent = Spent(
-            rollouts=now.rollouts + rollouts,
-            calls=now.calls + calls,
-            tokens=now.tokens + tokens,
-            money=now.money + money,
-        )
+        self._spent = self._spent.plus(Spent(rollouts=rollouts, calls=calls, tokens=tokens, money=money))
 
     def _check(self) -> None:
         low = {n: getattr(self.limits, n) for n in CURRENCIES if (getattr(self.limits, n) or 0) < 0}

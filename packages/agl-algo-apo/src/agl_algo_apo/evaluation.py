@@ -14,46 +14,26 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import msgspec
-
+from agl import semconv
 from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.errors import ConfigError, NotFoundError, RunError
-from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Record, Resource, Span, to_json
+from agl.schemas import Episode, Json, JsonResource, PromptTemplate, Resource, Span, to_json
 from agl.stores import all_spans
-from agl_algo_apo.budget import Budget
+from agl_algo_apo.budget import Budget, Spent
 from agl_algo_apo.candidates import PromptCandidate, resource_of
+from agl_algo_apo.datasets import environment_of
 from agl_algo_apo.estimates import Estimate, Range, estimate
-from agl_algo_apo.faults import Status, needs_calls, status_of
-
-Split = Literal["train", "val", "test"]
-"""Training tasks; the validation tasks of the search; those that are held back, by their place among all of them."""
+from agl_algo_apo.faults import needs_calls, status_of
+from agl_algo_apo.journal import Journal
+from agl_algo_apo.scores import Measured, Scores, Split
 
 TRIES = 3
 """Most starts of a rollout that infrastructure breaks each time."""
 
-FRESH = 1
-"""The `repeat` of the final measurement's rollouts; 0 is the first measurement, from 2 on come further ones."""
-
 FEEDBACK_CHARS = 1000
 """Characters of feedback that are remembered with a reward."""
-
-
-class Measured(Record, frozen=True, kw_only=True):
-    """The outcome of one rollout.
-
-    Attributes:
-        reward: The score; that of a failure where the agent failed.
-        rollout: The rollout's id.
-        status: How the rollout ended.
-        feedback: The feedback of its rewards and its error, as text.
-    """
-
-    reward: float
-    rollout: str
-    status: Status = "ok"
-    feedback: str = ""
 
 
 class MeasureJob(NamedTuple):
@@ -65,87 +45,6 @@ class MeasureJob(NamedTuple):
     repeat: int = 0
 
 
-class Scores:
-    """Remembers the rewards that were paid for."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str], dict[tuple[int, int], Measured]] = {}
-
-    def __len__(self) -> int:
-        return sum(len(known) for known in self._known.values())
-
-    def get(self, candidate: str, split: Split, task: int, repeat: int = 0) -> Measured | None:
-        """Return what one rollout brought, ``None`` if it is not known."""
-        return self._known.get((candidate, split), {}).get((task, repeat))
-
-    def put(self, candidate: str, split: Split, task: int, repeat: int, measured: Measured) -> None:
-        """Remember a reward."""
-        self._known.setdefault((candidate, split), {})[(task, repeat)] = measured
-
-    def rewards(self, candidate: str, split: Split, tasks: Iterable[int] | None = None) -> dict[int, float]:
-        """Return rewards by task, of ``tasks`` or of all that are known; unknown ones are absent.
-
-        A task that was measured several times has the mean. :data:`FRESH` ones are left out, as nothing may be chosen
-        by them.
-        """
-        wanted = None if tasks is None else set(tasks)
-        found: dict[int, list[float]] = {}
-        for (task, repeat), measured in self._known.get((candidate, split), {}).items():
-            if repeat != FRESH and (wanted is None or task in wanted):
-                found.setdefault(task, []).append(measured.reward)
-        # One number per task, however often it ran: tasks and not rollouts are what intervals and races count.
-        return {task: fmean(values) for task, values in found.items()}
-
-    def fresh(self, candidate: str, split: Split) -> dict[int, float]:
-        """Return the rewards of the final measurement by task."""
-        known = self._known.get((candidate, split), {})
-        return {task: measured.reward for (task, repeat), measured in known.items() if repeat == FRESH}
-
-    def next_repeat(self, candidate: str, split: Split) -> int:
-        """Return a ``repeat`` that was not used yet, for measuring once more what was measured before."""
-        return max([FRESH, *(repeat for _, repeat in self._known.get((candidate, split), {}))]) + 1
-
-    def keep_fresh(self) -> None:
-        """Count the final measurement's rewards as further ones: a search that goes on chooses by them too."""
-        for known in self._known.values():
-            repeat = 1 + max(repeat for _, repeat in known)
-            for task in [task for task, old in known if old == FRESH]:
-                known[(task, repeat)] = known.pop((task, FRESH))
-
-    def floor(self) -> float:
-        """Return the worst reward that was ever measured; 0 before there is any."""
-        return min(self._all(), default=0.0)
-
-    def ceiling(self) -> float:
-        """Return the best reward that was ever measured; minus infinity before there is any."""
-        return max(self._all(), default=-math.inf)
-
-    def clear(self) -> None:
-        """Forget everything: what the rewards depended on has changed."""
-        self._known.clear()
-
-    def dump(self) -> Json:
-        """Return everything as JSON, one row per measurement."""
-        return [
-            [*place, *key, msgspec.to_builtins(measured)]
-            for place, known in self._known.items()
-            for key, measured in known.items()
-        ]
-
-    def load(self, data: Json) -> None:
-        """Continue from :meth:`dump`."""
-        self._known = {}
-        for row in msgspec.convert(data, list[tuple[str, Split, int, int, Measured]]):
-            self.put(*row)
-
-    def any(self) -> Measured | None:
-        """Return any measurement, ``None`` before there is one."""
-        return next((measured for known in self._known.values() for measured in known.values()), None)
-
-    def _all(self) -> Iterable[float]:
-        return (measured.reward for known in self._known.values() for measured in known.values())
-
-
 class Evaluator:
     """Runs candidates on tasks.
 
@@ -154,6 +53,7 @@ class Evaluator:
         environment: Versions of the resources that are not tuned here and on which rewards depend. Prompts and other
             texts among them are pinned; a policy always serves its newest weights. Where they change, the same
             request makes new rollouts.
+        journal: The costs of each candidate, beside what the search notes there.
         broken: Count of the rollouts of this process that could not be scored, by status.
 
     Args:
@@ -173,6 +73,7 @@ class Evaluator:
         self._seed: dict[str, Resource] = {name: context.current(name).resource for name in context.tunes}
         self._live = {name: context.current(name).version for name in context.tunes}
         self.scores = Scores()
+        self.journal = Journal()
         self.environment = environment_of(context)
         self.broken: Counter[str] = Counter()
 
@@ -210,9 +111,9 @@ class Evaluator:
         """
         live = dict(self._context.live())
         ours = [(task, episode) for task, episode in enumerate(validated) if episode.rollout.resources == live]
-        self._budget.take_rollouts(len(ours))
+        self._pay({candidate.id: len(ours)})
         for task, episode in ours:
-            measured = await self._measured(episode)
+            measured = await self._measured(candidate, episode)
             if measured is not None:
                 self.scores.put(candidate.id, "test" if task in test else "val", task, 0, measured)
         self._check_scale()
@@ -235,7 +136,10 @@ class Evaluator:
             missing = [job for job in missing if job.tasks]
             if not missing:
                 return
-            self._budget.take_rollouts(sum(len(job.tasks) for job in missing))
+            counts: Counter[str] = Counter()
+            for job in missing:
+                counts[job.candidate.id] += len(job.tasks)
+            self._pay(counts)
             await asyncio.gather(*(self._run(job, step, f"{purpose}-{attempt}") for job in missing))
             self._check_scale()
 
@@ -292,9 +196,15 @@ class Evaluator:
             keeps_all=True,
         )
         for position, episode in zip(job.tasks, collected.episodes, strict=True):
-            measured = await self._measured(episode)
+            measured = await self._measured(job.candidate, episode)
             if measured is not None:
                 self.scores.put(job.candidate.id, job.split, position, job.repeat, measured)
+
+    def _pay(self, counts: Mapping[str, int]) -> None:
+        """Pay rollouts of several candidates, all or none."""
+        self._budget.take_rollouts(sum(counts.values()))
+        for candidate, count in counts.items():
+            self.journal.paid(candidate, Spent(rollouts=count, money=count * self._budget.prices.rollout))
 
     def _pinned_versions(self) -> dict[str, str]:
         texts = (PromptTemplate, JsonResource)
@@ -309,9 +219,12 @@ class Evaluator:
             return ""
         return f"{hashlib.blake2b(to_json(self.environment), digest_size=4).hexdigest()}-"
 
-    async def _measured(self, episode: Episode) -> Measured | None:
+    async def _measured(self, candidate: PromptCandidate, episode: Episode) -> Measured | None:
         rollout = episode.rollout.rollout_id
-        status = status_of(episode, await self._spans(rollout) if needs_calls(episode) else ())
+        # An episode without a recorded call has none whose tokens could be counted.
+        spans = await self._spans(rollout) if episode.transitions or needs_calls(episode) else ()
+        self.journal.paid(candidate.id, Spent(tokens=sum(map(_tokens, spans))))
+        status = status_of(episode, spans if needs_calls(episode) else ())
         if status in ("infrastructure", "unrewarded"):
             self.broken[status] += 1
             return None
@@ -323,6 +236,16 @@ class Evaluator:
             return await all_spans(self._context.store, rollout)
         except NotFoundError:  # deleted meanwhile: its error still tells something
             return ()
+
+
+def _tokens(span: Span) -> int:
+    """Return the tokens of a recorded model call, 0 where they are not known."""
+    call = span.call
+    if call is None:
+        return 0
+    read = call.prompt_len or span.attributes.get(semconv.INPUT_TOKENS) or 0
+    written = call.response_len or span.attributes.get(semconv.OUTPUT_TOKENS) or 0
+    return written + (read if call.choice == 0 else 0)  # all choices of a request share its prompt
 
 
 def _guessed_scale(best: float) -> float:
@@ -337,34 +260,6 @@ def feedback_of(episode: Episode) -> str:
     if error is not None:
         parts.append(f"{error.type}: {error.message}")
     return "\n".join(parts)[:FEEDBACK_CHARS]
-
-
-def environment_of(context: AlgorithmContext) -> dict[str, str]:
-    """Return the version of every resource that is not tuned here, on which rewards depend besides the candidate."""
-    return {name: version for name, version in sorted(context.live().items()) if name not in context.tunes}
-
-
-def dataset_digest(context: AlgorithmContext) -> str:
-    """Return a digest of the training and validation tasks, by which a resumed run notices that they have changed."""
-    return hashlib.blake2b(to_json([list(context.train), list(context.val)]), digest_size=8).hexdigest()
-
-
-def check_splits(context: AlgorithmContext) -> None:
-    """Refuse a missing validation set, or one that shares tasks with training; raises :class:`ConfigError`."""
-    if not context.train:
-        raise ConfigError("there are no training tasks; set [experiment] train to a JSON-lines file")
-    if not context.val:
-        raise ConfigError(
-            "there are no validation tasks to compare prompts on; set [experiment] val to tasks that are not in train, "
-            "about as many"
-        )
-    train = {to_json(task) for task in context.train}
-    shared = [task for task in context.val if to_json(task) in train]
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} of {len(context.val)} validation tasks are training tasks too, such as "
-            f"{to_json(shared[0]).decode()[:120]}; take them out of one of the two, or the score means nothing"
-        )
 
 
 def nothing_scored(tried: int, broken: Mapping[str, int]) -> RunError:

@@ -17,7 +17,7 @@ from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
-from agl_algo_apo.evaluation import Measured
+from agl_algo_apo.scores import Measured
 
 MESSAGE_CHARS = 600
 """Most characters of one message that are shown, from its start and its end."""

@@ -22,7 +22,8 @@ from agl.schemas import Record
 from agl_algo_apo.budget import BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate
 from agl_algo_apo.estimates import Estimate, estimate, exactly_nothing
-from agl_algo_apo.evaluation import FRESH, Evaluator, MeasureJob, Split
+from agl_algo_apo.evaluation import Evaluator, MeasureJob
+from agl_algo_apo.scores import FRESH, Split
 
 How = Literal["test tasks", "fresh rollouts", "first measurement", "selection"]
 """The rewards that a score is made of: those on tasks that nothing was selected by; fresh ones on the others; those of
@@ -115,7 +116,7 @@ async def measure_again(
     # Where all rewards speak for the seed, the report still says how the best candidate did.
     shown = finalists[0] if winner == seed else winner
     how: How = "test tasks" if is_test else "fresh rollouts"
-    if not all(_rewards(evaluator, candidate, how) for candidate in (shown, seed)):
+    if not all(rewards_by(evaluator, candidate.id, how) for candidate in (shown, seed)):
         how = "selection"
     return _result(evaluator, shown, seed, how=how, is_beaten=winner == seed)
 
@@ -124,7 +125,7 @@ def _result(
     evaluator: Evaluator, winner: PromptCandidate, seed: PromptCandidate, *, how: How, is_beaten: bool = False
 ) -> Result | None:
     """Return the result for the candidate that was chosen, which is none where the seed does better."""
-    rewards = {c.id: _rewards(evaluator, c, how) for c in (winner, seed)}
+    rewards = {c.id: rewards_by(evaluator, c.id, how) for c in (winner, seed)}
     # Only tasks that both were measured on: scores over different tasks would not add up to the gain.
     common = sorted(rewards[winner.id].keys() & rewards[seed.id].keys())
     if not common:
@@ -147,10 +148,11 @@ def _result(
     return Result(winner=winner.id, score=score, seed_score=seed_score, gain=gain, is_fresh=is_fresh, how=how)
 
 
-def _rewards(evaluator: Evaluator, candidate: PromptCandidate, how: How) -> Mapping[int, float]:
+def rewards_by(evaluator: Evaluator, candidate: str, how: How) -> Mapping[int, float]:
+    """Return the rewards of a candidate that a score is made of, by task."""
     if how == "fresh rollouts":
-        return evaluator.scores.fresh(candidate.id, "val")
-    return evaluator.scores.rewards(candidate.id, "test" if how == "test tasks" else "val")
+        return evaluator.scores.fresh(candidate, "val")
+    return evaluator.scores.rewards(candidate, "test" if how == "test tasks" else "val")
 
 
 def _runner_up(

@@ -26,13 +26,16 @@ from importlib import import_module
 from typing import Any
 
 from agl_algo_apo import artifacts
-from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices
+from agl_algo_apo.answers import before_text
+from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices, Spent
 from agl_algo_apo.candidates import PromptCandidate, candidate_id, resource_of
-from agl_algo_apo.evaluation import Measured, MeasureJob, Split
+from agl_algo_apo.evaluation import MeasureJob
 from agl_algo_apo.evidence import EvidenceRun, read_run
 from agl_algo_apo.gepa_adapter import GepaAdapter, Stopped, TaskPlace, Texts
 from agl_algo_apo.optimizer import OptimizerSettings
+from agl_algo_apo.scores import Measured, Split
 from agl_algo_apo.search import MAX_BARREN, PromptSearch
+from agl_algo_apo.search_tools import Origin
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
 from agl_algo_apo.templates import task_text
 
@@ -162,7 +165,8 @@ class _Phase:
         self._search = search
         self._step = step
         self._requests = 0
-        self._shown: list[str] = []
+        self._origin = Origin()
+        self._critique = ""
         self._parent = ""
         self._began = search.budget.spent.rollouts
         self._share = self._share_of_budget()
@@ -172,6 +176,7 @@ class _Phase:
         lineage = self._search.lineage
         for candidate in lineage.all():
             if candidate.status == "proposed":
+                self._note_minibatch(candidate, has_passed=False)
                 lineage.put(candidate.replace(status="beaten", reason="not better than its parent on its minibatch"))
 
     async def refusal(self, texts: Texts) -> str:
@@ -180,8 +185,9 @@ class _Phase:
         key = candidate_id(texts)
         if key not in search.lineage:
             parent = search.lineage[self._parent] if self._parent else search.best
-            child = search.proposal([parent], texts, step=self._step, operator="reflect")
-            await search.admit(child, parent, shown=self._shown)
+            child = search.proposal([parent], texts, step=self._step, operator="reflect", critique=self._critique)
+            await search.admit(child, parent, origin=self._origin)
+            self._origin, self._critique = self._origin._replace(spent=Spent()), ""  # the next one pays its own
         candidate = search.lineage[key]
         if candidate.status != "rejected":
             return ""
@@ -210,12 +216,17 @@ class _Phase:
         resource = resource_of(texts[name], search.context.current(name).resource)
         agents = search.settings.roles.get(name, "")
         runs = [await read_run(search.context, item, name=name, resource=resource, agents=agents) for item in measured]
-        self._shown = [task_text(run.task) for run in runs]
+        self._origin = Origin(
+            shown=tuple(task_text(run.task) for run in runs), evidence=tuple(item.rollout for item in measured)
+        )
         return runs
 
     async def ask(self, request: str, number: int) -> str:
         """Return the optimiser's answer to the phase's ``number``-th request."""
-        return await self._search.editor.ask(request, seed=f"{self._search.context.seed}/{self._step}/{number}")
+        search = self._search
+        answer = await search.editor.ask(request, seed=f"{search.context.seed}/{self._step}/{number}")
+        self._origin, self._critique = self._origin._replace(spent=answer.spent), before_text(answer.text)
+        return answer.text
 
     def spent_rollouts(self) -> int:
         """Return the number of rollouts that were paid so far."""
@@ -241,10 +252,34 @@ class _Phase:
         if candidate.status == "pool":
             return
         candidate = search.lineage.put(candidate.replace(status="pool"))
+        self._note_minibatch(candidate, has_passed=True)
         means = [search.evaluator.mean(owner, "val") for owner in (candidate.id, search.progress.best)]
-        if means[0] > means[1]:
+        is_best = means[0] > means[1]
+        search.note_gate(
+            candidate.id,
+            search.progress.best,
+            gate="best on all validation tasks",
+            has_passed=is_best,
+            split="val",
+            tasks=search.order,
+            step=self._step,
+        )
+        if is_best:
             search.progress.best = candidate.id
             artifacts.write_best(search.context.workdir, candidate.texts)
+
+    def _note_minibatch(self, candidate: PromptCandidate, *, has_passed: bool) -> None:
+        """Note how a candidate did against its parent on training tasks that both have run."""
+        search = self._search
+        search.note_gate(
+            candidate.id,
+            candidate.parents[0] if candidate.parents else search.progress.seed,
+            gate="gate on its minibatch",
+            has_passed=has_passed,
+            split="train",
+            tasks=range(len(search.context.train)),
+            step=self._step,
+        )
 
     def _share_of_budget(self) -> int | None:
         """Return the rollouts of this phase: an equal share of those left; ``None`` for no limit but the budget."""

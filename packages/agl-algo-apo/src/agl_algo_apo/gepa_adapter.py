@@ -18,10 +18,10 @@ from gepa.core.adapter import EvaluationBatch
 
 from agl.errors import RunError
 from agl_algo_apo.budget import BudgetExhaustedError
-from agl_algo_apo.evaluation import Measured, Split
 from agl_algo_apo.evidence import EvidenceRun
 from agl_algo_apo.optimizer import OptimizerDownError
 from agl_algo_apo.progress import StopReason
+from agl_algo_apo.scores import Measured, Split
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

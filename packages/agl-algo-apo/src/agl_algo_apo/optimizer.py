@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import httpx
 import msgspec
@@ -71,6 +71,13 @@ class OptimizerAnswer(Record, frozen=True, kw_only=True):
     text: str
     tokens: tuple[int, int] = (-1, -1)
     is_cut: bool = False
+
+
+class PaidAnswer(NamedTuple):
+    """The text of an answer, and what it cost: the most that it can have cost where the endpoint names no tokens."""
+
+    text: str
+    spent: Spent
 
 
 def settings_of(optimizer: str | OptimizerSettings, context: AlgorithmContext) -> OptimizerSettings:
@@ -134,7 +141,7 @@ class Optimizer:
                 f"(HTTP {response.status_code}); set optimizer.api_key_env to the variable that holds it"
             )
 
-    async def ask(self, text: str, *, seed: str) -> str:
+    async def ask(self, text: str, *, seed: str) -> PaidAnswer:
         """Return the model's answer; the same text and seed get the same answer, over restarts too.
 
         Raises:
@@ -144,7 +151,7 @@ class Optimizer:
         text = _well_formed(text)
         return await self._answer(self._body(text, seed), self._reserve(text))
 
-    async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
+    async def ask_all(self, questions: Sequence[tuple[str, str]]) -> list[PaidAnswer | None]:
         """Return the answers to (text, seed) pairs; ``None`` where one failed or the budget had no room for it.
 
         All are asked at once and paid for before, in order, so which are asked does not depend on which come first.
@@ -167,13 +174,13 @@ class Optimizer:
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
         if failed and (len(failed) == len(answers) or not isinstance(failed[0], OptimizerDownError)):
             raise failed[0]
-        texts = [answer if isinstance(answer, str) else None for answer in answers]
-        return texts + [None] * (len(questions) - len(texts))
+        found = [answer if isinstance(answer, PaidAnswer) else None for answer in answers]
+        return found + [None] * (len(questions) - len(found))
 
     def _reserve(self, text: str) -> Spent:
         return self._budget.take_call(max_input=most_tokens(text), max_output=self._settings.max_tokens)
 
-    async def _answer(self, body: Mapping[str, Json], reserved: Spent) -> str:
+    async def _answer(self, body: Mapping[str, Json], reserved: Spent) -> PaidAnswer:
         key = hashlib.blake2b(to_json(body), digest_size=16).hexdigest()
         answer = self._answers.get(key)
         if answer is None:
@@ -181,15 +188,16 @@ class Optimizer:
             self._remember(key, answer)
         # A remembered answer costs what it cost before: the step that is repeated pays it into a restored budget.
         read, written = answer.tokens
-        if read >= 0:  # else the whole reservation stays spent: it is the most that the answer can have cost
-            self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
+        spent = reserved  # stays spent where no tokens are named: it is the most that the answer can have cost
+        if read >= 0:
+            spent = self._budget.settle_call(reserved, input_tokens=read, output_tokens=written)
         if answer.is_cut and not self.hint:
             self.hint = (
                 f"answers of the optimiser's model end at {self.max_tokens} tokens (finish_reason length), before they "
                 f"are complete; raise max_tokens in optimizer = {{ ..., max_tokens = {4 * self.max_tokens} }}"
             )
             self._say(self.hint)
-        return answer.text
+        return PaidAnswer(answer.text, spent)
 
     async def close(self) -> None:
         """Close the connections; idempotent."""

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from agl_algo_apo.evaluation import Measured
+from agl_algo_apo.scores import Measured
 
 StopReason = Literal[
     "budget",

@@ -28,6 +28,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
+import msgspec
+
 from agl.schemas import Record
 from agl_algo_apo.candidates import PromptCandidate
 from agl_algo_apo.evaluation import Evaluator, MeasureJob
@@ -49,11 +51,13 @@ class Verdict(Record, frozen=True, kw_only=True):
         has_won: Whether it beat its rival.
         difference: Mean reward difference on the tasks that were compared.
         n: Number of these tasks.
+        tasks: The validation tasks of the slice that decided.
     """
 
     has_won: bool
     difference: float
     n: int
+    tasks: tuple[int, ...] = ()
 
     @property
     def words(self) -> str:
@@ -117,7 +121,7 @@ async def race(
             values = difference(evaluator, candidate.id, rival.id, tasks)
             verdict = _verdict_on(values, is_last=is_last, may_tie=may_tie)
             if verdict is not None:  # won or lost: it leaves the race and costs nothing more
-                verdicts[candidate.id] = verdict
+                verdicts[candidate.id] = msgspec.structs.replace(verdict, tasks=tasks)
                 running.remove(candidate)
     return verdicts
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from agl_algo_apo.budget import BudgetLimits, Prices
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.search import PromptSearch
+from agl_algo_apo.search_tools import Origin
 from agl_algo_apo.settings import Preset, Publish, SearchSettings
 
 if TYPE_CHECKING:
@@ -85,11 +86,12 @@ class RandomSearch(PromptSearch):
         best, names = self.best, list(self.best.texts)
         name = names[step % len(names)]  # the texts take turns
         request = self.request("rewrite", name=name, text=best.texts[name])
-        text = (await self.ask_for_texts([(request, self.question_seed(step, "rewrite"))]))[0]
+        written = (await self.ask_editor([(request, self.question_seed(step, "rewrite"))]))[0]
         child: PromptCandidate | None = None
-        if text is not None:  # the answer held a text; the static gate may still refuse it
-            texts = {**best.texts, name: text}
-            child = await self.admit(self.proposal([best], texts, step=step, operator="rewrite"), best)
+        if written.text is not None:  # the answer held a text; the static gate may still refuse it
+            texts = {**best.texts, name: written.text}
+            proposal = self.proposal([best], texts, step=step, operator="rewrite", critique=written.critique)
+            child = await self.admit(proposal, best, origin=Origin(spent=written.spent))
         if child is None:
             self.progress.idle += 1
             if self.progress.idle >= MAX_IDLE:

@@ -5,8 +5,7 @@ on fresh rollouts and report those. Everything that a step needs is in the state
 from (seed, step, purpose), so a step that is repeated does the same, under the same rollout ids.
 """
 
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,38 +14,29 @@ import msgspec
 from agl.contracts import AlgorithmContext, StepReport, VersionScore
 from agl.errors import ConfigError
 from agl.schemas import Json
-from agl_algo_apo import artifacts
-from agl_algo_apo.answers import extract
 from agl_algo_apo.budget import Budget, BudgetExhaustedError
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id, resource_of, text_of
-from agl_algo_apo.evaluation import (
-    FRESH,
-    Evaluator,
-    MeasureJob,
-    Split,
-    check_splits,
-    dataset_digest,
-    environment_of,
-    nothing_scored,
-)
+from agl_algo_apo.datasets import check_splits, dataset_digest, environment_of
+from agl_algo_apo.evaluation import Evaluator
 from agl_algo_apo.extension import has_more
-from agl_algo_apo.final_measurement import FinalTasks, Result, measure_again
+from agl_algo_apo.final_measurement import FinalTasks, Result, measure_again, rewards_by
+from agl_algo_apo.journal import GateReport, compared
 from agl_algo_apo.optimizer import Optimizer, OptimizerDownError, most_tokens, settings_of
-from agl_algo_apo.progress import STOP_WORDS, SearchProgress, StopReason
+from agl_algo_apo.progress import SearchProgress
 from agl_algo_apo.proposals import Requests
-from agl_algo_apo.race import Verdict, race, slices
+from agl_algo_apo.race import slices
+from agl_algo_apo.reporting import current_scores, metrics_of, note_scores, publish_best, stop_words, write_files
+from agl_algo_apo.scores import FRESH, Split
+from agl_algo_apo.search_tools import SearchTools
 from agl_algo_apo.settings import SearchSettings, SpendingPlan, check_question, spending_plan
-from agl_algo_apo.templates import TextRules, check_fields, check_seed, identifiers_of, violation
-from agl_algo_apo.version_scores import CandidateScore, candidate_scores, version_scores
-
-MAX_TRIES = 4
-"""Most tries of one candidate."""
+from agl_algo_apo.text_rules import text_rules
+from agl_algo_apo.version_scores import version_scores
 
 MAX_BARREN = 6
 """The search ends after so many answers in a row without a usable text."""
 
 
-class PromptSearch:
+class PromptSearch(SearchTools):
     """The base of an optimiser, which overrides :meth:`improve`.
 
     Args:
@@ -60,14 +50,10 @@ class PromptSearch:
 
     def __init__(self, settings: SearchSettings, *, algorithm: str, calls: int) -> None:
         settings.check(algorithm)
-        self.settings = settings
+        super().__init__(settings)
         self._algorithm = algorithm
         self._calls = calls
         self._optimizers: list[Optimizer] = []
-        self.lineage = Lineage()
-        self.progress = SearchProgress()
-        self.result: Result | None = None
-        self._known_by: frozenset[str] | None = None
         self._told: dict[tuple[str, str], VersionScore] = {}
 
     async def improve(self, step: int) -> None:
@@ -83,7 +69,7 @@ class PromptSearch:
         """Check tasks, prompts, budget, requests and the optimiser's endpoint; raises :class:`ConfigError`."""
         self.context = context
         check_splits(context)
-        self.rules = self._rules(context)
+        self.rules = text_rules(context, self.settings, algorithm=self._algorithm)
         self.plan: SpendingPlan = spending_plan(
             self.settings,
             tasks=len(context.train),
@@ -145,15 +131,16 @@ class PromptSearch:
         if is_paid and len(self.evaluator.scores) == scored:
             self.progress.stop("infrastructure", f"{self.evaluator.broken.total()} broken rollouts in this process")
         self._decide_stop(is_improved=self.progress.best != before, is_paid=is_paid)
-        published = await self._publish(step, is_final=is_final)
-        self._write(is_improved=self.progress.best != before)
+        published = await publish_best(self, step, is_final=is_final)
+        note_scores(self)
+        write_files(self, is_improved=self.progress.best != before)
         await self._save_new_scores()
         return StepReport(
             step=step,
             is_finished=is_final,
-            metrics=self._metrics(),
+            metrics=metrics_of(self),
             published=published,
-            stop_reason=self._stop_words() if is_final else "",
+            stop_reason=stop_words(self) if is_final else "",
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -162,6 +149,7 @@ class PromptSearch:
             "version": 1,
             "progress": msgspec.to_builtins(self.progress),
             "lineage": self.lineage.dump(),
+            "journal": self.journal.dump(),
             "scores": self.evaluator.scores.dump(),
             "spent": self.budget.dump(),
             "limits": msgspec.to_builtins(self.plan.limits),
@@ -181,6 +169,7 @@ class PromptSearch:
             )
         self.progress = msgspec.convert(state["progress"], SearchProgress)
         self.lineage = Lineage.load(state["lineage"])
+        self.journal.load(state["journal"])
         self.evaluator.scores.load(state["scores"])
         self.budget.load(state["spent"])
         self.evaluator.environment = dict(state["environment"])
@@ -211,129 +200,6 @@ class PromptSearch:
         for optimizer in self._optimizers:
             await optimizer.close()
 
-    # --- what improving steps use -------------------------------------------------------------------------------
-
-    @property
-    def best(self) -> PromptCandidate:
-        """The best candidate so far."""
-        return self.lineage[self.progress.best]
-
-    @property
-    def is_perfect(self) -> bool:
-        """True if the best candidate scores the perfect score on every validation task."""
-        known = self.evaluator.scores.rewards(self.progress.best, "val")
-        return len(known) == len(self.order) and min(known.values()) >= self.settings.perfect_score
-
-    def random(self, step: int, purpose: str) -> random.Random:
-        """Return a random generator that follows from seed, step and purpose alone."""
-        return random.Random(f"{self.context.seed}/{self.context.name}/{step}/{purpose}")
-
-    async def admit(
-        self, child: PromptCandidate, parent: PromptCandidate, *, shown: Sequence[str] = ()
-    ) -> PromptCandidate | None:
-        """Return the candidate with versions that rollouts can pin, or ``None`` if it may not be tried.
-
-        A proposal that breaks a rule stays in the lineage with the reason. One that was tried and beaten before may be
-        tried again when it is proposed again: chance may have been against it, and its rewards so far still count.
-        """
-        known = self.lineage.get(child.id)
-        if known is not None:
-            if known.status != "beaten" or known.tries >= MAX_TRIES:
-                return None
-            return self.lineage.put(known.replace(status="proposed", tries=known.tries + 1))
-        known_by = await self._identifiers()
-        broken = [violation(child.texts[r.name], r, shown=shown, identifiers=known_by) for r in self.rules]
-        reason = next((text for text in broken if text), "")
-        if reason:
-            self.lineage.put(child.replace(status="rejected", reason=reason))
-            return None
-        return self.lineage.put(await self.evaluator.register(child, parent=parent))
-
-    def proposal(
-        self,
-        parents: Sequence[PromptCandidate],
-        texts: Mapping[str, str],
-        *,
-        step: int,
-        operator: str,
-        critique: str = "",
-    ) -> PromptCandidate:
-        """Return a candidate with these texts, which is not in the lineage yet."""
-        return PromptCandidate(
-            id=candidate_id(texts),
-            texts=dict(texts),
-            parents=tuple(parent.id for parent in parents),
-            operator=operator,
-            step=step,
-            critique=critique,
-        )
-
-    async def ask_for_texts(self, questions: Sequence[tuple[str, str]]) -> list[str | None]:
-        """Return the editor's new texts for (request, seed) pairs, ``None`` where an answer holds none."""
-        return [text for _, text in await self.ask_editor(questions)]
-
-    async def ask_editor(self, questions: Sequence[tuple[str, str]]) -> list[tuple[str | None, str | None]]:
-        """Return the editor's answers with their new texts, ``None`` where there is none."""
-        answers = await self.editor.ask_all(questions)
-        texts = [None if answer is None else extract(answer) for answer in answers]
-        for answer, text in zip(answers, texts, strict=True):
-            if answer is not None:  # a model that does not answer is counted elsewhere
-                self.progress.barren = 0 if text is not None else self.progress.barren + 1
-        return list(zip(answers, texts, strict=True))
-
-    def request(self, kind: str, *, name: str, **values: str) -> str:
-        """Return a request to the editor about one resource, with the rules that its text must keep."""
-        constraints = "\n".join(next(rules for rules in self.rules if rules.name == name).words())
-        return self.requests.text(kind, component=name, constraints=constraints, **values)
-
-    def question_seed(self, step: int, purpose: str) -> str:
-        """Return a seed that makes the same request in another step another question, with an answer of its own."""
-        return f"{self.context.seed}/{self.context.name}/{step}/{purpose}"
-
-    async def measure_whole(self, candidate: PromptCandidate, step: int) -> None:
-        """Run the validation tasks that are not known yet; raises :class:`RunError` when not one can be scored."""
-        await self.evaluator.measure([MeasureJob(candidate, "val", self.order)], step=step, purpose="whole")
-        if not self.evaluator.scores.rewards(candidate.id, "val"):
-            raise nothing_scored(len(self.order), self.evaluator.broken)
-
-    async def contest(
-        self,
-        entrants: Sequence[PromptCandidate],
-        rival: PromptCandidate,
-        *,
-        step: int,
-        purpose: str,
-        may_tie: bool = False,
-    ) -> list[PromptCandidate]:
-        """Race proposals against their parent; winners join the pool and are returned, the best one first."""
-        verdicts: dict[str, Verdict] = await race(
-            self.evaluator, entrants, rival, rungs=self._rungs(entrants), step=step, purpose=purpose, may_tie=may_tie
-        )
-        winners: list[PromptCandidate] = []
-        for entrant in entrants:
-            verdict = verdicts[entrant.id]
-            status = "pool" if verdict.has_won else "beaten"
-            decided = self.lineage.put(entrant.replace(status=status, reason=verdict.words))
-            if verdict.has_won:
-                winners.append(decided)
-        winners.sort(key=lambda winner: verdicts[winner.id].difference, reverse=True)
-        if winners:
-            await self._promote(winners[0], rival, step=step, may_tie=may_tie)
-        return winners
-
-    def _rungs(self, entrants: Sequence[PromptCandidate]) -> Sequence[tuple[int, ...]]:
-        """Return the slices of a race; an entrant that runs again starts beyond those that decided it before."""
-        again = [entrant for entrant in entrants if entrant.tries > 1]
-        known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
-        return [rung for rung in self.rungs if len(rung) > known] or self.rungs[-1:]
-
-    async def _identifiers(self) -> frozenset[str]:
-        """Return the words that belong to one training task each, of what the agent sees of it."""
-        if self._known_by is None:
-            hidden = await self.evaluator.hidden_keys()
-            self._known_by = identifiers_of(self.context.train, self.context.val, hidden=hidden)
-        return self._known_by
-
     # --- the parts of a step ------------------------------------------------------------------------------------
 
     async def _start(self, step: int) -> None:
@@ -363,16 +229,6 @@ class PromptSearch:
         self.progress.proven.clear()
         self.progress.pruned.clear()
         await self.measure_whole(self.best, step)
-
-    async def _promote(self, winner: PromptCandidate, rival: PromptCandidate, *, step: int, may_tie: bool) -> None:
-        """Make a winner the best candidate; where its rival was another, it has to beat the best one first."""
-        if rival.id != self.progress.best:
-            verdicts = await race(
-                self.evaluator, [winner], self.best, rungs=self.rungs, step=step, purpose="crown", may_tie=may_tie
-            )
-            if not verdicts[winner.id].has_won:
-                return
-        self.progress.best = winner.id
 
     def _decide_stop(self, *, is_improved: bool, is_paid: bool) -> None:
         """Stop where there is a reason to; a step that ran no rollout does not count against patience."""
@@ -408,8 +264,19 @@ class PromptSearch:
         )
         if self.result is not None:
             self.progress.best = self.result.winner
+            self._note_final(self.result, step)
         self.budget.release()
         self.budget.take_rollouts(self.plan.after)  # the trainer runs them when this step is done
+
+    def _note_final(self, result: Result, step: int) -> None:
+        """Note how the best candidate did in the final measurement."""
+        judged, seed = result.beaten or result.winner, self.progress.seed
+        if judged == seed:
+            return
+        ours, theirs = (rewards_by(self.evaluator, each, result.how) for each in (judged, seed))
+        gate = f"final measurement ({result.how})"
+        report = GateReport(gate=gate, has_passed=not result.beaten, step=step, rival=seed)
+        self.journal.met(judged, compared(report, ours, theirs, tasks=sorted(ours), within=self.evaluator.range))
 
     def _final_tasks(self) -> FinalTasks:
         """Return the tasks of the final measurement: those held back, or any, as races have looked at some the most."""
@@ -421,28 +288,11 @@ class PromptSearch:
         repeats = tuple(range(size // len(tasks) or 1)) if self.test else (FRESH,)
         return FinalTasks(split, tuple(sorted(drawn)), repeats)
 
-    async def _publish(self, step: int, *, is_final: bool) -> tuple[str, ...]:
-        """Make the best texts live where they are not, at every improvement or at the end; returns the versions."""
-        is_new = self.progress.best != self.progress.published
-        if not is_new or (self.settings.publish == "end" and not is_final):
-            return ()
-        before = self.lineage[self.progress.published].texts
-        metadata: dict[str, Json] = {"candidate_id": self.best.id, "operator": self.best.operator}
-        published: list[str] = []
-        for rules in self.rules:
-            text = self.best.texts[rules.name]
-            if text != before[rules.name]:
-                resource = resource_of(text, rules.seed)
-                made = await self.context.publish(rules.name, resource, step=step, metadata=metadata)
-                published.append(f"{rules.name}@{made.version}")
-        self.progress.published = self.progress.best
-        return tuple(published)
-
     async def _save_new_scores(self) -> None:
         """Save the score of each version in the store, where it is new."""
         scores = version_scores(
             self.lineage,
-            self._scores(),
+            current_scores(self),
             seed=self.progress.seed,
             published=self.progress.published,
             live={name: self.context.current(name).version for name in self.context.tunes},
@@ -451,64 +301,6 @@ class PromptSearch:
         if new:
             await self.context.store.save_scores(list(new.values()))
         self._told |= new
-
-    def _scores(self) -> dict[str, CandidateScore]:
-        return candidate_scores(self.lineage, self.evaluator, seed=self.progress.seed, result=self.result)
-
-    def _write(self, *, is_improved: bool) -> None:
-        workdir = self.context.workdir
-        if is_improved or self.progress.step == 1:
-            artifacts.write_best(workdir, self.best.texts)
-        scores = self._scores()
-        rows = [
-            {**msgspec.structs.asdict(c), "score": msgspec.to_builtins(scores.get(c.id))} for c in self.lineage.all()
-        ]
-        artifacts.write_lineage(workdir, rows)
-        if self.result is not None:
-            reason = {"stop_reason": self.progress.stop_reason, "stop_detail": self.progress.stop_detail}
-            spent = {"spent": msgspec.structs.asdict(self.budget.spent), "texts": self.best.texts}
-            artifacts.write_result(workdir, {**msgspec.structs.asdict(self.result), **reason, **spent})
-
-    def _metrics(self) -> dict[str, float]:
-        metrics: dict[str, float] = {
-            "candidates": float(len(self.lineage.all())),
-            "rejected": float(sum(c.status == "rejected" for c in self.lineage.all())),
-            "unmeasured": float(self.evaluator.broken.total()),
-        }
-        if self.result is not None:
-            metrics |= {"score": self.result.score.mean, "seed_score": self.result.seed_score.mean}
-        elif self.progress.best in (scores := self._scores()):
-            metrics["best_val_score"] = scores[self.progress.best].mean
-        spent: dict[str, Any] = msgspec.structs.asdict(self.budget.spent)
-        return metrics | {f"spent_{name}": float(value) for name, value in spent.items()}
-
-    def _stop_words(self) -> str:
-        reason: StopReason = self.progress.stop_reason or "budget"
-        detail = f" ({self.progress.stop_detail})" if self.progress.stop_detail else ""
-        return f"{reason}: {STOP_WORDS[reason]}{detail}. {self.result.words if self.result else ''}".strip()
-
-    # --- setting up ---------------------------------------------------------------------------------------------
-
-    def _rules(self, context: AlgorithmContext) -> list[TextRules]:
-        if not context.tunes:
-            raise ConfigError(
-                f"{self._algorithm} has no prompt to tune; set tunes to a [resource.NAME] with a template or a value"
-            )
-        settings = self.settings
-        unknown = sorted({*settings.invariants, *settings.roles} - set(context.tunes))
-        if unknown:
-            raise ConfigError(f"invariants or roles name {unknown}; this algorithm tunes {list(context.tunes)}")
-        rules: list[TextRules] = []
-        for name in context.tunes:
-            resource = context.current(name).resource
-            text = text_of(resource, name=name)
-            longest = settings.max_chars or max(4000, 4 * len(text))
-            rules.append(
-                TextRules(name=name, seed=resource, invariants=settings.invariants.get(name, ()), max_chars=longest)
-            )
-            check_seed(rules[-1])
-            check_fields(name, resource, [*context.train, *context.val], filled=settings.filled)
-        return rules
 
     def _check_question(self) -> None:
         texts = [text_of(rules.seed, name=rules.name) for rules in self.rules]

@@ -3,10 +3,13 @@
 They are evidence and never a score, because other weights may have been live when they ran.
 """
 
+from collections.abc import Mapping
+
 from agl.contracts import AlgorithmContext
 from agl.schemas import to_json
-from agl_algo_apo.evaluation import Measured, feedback_of
+from agl_algo_apo.evaluation import feedback_of
 from agl_algo_apo.progress import SearchProgress
+from agl_algo_apo.scores import Measured
 
 
 async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, perfect_score: float) -> None:
@@ -29,3 +32,8 @@ async def read_failures(context: AlgorithmContext, progress: SearchProgress, *, 
             progress.shared[position] = Measured(
                 reward=episode.reward, rollout=episode.rollout.rollout_id, feedback=feedback_of(episode)
             )
+
+
+def live_failures(progress: SearchProgress, candidate: str) -> Mapping[int, Measured]:
+    """Return rollouts of other algorithms that fell short with these texts; only the best texts are live there."""
+    return progress.shared if candidate == progress.best else {}

@@ -9,6 +9,7 @@ import msgspec
 from agl.contracts import RolloutQuery, Store, VersionScore
 from agl.errors import NotFoundError
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
+from agl_run.cli.candidates import Candidate, candidates_of, owner_of
 from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
 from agl_run.comparison import interval
 from agl_run.experiment import labels
@@ -17,19 +18,21 @@ _MANY = 1000
 
 
 class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version in a list."""
+    """A version in a list; ``why`` is the decision of the search that made it, with its reason."""
 
     version: ResourceVersion
     labels: list[str]
     score: str
+    why: str = ""
 
 
 class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version, the labels that point at it, and its ancestors, newest first."""
+    """A version, the labels that point at it, its ancestors, newest first, and the candidate that brought it."""
 
     version: ResourceVersion
     labels: list[str]
     ancestors: list[str]
+    candidate: Candidate | None = None
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -56,21 +59,27 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     names = dict.fromkeys(v.name for v in kept)
     pointing = {n: await labels.labels_of(store, n) for n in names}
     scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
+    tried = [] if name is None else await candidates_of(store, name)
     found: list[ListedVersion] = []
     for v in kept:
         score = scores.get((v.name, v.version)) or score_of(v.metadata)
-        found.append(ListedVersion(version=v, labels=_pointing(pointing[v.name], v.version), score=score))
+        owner = owner_of(v, tried)
+        why = f"{owner.decision}: {owner.why}".removesuffix(": ") if owner and owner.parents else ""
+        found.append(ListedVersion(version=v, labels=_pointing(pointing[v.name], v.version), score=score, why=why))
     return found
 
 
 async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
-    """Find a version by its name or a label, by default the newest."""
+    """Find a version by its name, a label or the id of its candidate, by default the newest."""
     names = await labels.labels_of(store, name)
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
         raise NotFoundError("resource", name, await _known(store))
     newest = [v for v in versions.values() if not v.metadata.get("candidate")] or list(versions.values())
     wanted = newest[-1].version if which is None else names.get(which, which)
+    tried = await candidates_of(store, name)
+    if wanted not in versions:
+        wanted = next((c.versions.get(name, wanted) for c in reversed(tried) if c.id == wanted), wanted)
     if wanted not in versions:
         hint = f"there are the labels {sorted(names)} and {len(versions)} versions; see agl resources list {name}"
         raise NotFoundError("version", f"{name}@{wanted}", hint)
@@ -79,7 +88,12 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     while version.parent in versions and version.parent not in ancestors and len(ancestors) < _MANY:
         version = versions[version.parent]
         ancestors.append(version.version)
-    return ShownVersion(version=versions[wanted], labels=_pointing(names, wanted), ancestors=ancestors)
+    return ShownVersion(
+        version=versions[wanted],
+        labels=_pointing(names, wanted),
+        ancestors=ancestors,
+        candidate=owner_of(versions[wanted], tried),
+    )
 
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -9,11 +10,13 @@ import click
 from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
+from agl_run.cli.candidates import COLUMNS, Candidate, candidates_of
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.output import echo, json_option, print_json, print_table, short, when
+from agl_run.cli.output import echo, json_option, print_json, print_table, short, visible, when
+from agl_run.cli.search_report import report
 from agl_run.comparison import Criterion, check_better, compare
 from agl_run.experiment import labels
 
@@ -29,17 +32,40 @@ def resources() -> None:
 @resources.command("list")
 @click.argument("name", required=False)
 @click.option("--candidates", is_flag=True, help="Also versions that an algorithm only tried.")
+@click.option("--why", is_flag=True, help="The candidates of NAME's searches, with the decisions and their costs.")
 @store_option
 @json_option
 @pass_manager
-def list_(manager: PluginManager, name: str | None, candidates: bool, store_url: str | None, as_json: bool) -> None:
-    """List the newest version of every resource, or all versions of NAME, oldest first."""
+def list_(
+    manager: PluginManager, name: str | None, candidates: bool, why: bool, store_url: str | None, as_json: bool
+) -> None:
+    """List the newest version of every resource, or all versions of NAME, oldest first.
+
+    With --why every candidate that a prompt search made for NAME, also those that were refused before they ran: its
+    parents, how it was made, the decision and its reason, the rollouts of the agent for it with their tokens, and the
+    questions to the optimiser's model with theirs.
+    """
+    if why:
+        _list_candidates(manager, name, store_url, as_json=as_json)
+        return
     found = with_store(manager, store_url, lambda store: listed(store, name, has_candidates=candidates))
     if as_json:
         print_json(found)
         return
     columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "what")
     print_table(columns, [_row(item) for item in found], whole=("version",))
+
+
+def _list_candidates(manager: PluginManager, name: str | None, store_url: str | None, *, as_json: bool) -> None:
+    if name is None:
+        raise ConfigError("--why lists the candidates of one resource; write agl resources list NAME --why")
+    found = with_store(manager, store_url, lambda store: candidates_of(store, name))
+    if as_json:
+        print_json(found)
+    elif found:
+        print_table(COLUMNS, [candidate.row for candidate in found], least=("money", "step", "their tokens"))
+    else:
+        echo(f"no prompt search has tried candidates of {name!r} in this store")
 
 
 @resources.command("show")
@@ -49,13 +75,52 @@ def list_(manager: PluginManager, name: str | None, candidates: bool, store_url:
 @json_option
 @pass_manager
 def show_(manager: PluginManager, name: str, version: str | None, store_url: str | None, as_json: bool) -> None:
-    """Show VERSION of NAME (a version or a label; by default the newest) with its lineage and labels."""
-    found = with_store(manager, store_url, lambda store: shown(store, name, version))
+    """Show VERSION of NAME (a version, a label or a candidate; by default the newest) with its lineage and labels.
+
+    Of a version that a prompt search made also the candidate: the critique that led to it, the rollouts that its
+    critic was shown, every gate with its numbers, the decision, and the costs.
+    """
+
+    async def work(store: Store) -> ShownVersion | Candidate:
+        tried = [c for c in await candidates_of(store, name) if c.id == version and not c.versions]
+        return tried[-1] if tried else await shown(store, name, version)
+
+    found = with_store(manager, store_url, work)
     if as_json:
         print_json(found)
         return
-    for line in _lines(found):
+    for line in _lines(found) if isinstance(found, ShownVersion) else (*found.lines(), "", found.texts[name]):
         echo(line)
+
+
+@resources.command("report")
+@click.argument("name")
+@click.option("--experiment", help="The experiment whose search is meant, where several tuned NAME.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write, such as report.md, by default stdout.",
+)
+@store_option
+@pass_manager
+def report_(
+    manager: PluginManager, name: str, experiment: str | None, output: Path | None, store_url: str | None
+) -> None:
+    """Report on the prompt search that tuned NAME, as Markdown.
+
+    It holds the reason for the end, the scores of the first text and of the winner with their intervals on validation
+    and test tasks, the costs, both texts and their difference, and a table of all candidates. Of several runs the
+    newest counts.
+    """
+    text = with_store(manager, store_url, lambda store: report(store, name, experiment=experiment))
+    if output is None:
+        echo(text.rstrip())
+        return
+    try:
+        output.write_text(visible(text), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(output)!r}: {error}") from error
+    echo(f"report on {name} in {output}")
 
 
 @resources.command("diff")
@@ -224,4 +289,5 @@ def _lines(found: ShownVersion) -> list[str]:
     lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []
     lines += [f"lineage: {' <- '.join([version.version, *found.ancestors])}"]
     lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items()]
+    lines += [] if found.candidate is None else list(found.candidate.lines())
     return [*lines, "", text_of(version.resource)]

@@ -59,7 +59,7 @@ def show(
     """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
     The beginning of an id suffices where it is unique; "latest" is the newest rollout. The name of a resource in place
-    of the id shows its versions, their scores and the changes since the first one.
+    of the id shows its versions with their scores and why each was kept, and the changes since the first one.
     """
     contents = Contents(is_full=is_full)
 
@@ -95,7 +95,8 @@ def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
         names = f", labels {', '.join(item.labels)}" if item.labels else ""
         tried = " (candidate)" if version.metadata.get("candidate") else ""
         score = f", score {item.score}" if item.score else ""
-        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}"
+        why = f"; {item.why}" if item.why else ""
+        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}{why}"
     yield from diff(published[0].version, published[-1].version)
 
 
