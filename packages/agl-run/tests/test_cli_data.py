@@ -268,6 +268,14 @@ def test_usage_is_shown_where_the_answer_had_no_token_ids(store_of, command):
     assert "0 + 0" not in output
 
 
+def test_show_prints_the_spans_that_are_chosen(store_of):
+    store_of(fill, 1)
+    expected = {("--kind", "call"): 3, ("--span", "main"): 3, ("--agent", "solver"): 4, ("--kind", "reward"): 1}
+    for options, count in {**expected, ("--agent", "solver", "--kind", "call"): 3}.items():
+        assert count == len(json.loads(invoke("show", "ro-calc-000", "--json", *options).output)["spans"])
+    assert "no span fits --span, --agent and --kind" in invoke("show", "ro-calc-000", "--kind", "cal").output
+
+
 def test_show_as_json_round_trips(store_of):
     store_of(fill, 1)
     found = json.loads(invoke("show", "ro-calc-000", "--json").output)
@@ -424,6 +432,17 @@ def test_export_spans_to_a_file_can_be_read_back(store_of, tmp_path):
     assert (0, "5 lines of spans written to out.jsonl\n") == (result.exit_code, result.stderr)
     spans = [codec.from_json(line, Span) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert store_of(lambda store: store.spans("ro-calc-000")) == spans
+
+
+def test_export_writes_the_spans_that_are_chosen_and_nothing_else(store_of):
+    store_of(fill, 3)
+    rewards = exported("--format", "spans", "--kind", "reward")
+    assert [("ro-calc-000", 0.75), ("ro-calc-001", 0.75), ("ro-calc-002", 0.75)] == [
+        (span["rollout_id"], span["reward"]["value"]) for span in rewards
+    ]
+    assert 3 == len(exported("ro-calc-001", "--format", "spans", "--agent", "solver", "--span", "chat"))
+    refused = invoke("export", "--kind", "call")
+    assert (1, True) == (refused.exit_code, "pass --format spans, without --min-reward" in refused.output)
 
 
 def test_export_keeps_only_what_earned_enough(store_of):

@@ -28,9 +28,6 @@ PAGE_BYTES = 32 << 20
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number that every store can count to; stores refuse others with a :class:`~agl.errors.StoreError`."""
 
-SpanChoice = Literal["none", "deciding", "all"]
-"""The spans that come with a recording: none, those of the deciding or running attempt, or all."""
-
 
 class Change(Record, frozen=True, kw_only=True):
     """One entry of the change feed.
@@ -63,11 +60,38 @@ class RolloutQuery(Record, frozen=True, kw_only=True):
     is_newest_first: bool = False
 
 
+class SpanQuery(Record, frozen=True, kw_only=True):
+    """Selects spans of one attempt of each rollout, by ``sequence`` above ``after``; empty fields select all.
+
+    Attributes:
+        attempt_id: The attempt; by default the deciding or running one of each rollout, and ``""`` for the spans that
+            belong to the rollout alone.
+        name: The whole name.
+        contains: A part of the name.
+        agent: The nearest agent around the span, or without one the nearest node, role or operation.
+        kind: ``call``, ``reward``, or the last word of the operation by the GenAI conventions, such as ``agent``,
+            ``tool``, ``node``, ``workflow`` or ``handoff``.
+    """
+
+    attempt_id: str | None = None
+    name: str = ""
+    contains: str = ""
+    agent: str = ""
+    kind: str = ""
+    after: Count = 0
+    limit: Count = 1000
+
+
+SpanChoice: TypeAlias = Literal["none", "deciding", "all"] | SpanQuery
+"""The spans that come with a recording: none, those of the deciding or running attempt, all, or one page of some."""
+
+
 class Recording(Record, frozen=True, kw_only=True):
     """A rollout with its attempts, first to last, and its spans, from which an episode is built.
 
     Attributes:
-        is_whole: Whether these are all of the spans; :func:`agl.stores.read_recordings` reads the rest.
+        is_whole: Whether these are all of the spans that were asked for; :func:`agl.stores.read_recordings` reads the
+            rest, or the next page of a :class:`SpanQuery` that comes after the last one's ``sequence``.
     """
 
     rollout: Rollout
@@ -231,10 +255,12 @@ class Store(Protocol):
     async def recordings(
         self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
     ) -> list[Recording]:
-        """One page of rollouts with their attempts and spans: of the deciding or running attempt, of all, or none.
+        """One page of rollouts with their attempts and spans: of the deciding or running attempt, all, none or some.
 
-        The page ends early, with at least one rollout, once its spans exceed ``max_bytes``; request the rollouts
-        behind the last one with ``query.after``. With ``all``, spans that belong to no attempt come first.
+        All attempts of many rollouts come with ``spans="none"``. With a :class:`SpanQuery`, each rollout comes with
+        one page of the spans that it selects, or without any. The page of rollouts ends early, with at least one
+        rollout, once its spans exceed ``max_bytes``; request the rollouts behind the last one with ``query.after``.
+        With ``all``, spans that belong to no attempt come first.
         """
         ...
 

@@ -11,7 +11,9 @@ from typing import TypeVar, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
+from agl import semconv
+from agl._actors import NAMING, Enclosing
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, SpanQuery
 from agl.errors import ConflictError, FencedError, InvalidIdError, StoreError
 from agl.schemas import (
     LLM,
@@ -118,9 +120,9 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
 def check_page(given: Mapping[str, object], *queries: object) -> None:
     """Raise :class:`StoreError` for a ``limit`` or ``after``, given or in a query, that no store can count to."""
     found = {name: given[name] for name in ("limit", "after") if name in given}
-    for query in queries:
-        if isinstance(query, RolloutQuery):
-            check_page({"limit": query.limit})
+    for query in (*queries, *given.values()):
+        if isinstance(query, RolloutQuery | SpanQuery):
+            check_page({"limit": query.limit, "after": query.after})
     for name, value in found.items():
         if isinstance(value, int) and not 0 <= value <= _MAX_COUNT:
             raise StoreError(f"{name} = {value}; choose between 0 and {_MAX_COUNT}")
@@ -139,9 +141,18 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
     )
 
 
-def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
-    """True if both are the same rollout apart from its progress."""
-    return definition(stored) == definition(offered)
+def bare(span: Span) -> Span:
+    """The span without its contents, to find the actors around others."""
+    names = {key: value for key, value in span.attributes.items() if key in NAMING or key == semconv.FRAMEWORK_SPAN_ID}
+    return replace(span, attributes=names, events=(), call=None, reward=None)
+
+
+def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
+    """True if a query selects the span, apart from its attempt and sequence."""
+    operation = str(span.attributes.get(semconv.OPERATION, "")).rpartition("_")[2]
+    kind = "call" if span.call is not None else "reward" if span.reward is not None else operation
+    is_named = query.name in ("", span.name) and query.contains in span.name
+    return is_named and query.kind in ("", kind) and query.agent in ("", around.who(span).agent)
 
 
 def definition(rollout: Rollout) -> Rollout:
@@ -278,11 +289,6 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
         f"attempt {attempt.attempt_id!r} was already decided as {attempt.status!r}{why} and cannot finish as "
         f"{outcome.status!r}; drop this outcome: the rollout went on without it"
     )
-
-
-def cancel_rollout(rollout: Rollout, *, now: float) -> Rollout:
-    """The unfinished rollout as cancelled."""
-    return replace(rollout, status="cancelled", finished_at=now)
 
 
 def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:

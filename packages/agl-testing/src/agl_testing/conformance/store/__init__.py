@@ -6,6 +6,7 @@ from typing import ClassVar
 import pytest
 
 from agl_testing.conformance._base import Conformance
+from agl_testing.conformance.store.choosing import SpanQueryTests
 from agl_testing.conformance.store.cost import CostTests
 from agl_testing.conformance.store.durability import DurabilityTests
 from agl_testing.conformance.store.experiments import ExperimentTests
@@ -25,6 +26,7 @@ class StoreConformance(
     SpanTests,
     FeedTests,
     RecordingTests,
+    SpanQueryTests,
     ResourceTests,
     ExperimentTests,
     CostTests,
