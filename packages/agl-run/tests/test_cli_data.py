@@ -140,6 +140,14 @@ def test_runs_filters_and_limits(store_of):
     assert [] == json.loads(invoke("runs", "--mode", "val", "--json").output)
 
 
+def test_runs_says_how_many_rollouts_there_are(store_of):
+    store_of(fill, 3)
+    listed = invoke("runs", "--limit", "2")
+    assert (3, "(2 of 4 rollouts; --limit shows more)\n") == (len(listed.stdout.splitlines()), listed.stderr)
+    assert "" == invoke("runs", "--limit", "4").stderr
+    assert "3\n" == invoke("runs", "--status", "succeeded", "--limit", "1", "--count").output
+
+
 def test_runs_json_carries_rollout_and_reward(store_of):
     store_of(fill, 1)
     found = json.loads(invoke("runs", "--json").output)

@@ -3,6 +3,8 @@
 from itertools import product
 from typing import Any
 
+from msgspec.structs import replace
+
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import NotFoundError
 from agl.schemas import (
@@ -23,6 +25,7 @@ from agl_run.sql import (
     STATUSES,
     Row,
     Unpacker,
+    conditions,
     number_of,
     read_change,
     read_rollout,
@@ -91,19 +94,16 @@ class PostgresReads:
 
     def _listed(self, query: RolloutQuery, *, where: str = "true", values: tuple[Any, ...] = ()) -> list[Rollout]:
         """Return one page of the rollouts that match ``where`` and the rest of the query."""
-        conditions, given = [where], list(values)
-        for column, value in (("experiment", query.experiment), ("mode", query.mode), ("group_id", query.group_id)):
-            if value is not None:
-                conditions.append(f"r.{column} = %s")
-                given.append(value)
-        if query.status:
-            conditions.append("r.status = ANY(%s::text[])")
-            given.append(list(query.status))
+        filters, given = conditions(query, "%s")
         behind, order = _direction(query)
-        sql = (
-            f"SELECT {ROLLOUT} FROM rollouts r WHERE {' AND '.join(conditions)} AND {behind} ORDER BY {order} LIMIT %s"
-        )
-        return [read_rollout(row) for row in self._all(sql, *given, query.after, query.after, query.limit)]
+        sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} AND {filters} AND {behind} ORDER BY {order} LIMIT %s"
+        return [read_rollout(row) for row in self._all(sql, *values, *given, query.after, query.after, query.limit)]
+
+    def count_rollouts(self, query: RolloutQuery) -> int:
+        if query.ids:
+            return len(self.rollouts(replace(query, after="", limit=len(query.ids))))
+        where, values = conditions(query, "%s")
+        return self._all(f"SELECT count(*) FROM rollouts r WHERE {where}", *values)[0][0]
 
     def _by_lists(self, query: RolloutQuery) -> list[Rollout]:
         """Return one page merged from the sorted lists of every (experiment, mode, stage); without running rollouts."""

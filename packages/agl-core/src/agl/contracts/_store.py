@@ -248,6 +248,10 @@ class Store(Protocol):
         """One page of rollouts; ``query.ids`` that are unknown raise :class:`NotFoundError`."""
         ...
 
+    async def count_rollouts(self, query: RolloutQuery) -> int:
+        """The number of rollouts on all pages of a query; it costs more the more there are."""
+        ...
+
     async def attempts(self, rollout_id: str) -> list[Attempt]:
         """All attempts of a rollout, first to last."""
         ...

@@ -178,6 +178,14 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
     return len(found)
 
 
+def count_rollouts(reads: Reads, query: RolloutQuery) -> int:
+    """See :meth:`agl.contracts.Store.count_rollouts`; tables that count by themselves come first."""
+    count, query = 0, replace(query, after="", limit=1000)
+    while page := reads.rollouts(query):
+        count, query = count + len(page), replace(query, after=page[-1].rollout_id)
+    return count
+
+
 def recordings(
     reads: Reads, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
 ) -> list[Recording]:

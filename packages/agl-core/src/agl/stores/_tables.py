@@ -97,7 +97,11 @@ class Tables(Documents, Protocol):
 
 
 class Reads(Protocol):
-    """A store's data, as a reading transaction sees it."""
+    """A store's data, as a reading transaction sees it.
+
+    A database that counts without reading has ``count_rollouts(query)`` too; the rollouts are read and counted
+    otherwise.
+    """
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         """See :meth:`agl.contracts.Store.rollouts`."""

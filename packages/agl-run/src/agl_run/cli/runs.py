@@ -59,6 +59,7 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     show_default=True,
     help="Rollouts at most, in descending order of id.",
 )
+@click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
 @json_option
 @pass_manager
 @click.pass_context
@@ -70,6 +71,7 @@ def runs(
     status: tuple[str, ...],
     mode: str | None,
     limit: int,
+    counts: bool,
     as_json: bool,
 ) -> None:
     """List recorded rollouts in descending order of id: within an experiment the newest first."""
@@ -77,15 +79,17 @@ def runs(
     if ctx.invoked_subcommand is not None:
         return
     query = msgspec.structs.replace(make_query(experiment, status, mode, limit=limit), is_newest_first=True)
-    found = with_store(manager, store_url, lambda store: _listed(store, query))
-    if as_json:
-        print_json(found)
+    found, total = with_store(manager, store_url, lambda store: _listed(store, query, counts=counts))
+    if as_json or counts:
+        print_json(total if counts else found)
         return
     print_table(
         ("rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"),
         [_row(item) for item in found],
         least=("task", "created", "experiment", "tries", "mode"),
     )
+    if total > len(found):
+        click.echo(f"({len(found)} of {total:,} rollouts; --limit shows more)", err=True)
 
 
 @runs.command("rm")
@@ -142,13 +146,17 @@ def collect_garbage(
         click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
 
 
-async def _listed(store: Store, query: RolloutQuery) -> list[ListedRollout]:
+async def _listed(store: Store, query: RolloutQuery, *, counts: bool) -> tuple[list[ListedRollout], int]:
+    """Return one page of rollouts, none where they are only counted, and the number on all pages."""
     found: list[ListedRollout] = []
+    total = await store.count_rollouts(query)
+    if counts:
+        return found, total
     async for recording in read_recordings(store, query):
         found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
         if len(found) == query.limit:
             break
-    return found
+    return found, total
 
 
 def _row(item: ListedRollout) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, get_args
 
 from msgspec.structs import force_setattr
 
-from agl.contracts import Change
+from agl.contracts import Change, RolloutQuery
 from agl.schemas import Mode, Rollout, RolloutStatus, attempt_id_of, decode
 from agl.stores import MAX_ATTEMPTS, MAX_SEQUENCE
 
@@ -51,6 +51,16 @@ def progress_row(rollout: Rollout, seq: int) -> Row:
     stage = rollout.status if rollout.is_finished else "open"
     counts = rollout.attempts, rollout.failures, rollout.losses
     return rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at, stage, seq
+
+
+def conditions(query: RolloutQuery, mark: str) -> tuple[str, list[str]]:
+    """Return the condition of a query's filters, apart from its ids, and the values of its marks."""
+    fields = {"experiment": query.experiment, "mode": query.mode, "group_id": query.group_id}
+    given = [(f"r.{name} = {mark}", [value]) for name, value in fields.items() if value is not None]
+    if query.status:
+        given.append((f"r.status IN ({', '.join([mark] * len(query.status))})", list(query.status)))
+    where = " AND ".join(condition for condition, _ in given) or "1 = 1"
+    return where, [value for _, values in given for value in values]
 
 
 def read_change(row: Row) -> Change:

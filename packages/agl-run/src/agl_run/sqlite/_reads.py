@@ -29,6 +29,7 @@ from agl_run.sql import (
     ROLLOUT,
     STATUSES,
     Unpacker,
+    conditions,
     number_of,
     read_change,
     read_rollout,
@@ -64,6 +65,12 @@ class SQLiteReads:
         found = heapq.merge(*self._ranges(query), key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
         wanted = (rollout for rollout in found if query.group_id is None or not rollout.group_id)
         return list(islice(wanted, query.limit))
+
+    def count_rollouts(self, query: RolloutQuery) -> int:
+        if query.ids:
+            return len(self.rollouts(replace(query, after="", limit=len(query.ids))))
+        where, values = conditions(query, "?")
+        return self._db.execute(f"SELECT count(*) FROM rollouts r WHERE {where}", values).fetchone()[0]
 
     def _ranges(self, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
         """Return one sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
