@@ -140,6 +140,23 @@ def test_runs_filters_and_limits(store_of):
     assert [] == json.loads(invoke("runs", "--mode", "val", "--json").output)
 
 
+def test_runs_are_sorted_and_searched(store_of):
+    store_of(fill, 3)
+    store_of(fill, 1, experiment="other")
+
+    def names(*options: str) -> list[str]:
+        return [item["rollout"]["rollout_id"] for item in json.loads(invoke("runs", "--json", *options).output)]
+
+    expected = ["ro-calc-000", "ro-calc-001", "ro-calc-002", "ro-other-000", "ro-calc-waits", "ro-other-waits"]
+    assert sorted(expected[:4], reverse=True) == names("--sort", "created", "--status", "succeeded")
+    by_status = [expected[4], expected[5], *expected[:4]]
+    assert by_status == names("--sort", "status", "--ascending")
+    assert by_status[::-1] == names("--sort", "status")
+    assert {*expected[4:]} == {*names("--sort", "finished", "--ascending")[:2]}
+    assert ["ro-other-waits", "ro-calc-waits"] == names("--contains", "waits")
+    assert 4 == len(names("--contains", '"2+3"'))
+
+
 def test_runs_says_how_many_rollouts_there_are(store_of):
     store_of(fill, 3)
     listed = invoke("runs", "--limit", "2")

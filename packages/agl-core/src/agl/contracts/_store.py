@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Protocol, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
 
@@ -48,16 +49,30 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class RolloutQuery(Record, frozen=True, kw_only=True):
-    """Selects rollouts to list, in order of id; ``after`` is the last id of the page before."""
+    """Selects rollouts to list, in order of ``sort`` and then of id, descending with ``is_newest_first``.
+
+    Attributes:
+        contains: A text in the rollout's id or in its task as JSON. The store looks through all rollouts that the other
+            fields select.
+        sort: The field to sort by; a rollout without that time comes before all others.
+        after: The last id of the page before, and ``after_value`` its field to sort by; :meth:`next` sets both.
+    """
 
     experiment: str | None = None
     status: tuple[RolloutStatus, ...] = ()
     mode: Mode | None = None
     group_id: str | None = None
     ids: tuple[str, ...] = ()
+    contains: str = ""
+    sort: Literal["rollout_id", "created_at", "finished_at", "status"] = "rollout_id"
     after: str = ""
+    after_value: str | float = ""
     limit: Count = 1000
     is_newest_first: bool = False
+
+    def next(self, last: Rollout) -> "RolloutQuery":
+        """The query of the page behind the rollout ``last``, wherever that rollout is by then."""
+        return replace(self, after=last.rollout_id, after_value=getattr(last, self.sort))
 
 
 class SpanQuery(Record, frozen=True, kw_only=True):
@@ -91,7 +106,7 @@ class Recording(Record, frozen=True, kw_only=True):
 
     Attributes:
         is_whole: Whether these are all of the spans that were asked for; :func:`agl.stores.read_recordings` reads the
-            rest, or the next page of a :class:`SpanQuery` that comes after the last one's ``sequence``.
+            rest. The next page of a :class:`SpanQuery` comes ``after`` the last one's ``sequence``.
     """
 
     rollout: Rollout
@@ -272,7 +287,6 @@ class Store(Protocol):
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """Append in order; a span id that the attempt already has is ignored."""
-        ...
 
     async def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: Count = 0, limit: Count = 10_000
@@ -296,7 +310,6 @@ class Store(Protocol):
 
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
         """Add resource versions; an unpinned rollout gets the newest published one of a name."""
-        ...
 
     async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
         """One version of a resource, the newest by default."""
@@ -323,7 +336,6 @@ class Store(Protocol):
 
     async def save_scores(self, scores: Sequence[VersionScore]) -> None:
         """Save scores of versions that exist; each replaces the earlier score of its version."""
-        ...
 
     async def scores(self, name: str) -> list[VersionScore]:
         """The scores of a resource's versions, sorted by version; versions that were never measured are left out."""
@@ -346,7 +358,6 @@ class Store(Protocol):
         for none, unless they already have the value that this call writes: a key with any other value raises
         :class:`~agl.errors.FencedError`. Of several calls at once that expect one value, one succeeds.
         """
-        ...
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
         """All states whose key starts with ``prefix``, sorted by key."""
@@ -364,11 +375,9 @@ class Store(Protocol):
 
     async def announce(self, presence: Presence) -> None:
         """Announce a member of an experiment; replaces its earlier announcement."""
-        ...
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
         """Remove members; unknown ones are ignored."""
-        ...
 
     async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
         """The members of an experiment, sorted by name, or the one of that name; killed ones are included."""
@@ -376,7 +385,6 @@ class Store(Protocol):
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Save numbers; one of the same experiment, algorithm, step and name replaces the earlier one."""
-        ...
 
     async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
         """The experiment's numbers by (algorithm, step, name)."""
@@ -384,4 +392,3 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Flush and release; safe to call twice. Waiting calls end with :class:`~agl.errors.StoreError`."""
-        ...

@@ -182,7 +182,7 @@ def count_rollouts(reads: Reads, query: RolloutQuery) -> int:
     """See :meth:`agl.contracts.Store.count_rollouts`; tables that count by themselves come first."""
     count, query = 0, replace(query, after="", limit=1000)
     while page := reads.rollouts(query):
-        count, query = count + len(page), replace(query, after=page[-1].rollout_id)
+        count, query = count + len(page), query.next(page[-1])
     return count
 
 

@@ -29,19 +29,16 @@ async def read_recordings(
 ) -> AsyncIterator[Recording]:
     """All rollouts that match a query, whatever its limit, with attempts and spans, in as few requests as possible.
 
-    With a :class:`~agl.contracts.SpanQuery` a rollout comes once for each page of its spans, which alone is in memory.
+    With a :class:`~agl.contracts.SpanQuery` each rollout comes with the first page of its spans.
 
     Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
     """
     left = len(query.ids)
     while page := await store.recordings(query, spans=spans):
         for recording in page:
-            while isinstance(spans, SpanQuery) and recording.spans and not recording.is_whole:
-                yield recording
-                one, rest = RolloutQuery(ids=(recording.rollout.rollout_id,)), recording.spans[-1].sequence
-                (recording,) = await store.recordings(one, spans=replace(spans, after=rest))
-            yield recording if recording.is_whole else await _whole(store, recording, spans)
-        query = replace(query, after=page[-1].rollout.rollout_id)
+            is_paged = recording.is_whole or isinstance(spans, SpanQuery)
+            yield recording if is_paged else await _whole(store, recording, spans)
+        query = query.next(page[-1].rollout)
         left -= len(page)
         if query.ids and not left:
             return

@@ -5,8 +5,9 @@ All stores use these rules. ``now`` is Unix seconds throughout.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -113,7 +114,7 @@ def _unfit(value: object, error: Exception) -> StoreError:
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
     """The rollouts, named by id, that match a query, in its order."""
     wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
-    wanted.sort(key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
+    wanted.sort(key=sort_key(query), reverse=query.is_newest_first)
     return wanted[: query.limit]
 
 
@@ -128,12 +129,23 @@ def check_page(given: Mapping[str, object], *queries: object) -> None:
             raise StoreError(f"{name} = {value}; choose between 0 and {_MAX_COUNT}")
 
 
+def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:
+    """The key by which the rollouts of a query are sorted."""
+    return attrgetter(query.sort, "rollout_id")
+
+
+def start_of(query: RolloutQuery) -> tuple[Any, str]:
+    """The key of the last rollout on the page before."""
+    return query.after if query.sort == "rollout_id" else query.after_value, query.after
+
+
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
     """True if the rollout matches the query, apart from its limit and ids."""
-    is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
+    key, start = sort_key(query)(rollout), start_of(query)
+    is_behind = not query.after or (key < start if query.is_newest_first else key > start)
     return (
         is_behind
-        and rollout.rollout_id != query.after
+        and (query.contains in rollout.rollout_id or query.contains in codec.to_json(rollout.task).decode())
         and query.experiment in (None, rollout.experiment)
         and query.mode in (None, rollout.mode)
         and query.group_id in (None, rollout.group_id)
@@ -238,7 +250,7 @@ def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now:
     attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
     if _is_repeated(rollout, status):
         return Claim(rollout=replace(rollout, status="queued", attempt_id=None), attempt=attempt)
-    return Claim(rollout=replace(rollout, status=_final(status), finished_at=now), attempt=attempt)
+    return Claim(rollout=replace(rollout, status=_FINAL.get(status, "failed"), finished_at=now), attempt=attempt)
 
 
 def _is_repeated(rollout: Rollout, status: AttemptStatus) -> bool:
@@ -331,7 +343,5 @@ def check_secrets(version: ResourceVersion) -> None:
         )
 
 
-def _final(status: AttemptStatus) -> RolloutStatus:
-    if status == "succeeded":
-        return "succeeded"
-    return "cancelled" if status == "cancelled" else "failed"
+_FINAL: dict[AttemptStatus, RolloutStatus] = {"succeeded": "succeeded", "cancelled": "cancelled"}
+"""The status of a rollout after its last attempt, if it is not ``failed``."""

@@ -168,8 +168,14 @@ async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, targ
     """Write the spans that fit, of which one page is in memory; returns their number."""
     count = 0
     async for recording in read_recordings(store, query, spans=spans):
-        target.writelines(to_json(span) + b"\n" for span in recording.spans)
-        count += len(recording.spans)
+        page, one = recording, RolloutQuery(ids=(recording.rollout.rollout_id,))
+        while True:
+            target.writelines(to_json(span) + b"\n" for span in page.spans)
+            count += len(page.spans)
+            if page.is_whole:
+                break
+            rest = msgspec.structs.replace(spans, after=page.spans[-1].sequence)
+            (page,) = await store.recordings(one, spans=rest)
     return count
 
 

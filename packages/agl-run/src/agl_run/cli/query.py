@@ -91,7 +91,7 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
         if not page:
             return
         yield page
-        query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+        query = query.next(page[-1])
 
 
 async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:

@@ -6,6 +6,7 @@ resumed.
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import click
 import msgspec
@@ -24,6 +25,10 @@ from agl_run.experiment.state import unfinished_experiments
 from agl_run.sql import Compactable, Compaction
 
 _BATCH = 500
+
+_SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] = {
+    **{"id": "rollout_id", "created": "created_at", "finished": "finished_at", "status": "status"}
+}
 
 _own_store_option = click.option("--store", "store_url", help="As for agl runs.")
 
@@ -57,8 +62,17 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Rollouts at most, in descending order of id.",
+    help="Rollouts at most.",
 )
+@click.option("--contains", default="", metavar="TEXT", help="Only rollouts with this in their id or task.")
+@click.option(
+    "--sort",
+    type=click.Choice(tuple(_SORTS)),
+    default="id",
+    show_default=True,
+    help="By what to sort; the last ones come first.",
+)
+@click.option("--ascending", is_flag=True, help="Let the first ones come first.")
 @click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
 @json_option
 @pass_manager
@@ -71,14 +85,22 @@ def runs(
     status: tuple[str, ...],
     mode: str | None,
     limit: int,
+    contains: str,
+    sort: str,
+    ascending: bool,
     counts: bool,
     as_json: bool,
 ) -> None:
-    """List recorded rollouts in descending order of id: within an experiment the newest first."""
+    """List recorded rollouts, by default in descending order of id: within an experiment the newest first."""
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
         return
-    query = msgspec.structs.replace(make_query(experiment, status, mode, limit=limit), is_newest_first=True)
+    query = msgspec.structs.replace(
+        make_query(experiment, status, mode, limit=limit),
+        contains=contains,
+        sort=_SORTS[sort],
+        is_newest_first=not ascending,
+    )
     found, total = with_store(manager, store_url, lambda store: _listed(store, query, counts=counts))
     if as_json or counts:
         print_json(total if counts else found)

@@ -11,6 +11,7 @@ from agl_testing.conformance.store.cost import CostTests
 from agl_testing.conformance.store.durability import DurabilityTests
 from agl_testing.conformance.store.experiments import ExperimentTests
 from agl_testing.conformance.store.leases import LeaseTests
+from agl_testing.conformance.store.listing import ListTests
 from agl_testing.conformance.store.queue import QueueTests
 from agl_testing.conformance.store.recordings import RecordingTests
 from agl_testing.conformance.store.resources import ResourceTests
@@ -22,6 +23,7 @@ __all__ = ["StoreConformance", "StoreLocation"]
 
 class StoreConformance(
     QueueTests,
+    ListTests,
     LeaseTests,
     SpanTests,
     FeedTests,

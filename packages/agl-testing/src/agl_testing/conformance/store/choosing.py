@@ -53,9 +53,10 @@ class SpanQueryTests:
             pages += page
         assert calls == pages
         query = RolloutQuery(ids=(rollout.rollout_id,))
-        recordings = [each async for each in read_recordings(store, query, spans=SpanQuery(kind="call", limit=20))]
-        assert [20, 20, 10] == [len(recording.spans) for recording in recordings]
-        assert calls == [span for recording in recordings for span in recording.spans]
+        (first,) = [each async for each in read_recordings(store, query, spans=SpanQuery(kind="call", limit=20))]
+        assert (calls[:20], False) == (first.spans, first.is_whole)
+        (whole,) = await store.recordings(query, spans=SpanQuery(kind="call", limit=51))
+        assert (calls, True) == (whole.spans, whole.is_whole)
         with pytest.raises(StoreError, match="limit"):
             await _spans(store, rollout, SpanQuery(limit=1 << 63))
 

@@ -97,6 +97,8 @@ async def _round(store: Store, times: Times) -> None:
     await timed("list queued", store.rollouts(RolloutQuery(experiment="mine", status=("queued",))))
     await timed("list a group", store.rollouts(RolloutQuery(group_id="mine", limit=2)))
     await timed("list the newest", store.rollouts(RolloutQuery(is_newest_first=True, limit=2)))
+    await timed("list by creation", store.rollouts(RolloutQuery(experiment="mine", sort="created_at", limit=2)))
+    await timed("list by status", store.rollouts(RolloutQuery(experiment="mine", sort="status", limit=2)))
     await timed("count rollouts", store.count_rollouts(RolloutQuery(experiment="mine")))
     begin = time.perf_counter()
     (claim,) = await store.claim(worker="w", experiment="mine")
