@@ -189,6 +189,7 @@ class Presence(Record, frozen=True, kw_only=True):
         member: ``""`` for the process that runs the experiment, a worker's name for any other process.
         session: Random; every start of the experiment has its own.
         since: Unix seconds by the member's clock.
+        seen_at: Unix seconds by the store's clock at this sign of life; set by the store.
         beat: Counts while the member lives, so that a killed one is recognised without comparing clocks.
         details: The addresses and settings that others need to join; never a key.
     """
@@ -197,6 +198,7 @@ class Presence(Record, frozen=True, kw_only=True):
     member: str = ""
     session: str
     since: float = 0.0
+    seen_at: float = 0.0
     beat: int = 0
     details: dict[str, Json] = {}
 
@@ -374,7 +376,7 @@ class Store(Protocol):
         ...
 
     async def announce(self, presence: Presence) -> None:
-        """Announce a member of an experiment; replaces its earlier announcement."""
+        """Announce a member of an experiment, or that it lives; replaces its earlier announcement."""
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
         """Remove members; unknown ones are ignored."""

@@ -333,7 +333,7 @@ def trained(
 
 def announce(tables: Tables, presence: Presence) -> None:
     """See :meth:`agl.contracts.Store.announce`."""
-    tables.put(documents_of(presence).items())
+    tables.put(documents_of(replace(presence, seen_at=tables.now)).items())
 
 
 def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:
