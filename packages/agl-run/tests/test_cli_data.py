@@ -140,6 +140,31 @@ def test_runs_filters_and_limits(store_of):
     assert [] == json.loads(invoke("runs", "--mode", "val", "--json").output)
 
 
+def test_runs_are_sorted_and_searched(store_of):
+    store_of(fill, 3)
+    store_of(fill, 1, experiment="other")
+
+    def names(*options: str) -> list[str]:
+        return [item["rollout"]["rollout_id"] for item in json.loads(invoke("runs", "--json", *options).output)]
+
+    expected = ["ro-calc-000", "ro-calc-001", "ro-calc-002", "ro-other-000", "ro-calc-waits", "ro-other-waits"]
+    assert sorted(expected[:4], reverse=True) == names("--sort", "created", "--status", "succeeded")
+    by_status = [expected[4], expected[5], *expected[:4]]
+    assert by_status == names("--sort", "status", "--ascending")
+    assert by_status[::-1] == names("--sort", "status")
+    assert {*expected[4:]} == {*names("--sort", "finished", "--ascending")[:2]}
+    assert ["ro-other-waits", "ro-calc-waits"] == names("--contains", "waits")
+    assert 4 == len(names("--contains", '"2+3"'))
+
+
+def test_runs_says_how_many_rollouts_there_are(store_of):
+    store_of(fill, 3)
+    listed = invoke("runs", "--limit", "2")
+    assert (3, "(2 of 4 rollouts; --limit shows more)\n") == (len(listed.stdout.splitlines()), listed.stderr)
+    assert "" == invoke("runs", "--limit", "4").stderr
+    assert "3\n" == invoke("runs", "--status", "succeeded", "--limit", "1", "--count").output
+
+
 def test_runs_json_carries_rollout_and_reward(store_of):
     store_of(fill, 1)
     found = json.loads(invoke("runs", "--json").output)
@@ -266,6 +291,14 @@ def test_usage_is_shown_where_the_answer_had_no_token_ids(store_of, command):
     output = invoke(command, "latest").output
     assert "17 + 4 tokens" in output
     assert "0 + 0" not in output
+
+
+def test_show_prints_the_spans_that_are_chosen(store_of):
+    store_of(fill, 1)
+    expected = {("--kind", "call"): 3, ("--span", "main"): 3, ("--agent", "solver"): 4, ("--kind", "reward"): 1}
+    for options, count in {**expected, ("--agent", "solver", "--kind", "call"): 3}.items():
+        assert count == len(json.loads(invoke("show", "ro-calc-000", "--json", *options).output)["spans"])
+    assert "no span fits --span, --agent and --kind" in invoke("show", "ro-calc-000", "--kind", "cal").output
 
 
 def test_show_as_json_round_trips(store_of):
@@ -424,6 +457,17 @@ def test_export_spans_to_a_file_can_be_read_back(store_of, tmp_path):
     assert (0, "5 lines of spans written to out.jsonl\n") == (result.exit_code, result.stderr)
     spans = [codec.from_json(line, Span) for line in (tmp_path / "out.jsonl").read_bytes().splitlines()]
     assert store_of(lambda store: store.spans("ro-calc-000")) == spans
+
+
+def test_export_writes_the_spans_that_are_chosen_and_nothing_else(store_of):
+    store_of(fill, 3)
+    rewards = exported("--format", "spans", "--kind", "reward")
+    assert [("ro-calc-000", 0.75), ("ro-calc-001", 0.75), ("ro-calc-002", 0.75)] == [
+        (span["rollout_id"], span["reward"]["value"]) for span in rewards
+    ]
+    assert 3 == len(exported("ro-calc-001", "--format", "spans", "--agent", "solver", "--span", "chat"))
+    refused = invoke("export", "--kind", "call")
+    assert (1, True) == (refused.exit_code, "pass --format spans, without --min-reward" in refused.output)
 
 
 def test_export_keeps_only_what_earned_enough(store_of):

@@ -24,6 +24,7 @@ from agl_run.experiment.build import build_rewards
 from agl_run.experiment.config import ComponentConfig
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.serving import Announcement, Serving, load_serving, make_serving
 from agl_run.experiment.worker_admission import (
     check_direct_calls,
@@ -131,6 +132,31 @@ def test_experiment_is_joined_while_it_runs_and_versions_follow(tmp_path: Path) 
             assert {"main": "v2"} == found.live
             assert differences(found, plan) is None
         assert await load_serving(store, "experiment") is None
+        await store.close()
+
+    asyncio.run(work())
+
+
+def test_worker_reports_while_it_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_run.experiment.remote.BEAT_S", 0.1)
+    monkeypatch.setattr("agl_run.experiment.remote.LOOK_S", 0.1)
+
+    async def work() -> None:
+        store = MemoryStore()
+        plan = a_plan(tmp_path)
+        serving = a_serving(plan, gateway_url="", upstreams=(), endpoints={}, live={})
+        worker = RemoteWorker(plan, store, tell=lambda *_, **__: None, concurrency=1)
+
+        async def has_reported() -> bool:
+            reports = [each for each in await store.presences(plan.name) if each.member]
+            return any(each.beat >= 2 and each.seen_at > each.since > 0 for each in reports)
+
+        async with Announcement(store, plan.name, serving):
+            running = asyncio.create_task(worker.run())
+            await eventually(has_reported)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        assert [] == await store.presences(plan.name)
         await store.close()
 
     asyncio.run(work())

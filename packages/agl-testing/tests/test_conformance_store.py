@@ -156,7 +156,7 @@ def test_store_that_scans_is_found_out() -> None:
             lambda _: Opened(factory="", url="memory://", kind=Scans)
         )
     scanning = {"claim", "claim nothing", "read changes", "read spans", "load states"}
-    scanning |= {"list queued", "list a group", "list the newest", "list running"}
+    scanning |= {"list queued", "list a group", "list the newest", "list running", "list by creation", "list by status"}
     found = set(re.findall(r"'([a-z ]+)': '", str(caught.value)))
     assert scanning == found
 

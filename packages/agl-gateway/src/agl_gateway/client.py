@@ -144,6 +144,10 @@ class HttpStore:
         """One page of rollouts."""
         return await self._call("rollouts", query=query)
 
+    async def count_rollouts(self, query: RolloutQuery) -> int:
+        """The number of rollouts on all pages of a query."""
+        return await self._call("count_rollouts", query=query)
+
     async def attempts(self, rollout_id: str) -> list[Attempt]:
         """All attempts of a rollout."""
         return await self._call("attempts", rollout_id=rollout_id)

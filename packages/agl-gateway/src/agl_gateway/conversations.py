@@ -19,8 +19,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import msgspec
-
 from agl.contracts import Change, RolloutQuery, Store
 from agl.errors import CaptureError, FencedError, NotFoundError, StoreError
 from agl.schemas import Outcome, RetryPolicy, Rollout
@@ -135,7 +133,7 @@ class Conversations:
             for attempt_id in idle:
                 await self._finish(attempt_id)
             count += len(idle)
-            query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+            query = query.next(page[-1])
         return count
 
     def on_changes(self, changes: Sequence[Change]) -> None:

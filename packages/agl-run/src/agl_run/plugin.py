@@ -69,6 +69,9 @@ def agl_commands() -> Iterable[CommandEntry]:
     yield CommandEntry(
         name="worker", factory="agl_run.cli.worker:worker", summary="run a running experiment's rollouts"
     )
+    yield CommandEntry(
+        name="workers", factory="agl_run.cli.workers:workers", summary="list trainers and workers, and if they live"
+    )
     yield CommandEntry(name="check", factory="agl_run.cli.check:check", summary="check an experiment before it runs")
     yield CommandEntry(
         name="dev", factory="agl_run.cli.dev:dev", summary="try an agent on a few tasks, training nothing"

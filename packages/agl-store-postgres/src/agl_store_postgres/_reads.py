@@ -1,7 +1,9 @@
 """Answers reads within one read transaction, outside of the writer's thread."""
 
-from itertools import product
+from itertools import islice, product
 from typing import Any
+
+from msgspec.structs import replace
 
 from agl.contracts import Change, Metric, RolloutQuery
 from agl.errors import NotFoundError
@@ -23,7 +25,11 @@ from agl_run.sql import (
     STATUSES,
     Row,
     Unpacker,
+    by_status,
+    conditions,
+    containing,
     number_of,
+    order_of,
     read_change,
     read_rollout,
 )
@@ -72,9 +78,14 @@ class PostgresReads:
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         if query.ids:
             return select(self._named(query.ids), query)
+        if query.contains:
+            return list(islice(containing(self.rollouts, query), query.limit))
+        if query.sort == "status":
+            return by_status(self.rollouts, query)
         if query.group_id:
             return self._listed(query, where="r.group_id = %s AND r.group_id <> ''", values=(query.group_id,))
-        if query.experiment is None and query.mode is None and not query.status:
+        is_filtered = query.experiment is not None or query.mode is not None or query.status
+        if query.sort == "rollout_id" and not is_filtered:
             return self._listed(query)
         found = self._by_lists(query)
         if "running" in (query.status or STATUSES):
@@ -91,19 +102,18 @@ class PostgresReads:
 
     def _listed(self, query: RolloutQuery, *, where: str = "true", values: tuple[Any, ...] = ()) -> list[Rollout]:
         """Return one page of the rollouts that match ``where`` and the rest of the query."""
-        conditions, given = [where], list(values)
-        for column, value in (("experiment", query.experiment), ("mode", query.mode), ("group_id", query.group_id)):
-            if value is not None:
-                conditions.append(f"r.{column} = %s")
-                given.append(value)
-        if query.status:
-            conditions.append("r.status = ANY(%s::text[])")
-            given.append(list(query.status))
-        behind, order = _direction(query)
-        sql = (
-            f"SELECT {ROLLOUT} FROM rollouts r WHERE {' AND '.join(conditions)} AND {behind} ORDER BY {order} LIMIT %s"
-        )
-        return [read_rollout(row) for row in self._all(sql, *given, query.after, query.after, query.limit)]
+        filters, given = conditions(query, "%s")
+        behind, order, start = order_of(query, "%s")
+        sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} AND {filters} AND {behind} ORDER BY {order} LIMIT %s"
+        return [read_rollout(row) for row in self._all(sql, *values, *given, *start, query.limit)]
+
+    def count_rollouts(self, query: RolloutQuery) -> int:
+        if query.ids:
+            return len(self.rollouts(replace(query, after="", limit=len(query.ids))))
+        if query.contains:
+            return sum(1 for _ in containing(self.rollouts, replace(query, after="")))
+        where, values = conditions(query, "%s")
+        return self._all(f"SELECT count(*) FROM rollouts r WHERE {where}", *values)[0][0]
 
     def _by_lists(self, query: RolloutQuery) -> list[Rollout]:
         """Return one page merged from the sorted lists of every (experiment, mode, stage); without running rollouts."""
@@ -112,18 +122,18 @@ class PostgresReads:
         wanted = set(query.status or STATUSES)
         stages = [*(wanted & TERMINAL_ROLLOUT), *(["open"] if "queued" in wanted else [])]
         keys = list(product(experiments, modes, stages))
-        behind, order = _direction(query)
+        behind, order, start = order_of(query, "%s")
         group = "" if query.group_id is None else "AND r.group_id = ''"
         sql = (
             "SELECT r.* FROM unnest(%s::text[], %s::text[], %s::text[]) AS k(experiment, mode, stage) "
-            f"CROSS JOIN LATERAL (SELECT {ROLLOUT}, r.rollout_id FROM rollouts r "
+            f"CROSS JOIN LATERAL (SELECT {ROLLOUT}, r.created_at, r.rollout_id FROM rollouts r "
             f"WHERE r.experiment = k.experiment AND r.mode = k.mode AND r.stage = k.stage {_WITHIN} "
             f"AND r.status <> 'running' {group} AND {behind} ORDER BY {order} LIMIT %s) AS r "
             f"ORDER BY {order} LIMIT %s"
         )
         columns = [[key[at] for key in keys] for at in range(3)]
-        rows = self._all(sql, *columns, query.after, query.after, query.limit, query.limit)
-        return [read_rollout(row[:-1]) for row in rows]
+        rows = self._all(sql, *columns, *start, query.limit, query.limit)
+        return [read_rollout(row[:-2]) for row in rows]
 
     def _running(self) -> list[Rollout]:
         """Return all running rollouts; they are few, because workers run them."""
@@ -215,12 +225,6 @@ class PostgresReads:
 
     def _all(self, query: str, *params: Any) -> list[Row]:
         return self._db.execute(query.encode(), params, binary=True).fetchall()
-
-
-def _direction(query: RolloutQuery) -> tuple[str, str]:
-    """Return the condition of a page, which takes ``after`` twice, and the order of a query."""
-    compare, order = ("<", "DESC") if query.is_newest_first else (">", "ASC")
-    return f"(%s = '' OR r.rollout_id {compare} %s)", f"r.rollout_id {order}"
 
 
 def _known_attempt(row: Row | None, rollout_id: str, attempt_id: str | None) -> int:

@@ -11,6 +11,7 @@ import logging
 from psycopg import sql
 
 from agl.errors import SchemaVersionError, StoreError
+from agl.schemas import Rollout, decode
 from agl_run.sql import older_documents
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.urls import DatabaseTarget
@@ -70,6 +71,11 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"UPDATE spans SET attempt = (attempt >> 8 << 14) + (attempt & 255)",
         b"ALTER TABLE spans ADD PRIMARY KEY (attempt, sequence), ADD UNIQUE (attempt, span_id)",
     ),
+    (  # lists in order of creation and of the end
+        b"ALTER TABLE rollouts ADD COLUMN created_at float8 NOT NULL DEFAULT 0",
+        b"CREATE INDEX rollouts_created ON rollouts (experiment, mode, stage, created_at, rollout_id)",
+        b"CREATE INDEX rollouts_finished ON rollouts (experiment, mode, stage, finished_at, rollout_id)",
+    ),
 )
 """Statements that migrate a schema from version N to N + 1; a new schema runs them all."""
 
@@ -79,6 +85,9 @@ _LOG = logging.getLogger("agl_store_postgres")
 
 _STATES_MOVE = 2
 """The last version that kept labels, scores, experiments and ledgers among the states of algorithms."""
+
+_CREATED_AT = 4
+"""The last version without a column of the time of creation, which is in the data too."""
 
 _LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
 
@@ -116,6 +125,8 @@ def _migrate(connection: Connection, target: DatabaseTarget) -> None:
             connection.execute(statement)
         if number == _STATES_MOVE:
             _move_states(connection)
+        if number == _CREATED_AT:
+            _fill_created_at(connection)
     connection.execute("UPDATE agl_schema SET version = %s", (CURRENT,))
 
 
@@ -126,6 +137,18 @@ def _move_states(connection: Connection) -> None:
     with connection.cursor() as cursor:
         cursor.executemany("INSERT INTO documents VALUES (%b, %b)", older_documents(states, versions).items())
     connection.execute("DROP TABLE states")
+
+
+def _fill_created_at(connection: Connection) -> None:
+    """Copy the times of creation from the data of the rollouts."""
+    last = 0
+    while rows := connection.execute(
+        "SELECT seq, data FROM rollouts WHERE seq > %s ORDER BY seq LIMIT 10000", (last,)
+    ).fetchall():
+        times = [(decode(bytes(data), Rollout).created_at, seq) for seq, data in rows]
+        with connection.cursor() as cursor:
+            cursor.executemany("UPDATE rollouts SET created_at = %s WHERE seq = %s", times)
+        last = int(rows[-1][0])
 
 
 def _version(connection: Connection, target: DatabaseTarget) -> int:

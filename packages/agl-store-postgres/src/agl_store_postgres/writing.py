@@ -23,9 +23,9 @@ _FEED_LOCK = 0x41474C00 << 32
 
 _ADD_ROLLOUTS = (
     b"COPY rollouts (seq, rollout_id, experiment, mode, group_id, status, stage, attempts, attempt, started_at, "
-    b"finished_at, data) FROM STDIN (FORMAT BINARY)"
+    b"finished_at, created_at, data) FROM STDIN (FORMAT BINARY)"
 )
-_ROLLOUT_TYPES = ("int8", *["text"] * 6, "int4", "int8", "float8", "float8", "bytea")
+_ROLLOUT_TYPES = ("int8", *["text"] * 6, "int4", "int8", "float8", "float8", "float8", "bytea")
 _ADD_SPANS = b"COPY spans (attempt, sequence, span_id, data) FROM STDIN (FORMAT BINARY)"
 _SPAN_TYPES = ("int8", "int4", "text", "bytea")
 _SAVE_ROLLOUTS = (
@@ -172,4 +172,4 @@ def _columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
 
 def _new_row(seq: int, rollout: Rollout) -> tuple[Any, ...]:
     where = (rollout.rollout_id, rollout.experiment, rollout.mode, rollout.group_id)
-    return seq, *where, "queued", "open", 0, None, 0.0, 0.0, encode(rollout)
+    return seq, *where, "queued", "open", 0, None, 0.0, 0.0, rollout.created_at, encode(rollout)

@@ -48,7 +48,6 @@ class Policy(Protocol):
 
     async def stop(self) -> None:
         """Release everything; idempotent."""
-        ...
 
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Serve these weights; returns once all servers have them.
@@ -77,19 +76,15 @@ class Gateway(Protocol):
 
     async def stop(self) -> None:
         """Write the remaining records, then close; idempotent."""
-        ...
 
     async def pause(self, policy: str, *, drain_s: float = 30.0) -> None:
         """Hold new calls of ``policy`` and wait up to ``drain_s`` seconds for those in flight."""
-        ...
 
     async def resume(self, policy: str, *, model_version: str = "", model: str = "") -> None:
         """Let held calls through; they carry ``model_version`` and ask the backend for ``model``.
 
         An empty value leaves the current one in place.
         """
-        ...
 
     async def settle(self, attempt_id: str) -> None:
         """Return once every answered call of the attempt is in the store."""
-        ...

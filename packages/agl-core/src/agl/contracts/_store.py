@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Protocol, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from agl.schemas import Attempt, Claim, Json, Mode, Outcome, Record, ResourceVersion, Rollout, RolloutStatus, Span
 
@@ -27,9 +28,6 @@ PAGE_BYTES = 32 << 20
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A number that every store can count to; stores refuse others with a :class:`~agl.errors.StoreError`."""
-
-SpanChoice = Literal["none", "deciding", "all"]
-"""The spans that come with a recording: none, those of the deciding or running attempt, or all."""
 
 
 class Change(Record, frozen=True, kw_only=True):
@@ -51,23 +49,64 @@ class Change(Record, frozen=True, kw_only=True):
 
 
 class RolloutQuery(Record, frozen=True, kw_only=True):
-    """Selects rollouts to list, in order of id; ``after`` is the last id of the page before."""
+    """Selects rollouts to list, in order of ``sort`` and then of id, descending with ``is_newest_first``.
+
+    Attributes:
+        contains: A text in the rollout's id or in its task as JSON. The store looks through all rollouts that the other
+            fields select.
+        sort: The field to sort by; a rollout without that time comes before all others.
+        after: The last id of the page before, and ``after_value`` its field to sort by; :meth:`next` sets both.
+    """
 
     experiment: str | None = None
     status: tuple[RolloutStatus, ...] = ()
     mode: Mode | None = None
     group_id: str | None = None
     ids: tuple[str, ...] = ()
+    contains: str = ""
+    sort: Literal["rollout_id", "created_at", "finished_at", "status"] = "rollout_id"
     after: str = ""
+    after_value: str | float = ""
     limit: Count = 1000
     is_newest_first: bool = False
+
+    def next(self, last: Rollout) -> "RolloutQuery":
+        """The query of the page behind the rollout ``last``, wherever that rollout is by then."""
+        return replace(self, after=last.rollout_id, after_value=getattr(last, self.sort))
+
+
+class SpanQuery(Record, frozen=True, kw_only=True):
+    """Selects spans of one attempt of each rollout, by ``sequence`` above ``after``; empty fields select all.
+
+    Attributes:
+        attempt_id: The attempt; by default the deciding or running one of each rollout, and ``""`` for the spans that
+            belong to the rollout alone.
+        name: The whole name.
+        contains: A part of the name.
+        agent: The nearest agent around the span, or without one the nearest node, role or operation.
+        kind: ``call``, ``reward``, or the last word of the operation by the GenAI conventions, such as ``agent``,
+            ``tool``, ``node``, ``workflow`` or ``handoff``.
+    """
+
+    attempt_id: str | None = None
+    name: str = ""
+    contains: str = ""
+    agent: str = ""
+    kind: str = ""
+    after: Count = 0
+    limit: Count = 1000
+
+
+SpanChoice: TypeAlias = Literal["none", "deciding", "all"] | SpanQuery
+"""The spans that come with a recording: none, those of the deciding or running attempt, all, or one page of some."""
 
 
 class Recording(Record, frozen=True, kw_only=True):
     """A rollout with its attempts, first to last, and its spans, from which an episode is built.
 
     Attributes:
-        is_whole: Whether these are all of the spans; :func:`agl.stores.read_recordings` reads the rest.
+        is_whole: Whether these are all of the spans that were asked for; :func:`agl.stores.read_recordings` reads the
+            rest. The next page of a :class:`SpanQuery` comes ``after`` the last one's ``sequence``.
     """
 
     rollout: Rollout
@@ -150,6 +189,7 @@ class Presence(Record, frozen=True, kw_only=True):
         member: ``""`` for the process that runs the experiment, a worker's name for any other process.
         session: Random; every start of the experiment has its own.
         since: Unix seconds by the member's clock.
+        seen_at: Unix seconds by the store's clock at this sign of life; set by the store.
         beat: Counts while the member lives, so that a killed one is recognised without comparing clocks.
         details: The addresses and settings that others need to join; never a key.
     """
@@ -158,6 +198,7 @@ class Presence(Record, frozen=True, kw_only=True):
     member: str = ""
     session: str
     since: float = 0.0
+    seen_at: float = 0.0
     beat: int = 0
     details: dict[str, Json] = {}
 
@@ -224,6 +265,10 @@ class Store(Protocol):
         """One page of rollouts; ``query.ids`` that are unknown raise :class:`NotFoundError`."""
         ...
 
+    async def count_rollouts(self, query: RolloutQuery) -> int:
+        """The number of rollouts on all pages of a query; it costs more the more there are."""
+        ...
+
     async def attempts(self, rollout_id: str) -> list[Attempt]:
         """All attempts of a rollout, first to last."""
         ...
@@ -231,10 +276,12 @@ class Store(Protocol):
     async def recordings(
         self, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
     ) -> list[Recording]:
-        """One page of rollouts with their attempts and spans: of the deciding or running attempt, of all, or none.
+        """One page of rollouts with their attempts and spans: of the deciding or running attempt, all, none or some.
 
-        The page ends early, with at least one rollout, once its spans exceed ``max_bytes``; request the rollouts
-        behind the last one with ``query.after``. With ``all``, spans that belong to no attempt come first.
+        All attempts of many rollouts come with ``spans="none"``. With a :class:`SpanQuery`, each rollout comes with
+        one page of the spans that it selects, or without any. The page of rollouts ends early, with at least one
+        rollout, once its spans exceed ``max_bytes``; request the rollouts behind the last one with ``query.after``.
+        With ``all``, spans that belong to no attempt come first.
         """
         ...
 
@@ -242,7 +289,6 @@ class Store(Protocol):
 
     async def append_spans(self, spans: Sequence[Span]) -> None:
         """Append in order; a span id that the attempt already has is ignored."""
-        ...
 
     async def spans(
         self, rollout_id: str, *, attempt_id: str | None = None, after: Count = 0, limit: Count = 10_000
@@ -266,7 +312,6 @@ class Store(Protocol):
 
     async def publish(self, versions: Sequence[ResourceVersion]) -> None:
         """Add resource versions; an unpinned rollout gets the newest published one of a name."""
-        ...
 
     async def resource(self, name: str, version: str | None = None) -> ResourceVersion:
         """One version of a resource, the newest by default."""
@@ -293,7 +338,6 @@ class Store(Protocol):
 
     async def save_scores(self, scores: Sequence[VersionScore]) -> None:
         """Save scores of versions that exist; each replaces the earlier score of its version."""
-        ...
 
     async def scores(self, name: str) -> list[VersionScore]:
         """The scores of a resource's versions, sorted by version; versions that were never measured are left out."""
@@ -316,7 +360,6 @@ class Store(Protocol):
         for none, unless they already have the value that this call writes: a key with any other value raises
         :class:`~agl.errors.FencedError`. Of several calls at once that expect one value, one succeeds.
         """
-        ...
 
     async def load_state(self, prefix: str) -> dict[str, bytes]:
         """All states whose key starts with ``prefix``, sorted by key."""
@@ -333,12 +376,10 @@ class Store(Protocol):
         ...
 
     async def announce(self, presence: Presence) -> None:
-        """Announce a member of an experiment; replaces its earlier announcement."""
-        ...
+        """Announce a member of an experiment, or that it lives; replaces its earlier announcement."""
 
     async def withdraw(self, experiment: str, members: Sequence[str]) -> None:
         """Remove members; unknown ones are ignored."""
-        ...
 
     async def presences(self, experiment: str, *, member: str | None = None) -> list[Presence]:
         """The members of an experiment, sorted by name, or the one of that name; killed ones are included."""
@@ -346,7 +387,6 @@ class Store(Protocol):
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Save numbers; one of the same experiment, algorithm, step and name replaces the earlier one."""
-        ...
 
     async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
         """The experiment's numbers by (algorithm, step, name)."""
@@ -354,4 +394,3 @@ class Store(Protocol):
 
     async def close(self) -> None:
         """Flush and release; safe to call twice. Waiting calls end with :class:`~agl.errors.StoreError`."""
-        ...

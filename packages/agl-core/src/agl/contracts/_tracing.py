@@ -18,11 +18,9 @@ class Tracer(Protocol):
 
     def install(self) -> None:
         """Start observing; idempotent. The agent's module may be imported before or after."""
-        ...
 
     def uninstall(self) -> None:
         """Restore everything that :meth:`install` changed; idempotent."""
-        ...
 
     def current_span_id(self) -> str | None:
         """Id of the span that is current in the framework's own context, ``None`` if there is none.

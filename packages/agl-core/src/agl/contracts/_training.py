@@ -23,7 +23,6 @@ class Runner(Protocol):
 
     async def start(self) -> None:
         """Acquire the resources that attempts share, such as a pool of processes."""
-        ...
 
     async def execute(self, claim: Claim) -> Outcome:
         """Run one attempt to its end; never raises for the agent's failures. Cancelling it stops the agent."""
@@ -31,7 +30,6 @@ class Runner(Protocol):
 
     async def stop(self) -> None:
         """Stop running attempts and release everything; idempotent."""
-        ...
 
 
 class StepReport(Record, frozen=True, kw_only=True):
@@ -256,7 +254,6 @@ class Algorithm(Protocol):
 
     async def setup(self, context: AlgorithmContext) -> None:
         """Check everything that can be checked before the first rollout; raise :class:`~agl.errors.ConfigError`."""
-        ...
 
     async def step(self) -> StepReport:
         """Do one step: collect, update, publish. Must be repeatable from the state before it."""
@@ -268,11 +265,9 @@ class Algorithm(Protocol):
 
     async def restore(self, state: Mapping[str, Json]) -> None:
         """Continue from ``state()``; weights and optimiser included."""
-        ...
 
     async def close(self) -> None:
         """Release memory and threads; idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -289,7 +284,6 @@ class CheckedAlgorithm(Algorithm, Protocol):
         Called on an object that is not set up and is closed afterwards. Takes little memory and shows nothing to the
         user; the resources that it tunes may have other versions when its turn comes.
         """
-        ...
 
 
 @runtime_checkable

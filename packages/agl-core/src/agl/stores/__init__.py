@@ -4,7 +4,7 @@ from agl.stores._memory import MemoryStore
 from agl.stores._memory_tables import MemoryTables
 from agl.stores._operations import closed, documents_of, expire, unknown_attempt
 from agl.stores._reading import all_spans, read_recordings
-from agl.stores._rules import MAX_ATTEMPTS, MAX_SEQUENCE, deadline, is_wanted, placed, select
+from agl.stores._rules import MAX_ATTEMPTS, MAX_SEQUENCE, deadline, is_wanted, placed, select, sort_key, start_of
 from agl.stores._store import TableStore
 from agl.stores._tables import Backend, Reads, Tables, Work
 from agl.stores._urls import shown_url, without_credentials
@@ -31,6 +31,8 @@ __all__ = [
     "read_recordings",
     "select",
     "shown_url",
+    "sort_key",
+    "start_of",
     "unknown_attempt",
     "without_credentials",
 ]

@@ -64,10 +64,6 @@ class _Memory:
             return self._tables.next_deadline() - self._clock()
 
 
-def _even_clock(offset: float) -> Callable[[], float]:
-    return lambda: time.monotonic() + offset
-
-
 class MemoryStore(TableStore):
     """A :class:`agl.contracts.Store` in this process's memory.
 
@@ -80,4 +76,5 @@ class MemoryStore(TableStore):
     def __init__(self, url: str = "memory://", *, clock: Callable[[], float] | None = None) -> None:
         if url.rstrip("/") != "memory:":
             raise StoreError(f"{url!r} is no URL of a memory store; write memory://, or sqlite:///runs.db for a file")
-        super().__init__(_Memory(clock=clock or _even_clock(time.time() - time.monotonic())))
+        offset = time.time() - time.monotonic()
+        super().__init__(_Memory(clock=clock or (lambda: time.monotonic() + offset)))

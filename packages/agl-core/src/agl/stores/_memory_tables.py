@@ -158,6 +158,8 @@ class MemoryTables:
         lists = [ids for key, ids in self._listed.lists.items() if _matches(key, query)]
         if query.group_id:
             lists = [self._grouped.lists.get(query.group_id, [])]
+        if query.sort != "rollout_id":
+            return rules.select([need_rollout(self, rollout_id) for ids in lists for rollout_id in ids], query)
         merged = heapq.merge(*(_from(ids, query) for ids in lists), reverse=query.is_newest_first)
         found = (need_rollout(self, rollout_id) for rollout_id in merged)
         return list(islice((rollout for rollout in found if rules.is_wanted(rollout, query)), query.limit))
@@ -272,11 +274,7 @@ class MemoryTables:
 
 def _matches(key: tuple[str, str, str], query: RolloutQuery) -> bool:
     experiment, mode, status = key
-    return (
-        query.experiment in (None, experiment)
-        and query.mode in (None, mode)
-        and (not query.status or status in query.status)
-    )
+    return query.experiment in (None, experiment) and query.mode in (None, mode) and status in (query.status or key)
 
 
 def _from(ids: list[str], query: RolloutQuery) -> Iterator[str]:

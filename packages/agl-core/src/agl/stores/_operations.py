@@ -4,11 +4,13 @@ Every operation checks its arguments before it changes anything, so that one tha
 The caller is in a transaction; nothing here waits.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from msgspec.structs import replace
 
+from agl._actors import Enclosing
 from agl.contracts import (
     PAGE_BYTES,
     ExperimentRecord,
@@ -18,6 +20,7 @@ from agl.contracts import (
     Recording,
     RolloutQuery,
     SpanChoice,
+    SpanQuery,
     Trained,
     VersionScore,
 )
@@ -31,6 +34,9 @@ R = TypeVar("R", bound=Record)
 
 SPAN_PAGE = 10_000
 """Spans of one attempt in a recording at most."""
+
+SCANNED = 64
+"""Spans that are in memory at once while some are chosen."""
 
 
 def closed(shown_url: str) -> StoreError:
@@ -73,7 +79,7 @@ def enqueue(tables: Tables, rollouts: Sequence[Rollout]) -> list[Rollout]:
         known = new.get(rollout.rollout_id) or tables.rollout(rollout.rollout_id)
         if known is None:
             known = new[rollout.rollout_id] = rules.new_rollout(rollout, now=tables.now)
-        elif not rules.is_same_definition(known, rules.copied(rollout)):
+        elif rules.definition(known) != rules.definition(rules.copied(rollout)):
             raise rules.conflict("rollout", rollout.rollout_id)
         stored.append(known)
     tables.add(list(new.values()))
@@ -133,7 +139,7 @@ def cancel(tables: Tables, rollout_ids: Sequence[str]) -> list[Rollout]:
     for rollout in found.values():
         if rollout.is_finished:
             continue
-        found[rollout.rollout_id] = after = rules.cancel_rollout(rollout, now=tables.now)
+        found[rollout.rollout_id] = after = replace(rollout, status="cancelled", finished_at=tables.now)
         if rollout.attempt_id is None:
             tables.save_rollouts([after])
         else:
@@ -172,22 +178,47 @@ def delete(tables: Tables, rollout_ids: Sequence[str]) -> int:
     return len(found)
 
 
+def count_rollouts(reads: Reads, query: RolloutQuery) -> int:
+    """See :meth:`agl.contracts.Store.count_rollouts`; tables that count by themselves come first."""
+    count, query = 0, replace(query, after="", limit=1000)
+    while page := reads.rollouts(query):
+        count, query = count + len(page), query.next(page[-1])
+    return count
+
+
 def recordings(
     reads: Reads, query: RolloutQuery, *, spans: SpanChoice = "deciding", max_bytes: int = PAGE_BYTES
 ) -> list[Recording]:
     """See :meth:`agl.contracts.Store.recordings`."""
     found: list[Recording] = []
+    most = spans.limit if isinstance(spans, SpanQuery) else SPAN_PAGE
     for rollout in reads.rollouts(query):
         attempts = reads.attempts(rollout.rollout_id)
-        ids = {"none": [], "deciding": [None], "all": ["", *(attempt.attempt_id for attempt in attempts)]}[spans]
-        parts = [reads.spans(rollout.rollout_id, attempt_id=each, limit=SPAN_PAGE) for each in ids]
-        is_whole = all(len(part) < SPAN_PAGE for part in parts)
+        if isinstance(spans, SpanQuery):
+            parts = [_chosen(reads, rollout.rollout_id, spans)]
+        else:
+            ids = {"none": [], "deciding": [None], "all": ["", *(attempt.attempt_id for attempt in attempts)]}[spans]
+            parts = [reads.spans(rollout.rollout_id, attempt_id=each, limit=most) for each in ids]
+        is_whole = all(len(part) < most for part in parts)
         own = [span for part in parts for span in part]
         found.append(Recording(rollout=rollout, attempts=attempts, spans=own, is_whole=is_whole))
         max_bytes -= sum(len(codec.encode(span)) for span in own)
         if max_bytes < 0:
             break
     return found
+
+
+def _chosen(reads: Reads, rollout_id: str, query: SpanQuery) -> list[Span]:
+    """A page of the attempt's spans that a query selects; reads the attempt in small parts, twice for an agent."""
+    around = Enclosing([rules.bare(span) for span in _scan(reads, rollout_id, query, 0)] if query.agent else [])
+    spans = _scan(reads, rollout_id, query, query.after)
+    return list(islice((span for span in spans if rules.is_chosen(span, query, around)), query.limit))
+
+
+def _scan(reads: Reads, rollout_id: str, query: SpanQuery, after: int) -> Iterator[Span]:
+    while page := reads.spans(rollout_id, attempt_id=query.attempt_id, after=after, limit=SCANNED):
+        yield from page
+        after = page[-1].sequence
 
 
 def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
@@ -302,7 +333,7 @@ def trained(
 
 def announce(tables: Tables, presence: Presence) -> None:
     """See :meth:`agl.contracts.Store.announce`."""
-    tables.put(documents_of(presence).items())
+    tables.put(documents_of(replace(presence, seen_at=tables.now)).items())
 
 
 def withdraw(tables: Tables, experiment: str, members: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 from msgspec.structs import replace
 
-from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
+from agl.contracts import Recording, RolloutQuery, SpanChoice, SpanQuery, Store
 from agl.schemas import Span
 
 PAGE = 10_000
@@ -29,13 +29,16 @@ async def read_recordings(
 ) -> AsyncIterator[Recording]:
     """All rollouts that match a query, whatever its limit, with attempts and spans, in as few requests as possible.
 
+    With a :class:`~agl.contracts.SpanQuery` each rollout comes with the first page of its spans.
+
     Raises :class:`agl.errors.NotFoundError` for an unknown id in ``query.ids``.
     """
     left = len(query.ids)
     while page := await store.recordings(query, spans=spans):
         for recording in page:
-            yield recording if recording.is_whole else await _whole(store, recording, spans)
-        query = replace(query, after=page[-1].rollout.rollout_id)
+            is_paged = recording.is_whole or isinstance(spans, SpanQuery)
+            yield recording if is_paged else await _whole(store, recording, spans)
+        query = query.next(page[-1].rollout)
         left -= len(page)
         if query.ids and not left:
             return

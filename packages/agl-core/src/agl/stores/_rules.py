@@ -5,13 +5,16 @@ All stores use these rules. ``now`` is Unix seconds throughout.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery
+from agl import semconv
+from agl._actors import NAMING, Enclosing
+from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, SpanQuery
 from agl.errors import ConflictError, FencedError, InvalidIdError, StoreError
 from agl.schemas import (
     LLM,
@@ -111,27 +114,38 @@ def _unfit(value: object, error: Exception) -> StoreError:
 def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
     """The rollouts, named by id, that match a query, in its order."""
     wanted = [rollout for rollout in rollouts if is_wanted(rollout, query)]
-    wanted.sort(key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
+    wanted.sort(key=sort_key(query), reverse=query.is_newest_first)
     return wanted[: query.limit]
 
 
 def check_page(given: Mapping[str, object], *queries: object) -> None:
     """Raise :class:`StoreError` for a ``limit`` or ``after``, given or in a query, that no store can count to."""
     found = {name: given[name] for name in ("limit", "after") if name in given}
-    for query in queries:
-        if isinstance(query, RolloutQuery):
-            check_page({"limit": query.limit})
+    for query in (*queries, *given.values()):
+        if isinstance(query, RolloutQuery | SpanQuery):
+            check_page({"limit": query.limit, "after": query.after})
     for name, value in found.items():
         if isinstance(value, int) and not 0 <= value <= _MAX_COUNT:
             raise StoreError(f"{name} = {value}; choose between 0 and {_MAX_COUNT}")
 
 
+def sort_key(query: RolloutQuery) -> Callable[[Rollout], tuple[Any, str]]:
+    """The key by which the rollouts of a query are sorted."""
+    return attrgetter(query.sort, "rollout_id")
+
+
+def start_of(query: RolloutQuery) -> tuple[Any, str]:
+    """The key of the last rollout on the page before."""
+    return query.after if query.sort == "rollout_id" else query.after_value, query.after
+
+
 def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
     """True if the rollout matches the query, apart from its limit and ids."""
-    is_behind = not query.after or (rollout.rollout_id < query.after) == query.is_newest_first
+    key, start = sort_key(query)(rollout), start_of(query)
+    is_behind = not query.after or (key < start if query.is_newest_first else key > start)
     return (
         is_behind
-        and rollout.rollout_id != query.after
+        and (query.contains in rollout.rollout_id or query.contains in codec.to_json(rollout.task).decode())
         and query.experiment in (None, rollout.experiment)
         and query.mode in (None, rollout.mode)
         and query.group_id in (None, rollout.group_id)
@@ -139,9 +153,18 @@ def is_wanted(rollout: Rollout, query: RolloutQuery) -> bool:
     )
 
 
-def is_same_definition(stored: Rollout, offered: Rollout) -> bool:
-    """True if both are the same rollout apart from its progress."""
-    return definition(stored) == definition(offered)
+def bare(span: Span) -> Span:
+    """The span without its contents, to find the actors around others."""
+    names = {key: value for key, value in span.attributes.items() if key in NAMING or key == semconv.FRAMEWORK_SPAN_ID}
+    return replace(span, attributes=names, events=(), call=None, reward=None)
+
+
+def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
+    """True if a query selects the span, apart from its attempt and sequence."""
+    operation = str(span.attributes.get(semconv.OPERATION, "")).rpartition("_")[2]
+    kind = "call" if span.call is not None else "reward" if span.reward is not None else operation
+    is_named = query.name in ("", span.name) and query.contains in span.name
+    return is_named and query.kind in ("", kind) and query.agent in ("", around.who(span).agent)
 
 
 def definition(rollout: Rollout) -> Rollout:
@@ -227,7 +250,7 @@ def decide(claim: Claim, *, status: AttemptStatus, error: ErrorInfo | None, now:
     attempt = replace(claim.attempt, status=status, error=error, finished_at=now)
     if _is_repeated(rollout, status):
         return Claim(rollout=replace(rollout, status="queued", attempt_id=None), attempt=attempt)
-    return Claim(rollout=replace(rollout, status=_final(status), finished_at=now), attempt=attempt)
+    return Claim(rollout=replace(rollout, status=_FINAL.get(status, "failed"), finished_at=now), attempt=attempt)
 
 
 def _is_repeated(rollout: Rollout, status: AttemptStatus) -> bool:
@@ -280,11 +303,6 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
     )
 
 
-def cancel_rollout(rollout: Rollout, *, now: float) -> Rollout:
-    """The unfinished rollout as cancelled."""
-    return replace(rollout, status="cancelled", finished_at=now)
-
-
 def check_spans(spans: Sequence[Span], *, attempt_id: str | None = None) -> None:
     """Raise :class:`ConflictError` for a span that no store takes.
 
@@ -325,7 +343,5 @@ def check_secrets(version: ResourceVersion) -> None:
         )
 
 
-def _final(status: AttemptStatus) -> RolloutStatus:
-    if status == "succeeded":
-        return "succeeded"
-    return "cancelled" if status == "cancelled" else "failed"
+_FINAL: dict[AttemptStatus, RolloutStatus] = {"succeeded": "succeeded", "cancelled": "cancelled"}
+"""The status of a rollout after its last attempt, if it is not ``failed``."""

@@ -65,6 +65,7 @@ class TableStore:
     cancel = _writes(operations.cancel)
     delete = _writes(operations.delete)
     rollouts = _reads(Reads.rollouts)
+    count_rollouts = _reads(operations.count_rollouts)
     attempts = _reads(Reads.attempts)
     recordings = _reads(operations.recordings)
     append_spans = _writes(operations.append_spans)

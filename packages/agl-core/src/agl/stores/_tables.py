@@ -16,23 +16,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Documents(Protocol):
-    """A map from bytes to bytes, as a writing transaction sees it."""
-
-    def get(self, key: bytes) -> bytes | None:
-        """The value of a key."""
-        ...
-
-    def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
-        """Write keys with their values."""
-        ...
-
-    def delete(self, keys: Iterable[bytes]) -> None:
-        """Remove keys; unknown ones are ignored."""
-        ...
-
-
-class Tables(Documents, Protocol):
+class Tables(Protocol):
     """A store's data, as a writing transaction sees it; each change of a rollout is put on the change feed.
 
     States, labels, scores, ledgers and presence are kept as documents.
@@ -69,35 +53,42 @@ class Tables(Documents, Protocol):
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Put new rollouts at the end of the queue."""
-        ...
 
     def save(self, claims: Sequence[Claim], *, is_logged: bool = True) -> None:
         """Save new and known attempts with their rollouts; ``is_logged`` puts the rollouts on the change feed."""
-        ...
 
     def save_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Save rollouts, and remove attempts beyond their number, which their claimer never received."""
-        ...
 
     def insert_spans(self, spans: Sequence[Span]) -> None:
         """Append spans of known attempts; skip those that the attempt already has."""
-        ...
 
     def remove(self, rollouts: Sequence[Rollout]) -> None:
         """Remove rollouts with everything that belongs to them, entries of the change feed included."""
-        ...
 
     def add_version(self, version: ResourceVersion) -> None:
         """Add a resource version as the newest of its name."""
-        ...
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Save numbers; each replaces an earlier one of the same experiment, algorithm, step and name."""
+
+    def get(self, key: bytes) -> bytes | None:
+        """The document of a key, ``None`` if there is none."""
         ...
+
+    def put(self, pairs: Iterable[tuple[bytes, bytes]]) -> None:
+        """Write documents by their keys."""
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Remove documents; unknown keys are ignored."""
 
 
 class Reads(Protocol):
-    """A store's data, as a reading transaction sees it."""
+    """A store's data, as a reading transaction sees it.
+
+    A database that counts without reading has ``count_rollouts(query)`` too; the rollouts are read and counted
+    otherwise.
+    """
 
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         """See :meth:`agl.contracts.Store.rollouts`."""
@@ -185,4 +176,3 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Finish open transactions, release everything and ring; later calls raise :class:`~agl.errors.StoreError`."""
-        ...

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import (
@@ -33,7 +33,7 @@ from agl_run.cli.dialogues import dialogues
 from agl_run.cli.lineage import shown, text_of
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.query import deciding, filter_options, find_ids, make_query
+from agl_run.cli.query import deciding, filter_options, find_ids, make_query, span_options
 
 
 class ExportedRollout(Record, frozen=True, kw_only=True):
@@ -64,6 +64,7 @@ class ExportedRollout(Record, frozen=True, kw_only=True):
 @click.option("--agents", help="Regular expression: only these agents' calls.")
 @store_option
 @filter_options
+@span_options
 @pass_manager
 def export(
     manager: PluginManager,
@@ -76,9 +77,11 @@ def export(
     experiment: str | None,
     status: tuple[str, ...],
     mode: str | None,
+    chosen: SpanQuery | None,
 ) -> None:
     """Write rollouts as JSON lines: those named (whole ids, unique beginnings, latest), or all that match the filters.
 
+    --span, --agent and --kind go with --format spans and write the spans that fit, of the deciding attempts.
     With --format text, json, python or model, IDS are resources, NAME or NAME@VERSION, where VERSION may be a label;
     the newest version counts by default.
     """
@@ -86,12 +89,18 @@ def export(
         _export_resources(manager, store_url, rollout_ids, form, output)
         return
     query = make_query(experiment, status, mode, limit=100)
+    if chosen is not None and (form != "spans" or min_reward is not None or agents is not None):
+        raise ConfigError(
+            "--span, --agent and --kind choose spans: pass --format spans, without --min-reward, --agents"
+        )
 
     async def work(store: Store) -> int:
         count = 0
         with _target(output) as target:
-            chosen = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
-            async for item in _recorded(store, chosen, agents):
+            named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
+            if chosen is not None:
+                return await _write_spans(store, named, chosen, target)
+            async for item in _recorded(store, named, agents):
                 if min_reward is not None and (item.episode.reward is None or item.episode.reward < min_reward):
                     continue
                 for line in _LINES[form](item):
@@ -153,6 +162,21 @@ def _target(output: Path | None) -> Generator[BinaryIO]:
         raise ConfigError(f"cannot write {str(output)!r}: {error.strerror}; pass another --output") from error
     with file:
         yield file
+
+
+async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, target: BinaryIO) -> int:
+    """Write the spans that fit, of which one page is in memory; returns their number."""
+    count = 0
+    async for recording in read_recordings(store, query, spans=spans):
+        page, one = recording, RolloutQuery(ids=(recording.rollout.rollout_id,))
+        while True:
+            target.writelines(to_json(span) + b"\n" for span in page.spans)
+            count += len(page.spans)
+            if page.is_whole:
+                break
+            rest = msgspec.structs.replace(spans, after=page.spans[-1].sequence)
+            (page,) = await store.recordings(one, spans=rest)
+    return count
 
 
 async def _recorded(store: Store, query: RolloutQuery, agents: str | None) -> AsyncIterator[ExportedRollout]:

@@ -3,12 +3,13 @@
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from functools import wraps
 from typing import Any, TypeVar, cast
 
 import click
 import msgspec
 
-from agl.contracts import Recording, RolloutQuery, SpanChoice, Store
+from agl.contracts import Recording, RolloutQuery, SpanChoice, SpanQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Attempt, Rollout, RolloutStatus
@@ -44,11 +45,33 @@ def seconds_of(text: str) -> float:
 
 def filter_options(command: F) -> F:
     """Add ``--experiment``, ``--status`` and ``--mode`` to a command."""
-    options = (
+    return _with_options(
+        command,
         click.option("--experiment", help="Only rollouts of this experiment."),
         click.option("--status", type=click.Choice(STATUSES), multiple=True, help="Only these; repeatable."),
         click.option("--mode", type=click.Choice(("train", "val", "test")), help="Only rollouts of this mode."),
     )
+
+
+def span_options(command: F) -> F:
+    """Add ``--span``, ``--agent`` and ``--kind`` to a command, as its argument ``chosen``: a query, or ``None``."""
+
+    @wraps(command)
+    def with_query(*args: Any, span_text: str, agent: str, kind: str, **options: Any) -> Any:
+        query = SpanQuery(contains=span_text, agent=agent, kind=kind)
+        return command(*args, chosen=query if query != SpanQuery() else None, **options)
+
+    return _with_options(
+        cast("F", with_query),
+        click.option("--span", "span_text", default="", metavar="TEXT", help="Only spans with this in their name."),
+        click.option("--agent", default="", metavar="NAME", help="Only spans of this agent, node or role."),
+        click.option(
+            "--kind", default="", help="Only spans of this kind: call, reward, tool, agent, node, workflow, handoff."
+        ),
+    )
+
+
+def _with_options(command: F, *options: Callable[[Any], Any]) -> F:
     decorated: Any = command
     for option in reversed(options):
         decorated = option(decorated)
@@ -68,7 +91,7 @@ async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout
         if not page:
             return
         yield page
-        query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+        query = query.next(page[-1])
 
 
 async def rewards_of(store: Store, rollout_ids: Sequence[str]) -> AsyncIterator[tuple[Rollout, float | None]]:

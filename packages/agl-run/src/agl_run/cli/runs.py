@@ -6,6 +6,7 @@ resumed.
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import click
 import msgspec
@@ -24,6 +25,10 @@ from agl_run.experiment.state import unfinished_experiments
 from agl_run.sql import Compactable, Compaction
 
 _BATCH = 500
+
+_SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] = {
+    **{"id": "rollout_id", "created": "created_at", "finished": "finished_at", "status": "status"}
+}
 
 _own_store_option = click.option("--store", "store_url", help="As for agl runs.")
 
@@ -57,8 +62,18 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Rollouts at most, in descending order of id.",
+    help="Rollouts at most.",
 )
+@click.option("--contains", default="", metavar="TEXT", help="Only rollouts with this in their id or task.")
+@click.option(
+    "--sort",
+    type=click.Choice(tuple(_SORTS)),
+    default="id",
+    show_default=True,
+    help="By what to sort; the last ones come first.",
+)
+@click.option("--ascending", is_flag=True, help="Let the first ones come first.")
+@click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
 @json_option
 @pass_manager
 @click.pass_context
@@ -70,22 +85,33 @@ def runs(
     status: tuple[str, ...],
     mode: str | None,
     limit: int,
+    contains: str,
+    sort: str,
+    ascending: bool,
+    counts: bool,
     as_json: bool,
 ) -> None:
-    """List recorded rollouts in descending order of id: within an experiment the newest first."""
+    """List recorded rollouts, by default in descending order of id: within an experiment the newest first."""
     ctx.meta["store_url"] = store_url
     if ctx.invoked_subcommand is not None:
         return
-    query = msgspec.structs.replace(make_query(experiment, status, mode, limit=limit), is_newest_first=True)
-    found = with_store(manager, store_url, lambda store: _listed(store, query))
-    if as_json:
-        print_json(found)
+    query = msgspec.structs.replace(
+        make_query(experiment, status, mode, limit=limit),
+        contains=contains,
+        sort=_SORTS[sort],
+        is_newest_first=not ascending,
+    )
+    found, total = with_store(manager, store_url, lambda store: _listed(store, query, counts=counts))
+    if as_json or counts:
+        print_json(total if counts else found)
         return
     print_table(
         ("rollout", "experiment", "mode", "status", "tries", "reward", "created", "task"),
         [_row(item) for item in found],
         least=("task", "created", "experiment", "tries", "mode"),
     )
+    if total > len(found):
+        click.echo(f"({len(found)} of {total:,} rollouts; --limit shows more)", err=True)
 
 
 @runs.command("rm")
@@ -142,13 +168,17 @@ def collect_garbage(
         click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
 
 
-async def _listed(store: Store, query: RolloutQuery) -> list[ListedRollout]:
+async def _listed(store: Store, query: RolloutQuery, *, counts: bool) -> tuple[list[ListedRollout], int]:
+    """Return one page of rollouts, none where they are only counted, and the number on all pages."""
     found: list[ListedRollout] = []
+    total = await store.count_rollouts(query)
+    if counts:
+        return found, total
     async for recording in read_recordings(store, query):
         found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
         if len(found) == query.limit:
             break
-    return found
+    return found, total
 
 
 def _row(item: ListedRollout) -> tuple[str, ...]:

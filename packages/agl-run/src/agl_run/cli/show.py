@@ -8,7 +8,7 @@ import click
 from msgspec.structs import replace
 
 from agl import PluginManager, semconv
-from agl.contracts import Store
+from agl.contracts import SpanQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
 from agl_run.cli.contents import Contents
@@ -16,7 +16,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_line, json_option, print_json, short, when
-from agl_run.cli.query import LATEST, find, find_exact
+from agl_run.cli.query import LATEST, find, find_exact, span_options
 from agl_run.cli.span_reader import SpanReader
 from agl_run.explain import token_counts
 
@@ -28,6 +28,7 @@ class ShownRollout:
     rollout: Rollout
     attempts: list[Attempt]
     readers: tuple[SpanReader, ...]
+    is_filtered: bool = False
 
 
 class ShownSpan(Record, frozen=True, kw_only=True):
@@ -50,11 +51,18 @@ class ShownSpan(Record, frozen=True, kw_only=True):
 @click.argument("rollout_id")
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
 @click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
+@span_options
 @store_option
 @json_option
 @pass_manager
 def show(
-    manager: PluginManager, rollout_id: str, number: int | None, is_full: bool, store_url: str | None, as_json: bool
+    manager: PluginManager,
+    rollout_id: str,
+    number: int | None,
+    is_full: bool,
+    chosen: SpanQuery | None,
+    store_url: str | None,
+    as_json: bool,
 ) -> None:
     """Show ROLLOUT_ID as a tree of its spans, with messages, tool calls, results and the traceback of a failure.
 
@@ -64,7 +72,7 @@ def show(
     contents = Contents(is_full=is_full)
 
     async def work(store: Store) -> None:
-        found = await _find(store, rollout_id, number)
+        found = await _find(store, rollout_id, number, chosen)
         if isinstance(found, ShownRollout):
             await (_print_json(found) if as_json else _print(found, contents))
         elif as_json:
@@ -78,10 +86,12 @@ def show(
         echo("… texts are cut; --full shows them whole")
 
 
-async def _find(store: Store, name: str, number: int | None) -> "ShownRollout | list[ListedVersion]":
+async def _find(
+    store: Store, name: str, number: int | None, chosen: SpanQuery | None
+) -> "ShownRollout | list[ListedVersion]":
     if name != LATEST and await find_exact(store, name) is None and await store.resources(name):
         return await listed(store, name, has_candidates=True)
-    return await _load(store, name, number)
+    return await _load(store, name, number, chosen)
 
 
 def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
@@ -100,14 +110,15 @@ def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
     yield from diff(published[0].version, published[-1].version)
 
 
-async def _load(store: Store, rollout_id: str, number: int | None) -> ShownRollout:
+async def _load(store: Store, rollout_id: str, number: int | None, chosen_spans: SpanQuery | None) -> ShownRollout:
     rollout = await find(store, rollout_id)
     attempts = await store.attempts(rollout.rollout_id)
     chosen = next((attempt.attempt_id for attempt in attempts if attempt.number == number), None)
     if number is not None and chosen is None:
         raise NotFoundError("attempt", str(number), f"the rollout {rollout.rollout_id} has {len(attempts)}")
-    readers = tuple(SpanReader(store, rollout.rollout_id, attempt_id) for attempt_id in (chosen, ""))
-    return ShownRollout(rollout=rollout, attempts=attempts, readers=readers)
+    ids = (chosen, "")
+    readers = tuple(SpanReader(store, rollout.rollout_id, attempt_id, chosen=chosen_spans) for attempt_id in ids)
+    return ShownRollout(rollout=rollout, attempts=attempts, readers=readers, is_filtered=chosen_spans is not None)
 
 
 async def _print_json(found: ShownRollout) -> None:
@@ -127,7 +138,7 @@ async def _print(found: ShownRollout, contents: Contents) -> None:
         echo(line)
     spans = [shown(span, index) for index, reader in enumerate(found.readers) async for span in reader]
     if not spans:
-        echo("no spans were recorded")
+        echo("no span fits --span, --agent and --kind" if found.is_filtered else "no spans were recorded")
     for depth, span in tree(spans):
         indent = "  " * depth
         echo(f"{indent}- {span.line}")

@@ -2,11 +2,16 @@
 
 from collections.abc import AsyncIterator
 
-from agl.contracts import Store
+from msgspec.structs import replace
+
+from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Span
 
 _PAGE = 16
+_CHOSEN_PAGE = 64
+"""Spans of a page that are chosen among others, for which the store looks through the attempt."""
+
 _KEPT = 4
 """Pages that are kept, for spans that are wanted in another order than they were recorded."""
 
@@ -18,10 +23,15 @@ class SpanReader:
         store: The store.
         rollout_id: The rollout.
         attempt_id: The attempt, ``None`` for the deciding one, ``""`` for the spans of the rollout alone.
+        chosen: Selects spans by name, agent and kind; ``None`` for all of them.
     """
 
-    def __init__(self, store: Store, rollout_id: str, attempt_id: str | None) -> None:
+    def __init__(
+        self, store: Store, rollout_id: str, attempt_id: str | None, *, chosen: SpanQuery | None = None
+    ) -> None:
         self._store, self._rollout_id, self._attempt_id = store, rollout_id, attempt_id
+        self._chosen = chosen and replace(chosen, attempt_id=attempt_id, limit=_CHOSEN_PAGE)
+        self._limit = _CHOSEN_PAGE if chosen else _PAGE
         self._kept: list[list[Span]] = []
 
     async def __aiter__(self) -> AsyncIterator[Span]:
@@ -30,7 +40,7 @@ class SpanReader:
         while page := await self._page(after):
             for span in page:
                 yield span
-            if len(page) < _PAGE:
+            if len(page) < self._limit:
                 return
             after = page[-1].sequence
 
@@ -48,4 +58,8 @@ class SpanReader:
         raise NotFoundError("span", str(sequence), f"it was removed from rollout {self._rollout_id} just now")
 
     async def _page(self, after: int) -> list[Span]:
-        return await self._store.spans(self._rollout_id, attempt_id=self._attempt_id, after=after, limit=_PAGE)
+        if self._chosen is None:
+            return await self._store.spans(self._rollout_id, attempt_id=self._attempt_id, after=after, limit=_PAGE)
+        query = RolloutQuery(ids=(self._rollout_id,))
+        (found,) = await self._store.recordings(query, spans=replace(self._chosen, after=after))
+        return found.spans

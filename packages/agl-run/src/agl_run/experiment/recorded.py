@@ -8,8 +8,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-import msgspec
-
 from agl.contracts import Recorded, RolloutQuery, Store
 from agl.errors import ConfigError
 from agl.schemas import Record, ResourceVersion, Rollout
@@ -129,7 +127,7 @@ class SourceReader:
                     yield rollout
             if len(page) < PAGE:
                 return
-            query = msgspec.structs.replace(query, after=page[-1].rollout_id)
+            query = query.next(page[-1])
 
     async def _ages(self, max_age: int | None) -> dict[str, set[str]]:
         """Return the versions of each tuned resource that are young enough, by its name."""

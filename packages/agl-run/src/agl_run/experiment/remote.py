@@ -20,7 +20,7 @@ from agl.schemas import Rollout
 from agl.tracing import load_secret
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
-from agl_run.experiment.serving import Serving, load_serving
+from agl_run.experiment.serving import BEAT_S, Serving, load_serving
 from agl_run.experiment.state import load_experiment
 from agl_run.experiment.worker_admission import (
     JoinProblem,
@@ -177,7 +177,7 @@ class RemoteWorker:
                 async with Worker(self._setup(serving, gateway, stack)) as worker:
                     self._announce(serving, gateway)
                     self._has_joined = True
-                    await self._until_over(serving, gateway, worker)
+                    await self._until_over(serving, gateway, worker, member)
             except StoreError as error:
                 self._tell("lost", f"the store does not answer: {error}")
                 await asyncio.sleep(LOOK_S)
@@ -228,13 +228,20 @@ class RemoteWorker:
         serving = await load_serving(self._store, self._plan.name)
         return serving.live if serving is not None else {}
 
-    async def _until_over(self, serving: Serving, gateway: RemoteGateway | None, worker: Worker) -> None:
+    async def _until_over(
+        self, serving: Serving, gateway: RemoteGateway | None, worker: Worker, member: Presence
+    ) -> None:
         if worker.failure is None:
             raise RuntimeError("the worker is not running")
         lost = asyncio.ensure_future((gateway.lost if gateway is not None else asyncio.Event()).wait())
         summary_at, shown = time.monotonic() + SUMMARY_S, self.tally.total
+        beat_at = time.monotonic() + BEAT_S
         try:
             while not (reason := await self._end_reason(serving, gateway)):
+                if time.monotonic() >= beat_at:
+                    beat_at = time.monotonic() + BEAT_S
+                    member = msgspec.structs.replace(member, beat=member.beat + 1)
+                    await self._store.announce(member)
                 await asyncio.wait({worker.failure, lost}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                 if worker.failure.done():
                     worker.failure.result()

@@ -24,7 +24,7 @@ from agl_run.runners.liveness import place
 _LOG = logging.getLogger("agl_run.experiment")
 
 BEAT_S = 4.0
-"""Seconds between two beats of a running experiment."""
+"""Seconds between two beats of a running experiment, and of each of its workers."""
 
 FAREWELL_S = 6.0
 """Seconds that an experiment waits at its end for its workers to sign off."""

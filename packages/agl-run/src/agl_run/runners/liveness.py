@@ -20,6 +20,11 @@ def worker_name() -> str:
     return f"{socket.gethostname()}@{place()}:{os.getpid()}:{new_trace_id()[:8]}"
 
 
+def process_of(name: str) -> str:
+    """Return the part of a worker's name that all names of its process have in common."""
+    return name.rpartition(":")[0]
+
+
 def place() -> str:
     """Return a digest of the machine and container: processes with equal ones share process ids and loopback addresses.
 

@@ -4,13 +4,14 @@ A rollout has a number (``seq``, never reused). Its attempts are ``seq << 14 | n
 attempt, so that all attempts and spans of a rollout are in one range of numbers.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, get_args
 
-from msgspec.structs import force_setattr
+from msgspec.structs import force_setattr, replace
 
-from agl.contracts import Change
+from agl.contracts import Change, RolloutQuery
 from agl.schemas import Mode, Rollout, RolloutStatus, attempt_id_of, decode
-from agl.stores import MAX_ATTEMPTS, MAX_SEQUENCE
+from agl.stores import MAX_ATTEMPTS, MAX_SEQUENCE, is_wanted, start_of
 
 Row: TypeAlias = tuple[Any, ...]
 """One row of a table, as a database driver returns it."""
@@ -51,6 +52,46 @@ def progress_row(rollout: Rollout, seq: int) -> Row:
     stage = rollout.status if rollout.is_finished else "open"
     counts = rollout.attempts, rollout.failures, rollout.losses
     return rollout.status, *counts, attempt, rollout.started_at, rollout.finished_at, stage, seq
+
+
+def conditions(query: RolloutQuery, mark: str) -> tuple[str, list[str]]:
+    """Return the condition of a query's filters, apart from its ids, and the values of its marks."""
+    fields = {"experiment": query.experiment, "mode": query.mode, "group_id": query.group_id}
+    given = [(f"r.{name} = {mark}", [value]) for name, value in fields.items() if value is not None]
+    if query.status:
+        given.append((f"r.status IN ({', '.join([mark] * len(query.status))})", list(query.status)))
+    where = " AND ".join(condition for condition, _ in given) or "1 = 1"
+    return where, [value for _, values in given for value in values]
+
+
+def order_of(query: RolloutQuery, mark: str) -> tuple[str, str, tuple[Any, ...]]:
+    """Return the condition of a query's page and the values of its marks in the middle, and the order of its rows."""
+    columns = list(dict.fromkeys((query.sort, "rollout_id")))
+    compare, direction = ("<", "DESC") if query.is_newest_first else (">", "ASC")
+    order = ", ".join(f"r.{column} {direction}" for column in columns)
+    if not query.after:
+        return "1 = 1", order, ()
+    names, marks = ", ".join(f"r.{column}" for column in columns), ", ".join([mark] * len(columns))
+    return f"({names}) {compare} ({marks})", order, start_of(query)[-len(columns) :]
+
+
+def by_status(read: Callable[[RolloutQuery], list[Rollout]], query: RolloutQuery) -> list[Rollout]:
+    """Return a page of a query sorted by status: the rollouts of one status by id, then those of the next one."""
+    found: list[Rollout] = []
+    for status in sorted(query.status or STATUSES, reverse=query.is_newest_first):
+        start = str(query.after_value) if query.after else status
+        if status == start or (start < status) != query.is_newest_first:
+            after, left = query.after if status == start else "", query.limit - len(found)
+            found += read(replace(query, status=(status,), sort="rollout_id", after=after, limit=left))
+    return found
+
+
+def containing(read: Callable[[RolloutQuery], list[Rollout]], query: RolloutQuery) -> Iterator[Rollout]:
+    """Yield the rollouts of all pages that contain the query's text, of which one page is in memory."""
+    every = replace(query, contains="", limit=500)
+    while page := read(every):
+        yield from (rollout for rollout in page if is_wanted(rollout, query))
+        every = every.next(page[-1])
 
 
 def read_change(row: Row) -> Change:

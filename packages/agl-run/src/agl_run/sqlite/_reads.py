@@ -21,7 +21,7 @@ from agl.schemas import (
     decode,
     rollout_id_of,
 )
-from agl.stores import MAX_SEQUENCE, is_wanted, select, unknown_attempt
+from agl.stores import MAX_SEQUENCE, is_wanted, select, sort_key, unknown_attempt
 from agl_run.sql import (
     ATTEMPT_BITS,
     MODES,
@@ -29,7 +29,11 @@ from agl_run.sql import (
     ROLLOUT,
     STATUSES,
     Unpacker,
+    by_status,
+    conditions,
+    containing,
     number_of,
+    order_of,
     read_change,
     read_rollout,
 )
@@ -58,16 +62,26 @@ class SQLiteReads:
     def rollouts(self, query: RolloutQuery) -> list[Rollout]:
         if query.ids:
             return select([self._need(rollout_id) for rollout_id in query.ids], query)
+        if query.sort == "status":
+            return by_status(self.rollouts, query)
         if query.group_id:
-            members = self._rows("group_id = ? AND group_id <> ''", (query.group_id,), query)
-            return list(islice((rollout for rollout in members if is_wanted(rollout, query)), query.limit))
-        found = heapq.merge(*self._ranges(query), key=lambda rollout: rollout.rollout_id, reverse=query.is_newest_first)
-        wanted = (rollout for rollout in found if query.group_id is None or not rollout.group_id)
-        return list(islice(wanted, query.limit))
+            found = self._rows("group_id = ? AND group_id <> ''", (query.group_id,), query)
+        else:
+            found = heapq.merge(*self._ranges(query), key=sort_key(query), reverse=query.is_newest_first)
+        return list(islice((rollout for rollout in found if is_wanted(rollout, query)), query.limit))
+
+    def count_rollouts(self, query: RolloutQuery) -> int:
+        if query.ids:
+            return len(self.rollouts(replace(query, after="", limit=len(query.ids))))
+        if query.contains:
+            return sum(1 for _ in containing(self.rollouts, replace(query, after="")))
+        where, values = conditions(query, "?")
+        return self._db.execute(f"SELECT count(*) FROM rollouts r WHERE {where}", values).fetchone()[0]
 
     def _ranges(self, query: RolloutQuery) -> Iterator[Iterator[Rollout]]:
         """Return one sorted stream for each (experiment, mode, stage) that can match, or the whole table in order."""
-        if query.experiment is None and query.mode is None and not query.status:
+        is_filtered = query.experiment is not None or query.mode is not None or query.status
+        if query.sort == "rollout_id" and not is_filtered:
             yield self._rows("1", (), query)
             return
         experiments = self._experiments() if query.experiment is None else [query.experiment]
@@ -90,12 +104,10 @@ class SQLiteReads:
         return [read_rollout(row) for row in rows]
 
     def _rows(self, where: str, values: tuple[Any, ...], query: RolloutQuery) -> Iterator[Rollout]:
-        """Iterate lazily over the rollouts after ``query.after`` in the query's direction."""
-        compare, order = ("<", "DESC") if query.is_newest_first else (">", "ASC")
-        if query.after:
-            where, values = f"{where} AND rollout_id {compare} ?", (*values, query.after)
-        rows = self._db.execute(f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} ORDER BY rollout_id {order}", values)
-        return map(read_rollout, rows)
+        """Iterate lazily over the rollouts behind the page before, in the query's order."""
+        behind, order, start = order_of(query, "?")
+        sql = f"SELECT {ROLLOUT} FROM rollouts r WHERE {where} AND {behind} ORDER BY {order}"
+        return map(read_rollout, self._db.execute(sql, (*values, *start)))
 
     def _experiments(self) -> list[str]:
         """Return all experiments, by skipping through the index."""

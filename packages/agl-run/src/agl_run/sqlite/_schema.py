@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from agl.errors import SchemaVersionError, StoreError
+from agl.schemas import Rollout, decode
 from agl_run.sql import older_documents
 
 SETTINGS = (
@@ -77,6 +78,12 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "INSERT INTO spans SELECT (key >> 32 << 38) + (key & 4294967295), span_id, data FROM narrow_spans ORDER BY key",
         "DROP TABLE narrow_spans",
         "CREATE UNIQUE INDEX spans_by_id ON spans (key >> 24, span_id)",
+    ),
+    (  # lists in order of creation and of the end
+        "ALTER TABLE rollouts ADD COLUMN created_at REAL NOT NULL DEFAULT 0.0",
+        "UPDATE rollouts SET created_at = created_at(data)",
+        "CREATE INDEX rollouts_created ON rollouts (experiment, mode, stage, created_at, rollout_id)",
+        "CREATE INDEX rollouts_finished ON rollouts (experiment, mode, stage, finished_at, rollout_id)",
     ),
 )
 """Statements that bring a file of version N to N + 1; a new file runs them all."""
@@ -175,6 +182,7 @@ def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     if _version(connection, path) == CURRENT:
         return
+    connection.create_function("created_at", 1, _created_at)
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = _version(connection, path)
@@ -200,6 +208,10 @@ def _move_states(connection: sqlite3.Connection) -> None:
     found = older_documents(states, connection.execute("SELECT name, version FROM versions"))
     connection.executemany("INSERT INTO documents VALUES (?, ?)", found.items())
     connection.execute("DROP TABLE states")
+
+
+def _created_at(data: bytes) -> float:
+    return decode(data, Rollout).created_at
 
 
 def _version(connection: sqlite3.Connection, path: Path) -> int:

@@ -128,8 +128,8 @@ class SQLiteTables:
             return
         self._db.executemany(
             "INSERT INTO rollouts (rollout_id, experiment, mode, group_id, status, stage, attempts, started_at, "
-            "finished_at, data) VALUES (?, ?, ?, ?, 'queued', 'open', 0, 0.0, 0.0, ?)",
-            [(r.rollout_id, r.experiment, r.mode, r.group_id, encode(r)) for r in rollouts],
+            "finished_at, created_at, data) VALUES (?, ?, ?, ?, 'queued', 'open', 0, 0.0, 0.0, ?, ?)",
+            [(r.rollout_id, r.experiment, r.mode, r.group_id, r.created_at, encode(r)) for r in rollouts],
         )
         (last,) = self._db.execute("SELECT max(seq) FROM rollouts").fetchone()
         first = last - len(rollouts) + 1

@@ -6,10 +6,12 @@ from typing import ClassVar
 import pytest
 
 from agl_testing.conformance._base import Conformance
+from agl_testing.conformance.store.choosing import SpanQueryTests
 from agl_testing.conformance.store.cost import CostTests
 from agl_testing.conformance.store.durability import DurabilityTests
 from agl_testing.conformance.store.experiments import ExperimentTests
 from agl_testing.conformance.store.leases import LeaseTests
+from agl_testing.conformance.store.listing import ListTests
 from agl_testing.conformance.store.queue import QueueTests
 from agl_testing.conformance.store.recordings import RecordingTests
 from agl_testing.conformance.store.resources import ResourceTests
@@ -21,10 +23,12 @@ __all__ = ["StoreConformance", "StoreLocation"]
 
 class StoreConformance(
     QueueTests,
+    ListTests,
     LeaseTests,
     SpanTests,
     FeedTests,
     RecordingTests,
+    SpanQueryTests,
     ResourceTests,
     ExperimentTests,
     CostTests,

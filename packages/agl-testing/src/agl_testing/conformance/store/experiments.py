@@ -2,13 +2,14 @@
 
 # ruff: noqa: D102  # the names of the tests say what holds
 
+import msgspec
 import pytest
 
 from agl.contracts import ExperimentRecord, LabelMove, Metric, Presence, RolloutQuery, Store, Trained
 from agl.errors import ConflictError, FencedError, InvalidIdError, NotFoundError, StoreError
 from agl.schemas import PromptTemplate, Record, ResourceVersion, Rollout
 from agl_testing.conformance.store.case import store_test
-from agl_testing.stores.samples import claim_one, make_span, outcome_of
+from agl_testing.stores.samples import claim_one, make_span, outcome_of, start_one
 
 STRANGE = (
     "a/b",
@@ -118,15 +119,27 @@ class ExperimentTests:
         workers = [Presence(experiment="e", member=name, session="s", since=2.5) for name in ("w1", "w2")]
         for presence in (*workers, own, Presence(experiment="e2", session="t")):
             await store.announce(presence)
-        assert [own, *workers] == await store.presences("e")
+        assert [own, *workers] == _unseen(await store.presences("e"))
         beating = Presence(experiment="e", session="s", since=1.5, beat=1)
         await store.announce(beating)
-        assert [beating] == await store.presences("e", member="")
+        assert [beating] == _unseen(await store.presences("e", member=""))
         await store.withdraw("e", ["w1", "nobody"])
         await store.withdraw("e", ["w1"])
-        assert [beating, workers[1]] == await store.presences("e")
+        assert [beating, workers[1]] == _unseen(await store.presences("e"))
         assert [] == await store.presences("e", member="w1")
         assert [] == await store.presences("nobody")
+
+    @store_test
+    async def test_presence_is_stamped_by_the_stores_clock(self, store: Store) -> None:
+        presence = Presence(experiment="e", member="w1", session="s", since=1.0, seen_at=7.0)
+        await store.announce(presence)
+        (first,) = await store.presences("e")
+        claim = await start_one(store)
+        await store.announce(msgspec.structs.replace(presence, beat=1))
+        (second,) = await store.presences("e")
+        assert abs(first.seen_at - claim.attempt.started_at) < 30
+        assert first.seen_at <= claim.attempt.started_at <= second.seen_at
+        assert (1, 1.0) == (second.beat, second.since)
 
     @store_test
     async def test_ids_and_names_that_fit_no_path_or_terminal_are_refused(self, store: Store) -> None:
@@ -163,6 +176,12 @@ class ExperimentTests:
         with pytest.raises(StoreError):
             await store.save_state({"half \ud800": b"1"})
         assert await _use(store, "and it goes on")
+
+
+def _unseen(presences: list[Presence]) -> list[Presence]:
+    """The presences as they were announced, without the store's time."""
+    assert all(presence.seen_at > 0 for presence in presences)
+    return [msgspec.structs.replace(presence, seen_at=0.0) for presence in presences]
 
 
 def _named(text: str) -> list[Record]:

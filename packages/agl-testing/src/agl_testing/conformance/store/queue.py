@@ -266,6 +266,27 @@ class QueueTests:
             assert expected == tuple(r.rollout_id for r in await store.rollouts(query))
 
     @store_test
+    async def test_rollouts_are_counted_on_all_pages(self, store: Store) -> None:
+        asked = [make_rollout(experiment=name, group_id=group) for name in "ab" for group in ("g1", "g2", "")]
+        await store.enqueue(asked)
+        await store.claim(worker="w", experiment="a")
+        ids = tuple(rollout.rollout_id for rollout in asked)
+        for count, query in (
+            (6, RolloutQuery(limit=2)),
+            (6, RolloutQuery(is_newest_first=True, limit=1, after=ids[3])),
+            (3, RolloutQuery(experiment="a", limit=1, after=ids[0])),
+            (2, RolloutQuery(group_id="g2")),
+            (2, RolloutQuery(group_id="", limit=1)),
+            (1, RolloutQuery(status=("running",), mode="train")),
+            (5, RolloutQuery(status=("queued", "succeeded"))),
+            (1, RolloutQuery(ids=ids[2:5], experiment="a", limit=1)),
+            (0, RolloutQuery(mode="val")),
+        ):
+            assert count == await store.count_rollouts(query)
+        with pytest.raises(NotFoundError, match="ro-nobody"):
+            await store.count_rollouts(RolloutQuery(ids=("ro-nobody",)))
+
+    @store_test
     async def test_what_is_given_and_returned_never_aliases_what_is_stored(self, store: Store) -> None:
         task: dict[str, Any] = {"list": [1], "q": {"deep": 1}}
         asked = msgspec.structs.replace(make_rollout(), task=task, metadata={"tags": ["x"]})
