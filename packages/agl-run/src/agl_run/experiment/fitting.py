@@ -127,7 +127,7 @@ async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str
         state = ExperimentRecord(
             name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
         )
-        await session.start(state)
+        await session.start(state, say=progress.say)
         driver = Driver(session, state, progress=progress, is_trial=True)
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None

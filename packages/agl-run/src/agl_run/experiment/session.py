@@ -17,8 +17,9 @@ from agl.schemas import LLM, ErrorInfo, Outcome, ResourceVersion
 from agl.stores import read_recordings
 from agl.tracing import load_secret
 from agl_run.experiment.address import advertised_url, local_url
-from agl_run.experiment.build import no_token_ids
+from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
+from agl_run.experiment.exporting import Exporting
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
@@ -85,6 +86,7 @@ class Session:
             say: Called with a line when rollouts wait and no worker claims them, if this process runs none.
         """
         await withdraw(self.store, self.plan.name)
+        await self._start_exporters(say)
         await self._reclaim_lost()
         await self._start_policies()
         upstreams = self._upstreams()
@@ -145,6 +147,12 @@ class Session:
             message = f"worker {attempt.worker!r} ended while it ran attempt {attempt.attempt_id}"
             error = ErrorInfo(type="agl.WorkerDied", message=message)
             await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost", error=error)])
+
+    async def _start_exporters(self, say: Callable[[str], None] | None) -> None:
+        """Send what finishes from now on to the exporters, first to last; they are stopped after the worker."""
+        for exporter, config in zip(build_exporters(self.plan), self.plan.config.exporter, strict=True):
+            exporting = Exporting(self.store, exporter, experiment=self.plan.name, name=config.use, say=say)
+            await self._stack.enter_async_context(exporting)
 
     async def _start_policies(self) -> None:
         manager, trained = self.plan.manager, self.plan.trained_policies()
