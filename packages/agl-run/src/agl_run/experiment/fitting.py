@@ -17,6 +17,7 @@ from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
+from agl_run.experiment.waiting import told
 
 
 class FitResult(Record, frozen=True, kw_only=True):
@@ -90,7 +91,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     session = Session(plan)
     try:
         build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
-        await check_algorithms(plan)
+        with told(f"importing {_algorithms(plan)}", say=progress.say):
+            await check_algorithms(plan)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
@@ -112,6 +114,11 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     finally:
         progress.close()
         await session.close()
+
+
+def _algorithms(plan: Plan) -> str:
+    names = [config.name for config in plan.config.algorithm]
+    return f"the algorithm{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 async def dev_plan(plan: Plan, *, progress: Progress, tasks: int, record_as: str) -> DevResult:
