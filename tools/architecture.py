@@ -12,7 +12,7 @@ from tools.release import needs_of, projects
 
 TARGET = ROOT / "docs/explanation/architecture.md"
 DRAWING = re.compile(r"(?<=^```mermaid\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
-CONTRACTS = ("tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "command")
+CONTRACTS = ("tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "exporter", "command")
 
 
 def text() -> str:

@@ -29,6 +29,7 @@ RECORDS: dict[str, Any] = {
     "`[credit]`": ComponentConfig,
     "`[[reward]]`": ComponentConfig,
     "`[gateway]`": config.GatewayConfig,
+    "`[[exporter]]`": ComponentConfig,
 }
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 

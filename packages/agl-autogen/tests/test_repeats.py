@@ -11,9 +11,26 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_repeats
+from agl_testing.repeats import check_processes, check_repeats
 
 from . import agents
+
+PROGRAM = '''"""An agent of AutoGen, in a module as processes import it."""
+
+from autogen_agentchat.agents import AssistantAgent
+from autogen_core.models import ModelInfo
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+INFO = ModelInfo(vision=False, function_calling=True, json_output=False, family="unknown", structured_output=False)
+
+
+async def solve(task, main):
+    settings = {"model": main.model, "base_url": main.base_url, "api_key": main.api_key or "none"}
+    client = OpenAIChatCompletionClient(**settings, model_info=INFO)
+    await AssistantAgent("calc", model_client=client).run(task=task["marker"])
+    await client.close()
+    return 1.0
+'''
 
 Make = Callable[[OpenAIChatCompletionClient], Callable[[Any], Any]]
 
@@ -53,3 +70,7 @@ def test_shared_clients_work_in_every_rollout_of_every_run(
     client = OpenAIChatCompletionClient(**settings, model_info=agents.INFO)
 
     check_repeats(make(client), model_server, tracers=["autogen"], gateway=gateway, folder=tmp_path, calls=2)
+
+
+def test_an_agent_in_processes_is_recorded_under_its_names(model_server: ScriptedModelServer, tmp_path: Path):
+    check_processes(PROGRAM, model_server, tracer="autogen", agents=("calc",), folder=tmp_path)

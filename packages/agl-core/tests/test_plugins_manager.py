@@ -138,6 +138,7 @@ def test_unmatched_names_of_disabled_plugins_are_told():
         ("reward", "judge", "agl-rewards"),
         ("credit", "turn", "agl-credit"),
         ("gateway", "gateway", "agl-gateway"),
+        ("exporter", "otlp", "agl-otlp"),
         ("command", "serve", "agl-gateway"),
     ],
 )

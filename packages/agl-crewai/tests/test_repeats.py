@@ -8,9 +8,22 @@ import crewai
 import pytest
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_repeats
+from agl_testing.repeats import check_processes, check_repeats
 
 from . import agents
+
+PROGRAM = '''"""A crew, in a module as processes import it."""
+
+import crewai
+
+
+def solve(task, main):
+    model = crewai.LLM(model=main.model, provider="openai", base_url=main.base_url, api_key=main.api_key or "none")
+    writer = crewai.Agent(role="writer", goal="write", backstory="none", llm=model)
+    letter = crewai.Task(name="letter", description=task["marker"], expected_output="text", agent=writer)
+    crewai.Crew(name="office", agents=[writer], tasks=[letter]).kickoff()
+    return 1.0
+'''
 
 Make = Callable[[crewai.LLM], Callable[[Any], Any]]
 
@@ -40,3 +53,7 @@ def test_shared_models_work_in_every_rollout_of_every_run(
     model = crewai.LLM(model="scripted", provider="openai", base_url=model_server.base_url, api_key="none")
 
     check_repeats(make(model), model_server, tracers=["crewai"], gateway=gateway, folder=tmp_path)
+
+
+def test_an_agent_in_processes_is_recorded_under_its_names(model_server: ScriptedModelServer, tmp_path: Path):
+    check_processes(PROGRAM, model_server, tracer="crewai", agents=("writer",), folder=tmp_path)

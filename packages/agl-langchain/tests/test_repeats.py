@@ -9,7 +9,29 @@ import pytest
 from langchain_openai import ChatOpenAI
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_repeats
+from agl_testing.repeats import check_processes, check_repeats
+
+LANGGRAPH = '''"""LangGraph's functional API, in a module as processes import it."""
+
+from langchain_openai import ChatOpenAI
+from langgraph.func import entrypoint
+from langgraph.func import task as step
+
+
+def solve(task, main):
+    model = ChatOpenAI(model=main.model, base_url=main.base_url, api_key=main.api_key or "none", max_retries=0)
+
+    @step
+    def draft(question):
+        return model.invoke(question).content
+
+    @entrypoint()
+    def flow(question):
+        return draft(question).result()
+
+    flow.invoke(task["marker"])
+    return 1.0
+'''
 
 Make = Callable[[ChatOpenAI], Callable[[Any], Any]]
 
@@ -55,3 +77,7 @@ def test_shared_models_work_in_every_rollout_of_every_run(
     check_repeats(
         make(ChatOpenAI(**settings)), server, tracers=["langchain"], gateway=gateway, folder=tmp_path, calls=2
     )
+
+
+def test_an_agent_in_processes_is_recorded_under_its_names(server: ScriptedModelServer, tmp_path: Path):
+    check_processes(LANGGRAPH, server, tracer="langchain", agents=("draft",), folder=tmp_path)

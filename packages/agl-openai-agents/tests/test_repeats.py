@@ -10,9 +10,22 @@ from agents import Agent, Runner
 from openai import AsyncOpenAI
 
 from agl_testing.model_server import ScriptedModelServer
-from agl_testing.repeats import check_repeats
+from agl_testing.repeats import check_processes, check_repeats
 
 from . import programs
+
+PROGRAM = '''"""An agent of the SDK, in a module as processes import it."""
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner
+from openai import AsyncOpenAI
+
+
+def solve(task, main):
+    client = AsyncOpenAI(base_url=main.base_url, api_key=main.api_key or "none", max_retries=0)
+    model = OpenAIChatCompletionsModel(model=main.model, openai_client=client)
+    Runner.run_sync(Agent(name="helper", model=model), task["marker"])
+    return 1.0
+'''
 
 HELPER = Agent[Any](name="helper", model="scripted")
 """An agent whose calls go through the client that the SDK shares within a process."""
@@ -63,3 +76,7 @@ def test_shared_clients_work_in_every_rollout_of_every_run(
     client = AsyncOpenAI(max_retries=0)
 
     check_repeats(make(client), server, tracers=["openai-agents"], gateway=gateway, folder=tmp_path, calls=2)
+
+
+def test_an_agent_in_processes_is_recorded_under_its_names(server: ScriptedModelServer, tmp_path: Path):
+    check_processes(PROGRAM, server, tracer="openai-agents", agents=("helper",), folder=tmp_path)

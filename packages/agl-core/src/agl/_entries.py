@@ -10,7 +10,7 @@ from agl.schemas import Record
 
 Factory: TypeAlias = str | Callable[..., Any]
 
-Kind = Literal["tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "command"]
+Kind = Literal["tracer", "reward", "store", "algorithm", "credit", "runner", "policy", "gateway", "exporter", "command"]
 """The kinds of components that plugins register."""
 
 PluginState = Literal["loaded", "broken", "disabled"]
@@ -98,6 +98,10 @@ class PolicyEntry(Entry, frozen=True, kw_only=True):
 
 class GatewayEntry(Entry, frozen=True, kw_only=True):
     """Registers a capture proxy; the factory builds an :class:`agl.contracts.Gateway`."""
+
+
+class ExporterEntry(Entry, frozen=True, kw_only=True):
+    """Registers a destination of finished rollouts; the factory builds an :class:`agl.contracts.Exporter`."""
 
 
 class CommandEntry(Entry, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from agl._entries import (
     AlgorithmEntry,
     CommandEntry,
     CreditEntry,
+    ExporterEntry,
     GatewayEntry,
     PolicyEntry,
     RewardEntry,
@@ -126,6 +127,20 @@ class AglSpec:
             @agl.hookimpl
             def agl_gateways():
                 yield GatewayEntry(name="gateway", factory="agl_gateway.embedded:EmbeddedGateway")
+        """
+
+    @hookspec
+    def agl_exporters(self) -> Iterable[ExporterEntry]:  # pyright: ignore[reportReturnType]  # specification only
+        """Destinations of finished rollouts, named in ``[[exporter]] use = "..."``.
+
+        .. code-block:: python
+
+            from agl.contracts import ExporterEntry
+
+
+            @agl.hookimpl
+            def agl_exporters():
+                yield ExporterEntry(name="otlp", factory="agl_otlp.exporter:OtlpExporter")
         """
 
     @hookspec

@@ -20,7 +20,8 @@
     │   ├── TokenError           an attempt token is malformed, expired or out of scope
     │   └── GatewayLostError     the gateway of an attempt went away, and calls with it
     ├── RunError                 an agent could not be loaded, started or stopped
-    └── PolicyError              a model server could not be started or reached
+    ├── PolicyError              a model server could not be started or reached
+    └── ExportError              finished rollouts could not be sent to another system
 
 Every message says what was found, where, and what to do next, in one paragraph.
 """
@@ -33,6 +34,7 @@ __all__ = [
     "ConflictError",
     "DatasetError",
     "DuplicateComponentError",
+    "ExportError",
     "FencedError",
     "GatewayLostError",
     "InvalidIdError",
@@ -142,3 +144,17 @@ class RunError(AglError):
 
 class PolicyError(AglError):
     """A model server could not be started or reached."""
+
+
+class ExportError(AglError):
+    """Finished rollouts could not be sent to another system.
+
+    Attributes:
+        is_passing: Whether the same rollouts may be accepted later, as after a lost connection.
+        retry_after_s: Seconds that the other system asks to wait; 0 for no wish.
+    """
+
+    def __init__(self, message: str, *, is_passing: bool = False, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.is_passing = is_passing
+        self.retry_after_s = retry_after_s

@@ -3,7 +3,17 @@
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table
-from agl_run.cli.query import CONVERSATIONS, COUNTED, is_counted, pages, rewards_of, seconds_of
+from agl_run.cli.query import (
+    CONVERSATIONS,
+    COUNTED,
+    filter_options,
+    find_ids,
+    is_counted,
+    make_query,
+    pages,
+    rewards_of,
+    seconds_of,
+)
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
 
@@ -11,9 +21,12 @@ __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "LABEL",
+    "filter_options",
+    "find_ids",
     "is_counted",
     "json_option",
     "labelled",
+    "make_query",
     "manager_of",
     "move",
     "pages",

@@ -17,6 +17,7 @@ from agl._entries import (
     CommandEntry,
     CreditEntry,
     Entry,
+    ExporterEntry,
     GatewayEntry,
     PolicyEntry,
     RewardEntry,
@@ -36,6 +37,7 @@ PROVIDERS: dict[str, type[Entry]] = {
     "agl_runners": RunnerEntry,
     "agl_policies": PolicyEntry,
     "agl_gateways": GatewayEntry,
+    "agl_exporters": ExporterEntry,
     "agl_commands": CommandEntry,
 }
 """Provider hooks and the type of record that each returns."""

@@ -18,6 +18,7 @@ from agl._entries import (
     CommandEntry,
     CreditEntry,
     Entry,
+    ExporterEntry,
     GatewayEntry,
     Kind,
     PluginState,
@@ -159,6 +160,10 @@ class PluginManager:
     def gateway(self, name: str) -> GatewayEntry:
         """The gateway of that name."""
         return self._get(GatewayEntry, name)
+
+    def exporter(self, name: str) -> ExporterEntry:
+        """The destination of finished rollouts of that name."""
+        return self._get(ExporterEntry, name)
 
     def command(self, name: str) -> CommandEntry:
         """The command of that name."""

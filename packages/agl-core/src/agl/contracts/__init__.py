@@ -1,10 +1,11 @@
-"""The contracts of stores, tracers, runners, policies, credits and algorithms, and the records of plugins."""
+"""The contracts of stores, tracers, runners, policies, credits, algorithms and exporters, and plugins' records."""
 
 from agl._entries import (
     AlgorithmEntry,
     CommandEntry,
     CreditEntry,
     Entry,
+    ExporterEntry,
     GatewayEntry,
     Kind,
     PluginStatus,
@@ -14,6 +15,7 @@ from agl._entries import (
     StoreEntry,
     TracerEntry,
 )
+from agl.contracts._export import Exporter
 from agl.contracts._rewards import RewardEmitter, RewardSetup
 from agl.contracts._serving import POLICY_KEY_ENV, Gateway, Policy, ServedModel
 from agl.contracts._store import (
@@ -66,6 +68,8 @@ __all__ = [
     "CreditEntry",
     "Entry",
     "ExperimentRecord",
+    "Exporter",
+    "ExporterEntry",
     "ExtendableAlgorithm",
     "Gateway",
     "GatewayEntry",

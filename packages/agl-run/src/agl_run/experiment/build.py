@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agl.contracts import RewardEmitter, RewardSetup, Upstream
+from agl.contracts import Exporter, RewardEmitter, RewardSetup, Upstream
 from agl.errors import ConfigError
 from agl.schemas import LLM, PromptTemplate
 from agl_run.experiment.counterfactual import check_replays
@@ -24,6 +24,8 @@ async def check_components(plan: Plan) -> None:
     build_rewards(plan)
     for name in config.tracers:
         manager.build(manager.tracer(name))
+    for exporter in build_exporters(plan):
+        await exporter.close()
     trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
     for name, policy in config.policy.items():
         built = manager.build(manager.policy(policy.use), name=name, **policy.params)
@@ -74,6 +76,12 @@ def build_rewards(
 
     setup = RewardSetup(folder=plan.folder, policies=policies, build=build)
     return [(item.use, build(item.use, item.params)) for item in plan.config.reward]
+
+
+def build_exporters(plan: Plan) -> list[Exporter]:
+    """Build the destinations of finished rollouts."""
+    manager = plan.manager
+    return [manager.build(manager.exporter(item.use), **item.params) for item in plan.config.exporter]
 
 
 def no_token_ids(name: str, use: str) -> str:

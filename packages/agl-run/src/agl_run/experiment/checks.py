@@ -16,6 +16,7 @@ from agl.schemas import JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
 from agl_run.experiment.config import ExperimentConfig, ResourceConfig
 from agl_run.experiment.dataset import as_tasks, check_hidden
+from agl_run.experiment.exporting import check_different
 from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
@@ -204,6 +205,9 @@ def _check_components(plan: Plan) -> None:
         raise ConfigError(
             f"{sorted(both)} are both policies and resources; names must be unique, so rename one of each"
         )
+    for exporter in config.exporter:
+        manager.exporter(exporter.use)
+    check_different(plan)
     if config.gateway.use not in ("auto", "none"):
         manager.gateway(config.gateway.use)
     if config.gateway.use == "none" and (config.gateway.params or config.gateway.advertise):

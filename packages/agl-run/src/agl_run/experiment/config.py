@@ -172,6 +172,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
         credit: How rewards reach calls.
         reward: Reward emitters, run after every attempt.
         gateway: The capture proxy.
+        exporter: Destinations of finished rollouts, such as a tracing backend.
         tracers: Names of tracers of frameworks; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.
     """
@@ -185,6 +186,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     credit: ComponentConfig = ComponentConfig(use="episode")
     reward: tuple[ComponentConfig, ...] = ()
     gateway: GatewayConfig = GatewayConfig()
+    exporter: tuple[ComponentConfig, ...] = ()
     tracers: tuple[str, ...] = ()
     plugins: dict[Literal["disabled"], tuple[str, ...]] = {}
 

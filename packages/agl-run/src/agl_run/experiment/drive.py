@@ -34,6 +34,7 @@ from agl_run.experiment.recorded import SourceReader, Sources
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.session import Session
 from agl_run.experiment.state import AlgorithmState
+from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 
 
 class Driver:
@@ -220,6 +221,9 @@ class DrivenAlgorithm:
         self._algorithm: Algorithm | None = None
         self._trained: set[str] = set()
         self._published: list[str] = []
+        manager = driver.session.plan.manager
+        self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
+        self._times = StepTimes()
         self.is_finished = state.is_finished
 
     @property
@@ -252,11 +256,14 @@ class DrivenAlgorithm:
             return
         session, name = self._driver.session, self._config.name
         self._algorithm = algorithm = self._build()
-        await algorithm.setup(self._context())
+        with told(f"setting up the algorithm {name}", say=self._driver.progress.say):
+            await algorithm.setup(self._context())
         if self._state.step:
             await algorithm.restore(self._state.state)
             self._driver.progress.say(f"{name}: continues after step {self._state.step}")
         self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
+        self._times = StepTimes()
+        self._driver.progress.update(f"{name} steps", self._state.step, self._total)
 
     async def step(self) -> None:
         """Take one step; raises :class:`AglError` if it trains a rollout twice."""
@@ -286,12 +293,15 @@ class DrivenAlgorithm:
         await self._driver.commit(name, self._state, report)
         self.is_finished = report.is_finished
         self._driver.progress.update(f"{name} rollouts", 0, 0)
-        self._driver.progress.say(_line(name, report))
+        left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
+        self._driver.progress.update(f"{name} steps", report.step, self._total, left)
+        self._driver.progress.say(_line(name, report, total=self._total, left=left))
 
     async def end(self) -> None:
         """Release the algorithm."""
         self._driver.progress.update(f"{self._config.name} rollouts", 0, 0)
         self._driver.progress.update(self._config.name, 0, 0)
+        self._driver.progress.update(f"{self._config.name} steps", 0, 0)
         algorithm, self._algorithm = self._algorithm, None
         if algorithm is not None:
             await algorithm.close()
@@ -388,10 +398,11 @@ _SHARES = ("truncated", "dropped", "silent")
 """Shares of a step's rollouts that an algorithm may report, as metrics such as `silent_share`."""
 
 
-def _line(name: str, report: StepReport) -> str:
+def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
     shown: list[Any] = [f"{key} {value:.3f}" for key, value in report.metrics.items() if _SHOWN.search(key)]
     shown = shown[:4] + [
         f"{report.metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in report.metrics
     ]
-    reason = f"; {report.stop_reason}" if report.stop_reason else ""
-    return f"{name} step {report.step}: {', '.join(shown) or 'done'}{reason}"
+    ending = "".join(f"; {part}" for part in (report.stop_reason, left) if part)
+    step = f"step {report.step} of {total}" if total >= report.step else f"step {report.step}"
+    return f"{name} {step}: {', '.join(shown) or 'done'}{ending}"

@@ -17,6 +17,7 @@ from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
+from agl_run.experiment.waiting import told
 
 
 class FitResult(Record, frozen=True, kw_only=True):
@@ -90,7 +91,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
     session = Session(plan)
     try:
         build_rewards(plan)  # here and below: report what is wrong before a policy loads its model
-        await check_algorithms(plan)
+        with told(f"importing {_algorithms(plan)}", say=progress.say):
+            await check_algorithms(plan)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
@@ -114,6 +116,11 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         await session.close()
 
 
+def _algorithms(plan: Plan) -> str:
+    names = [config.name for config in plan.config.algorithm]
+    return f"the algorithm{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
 async def dev_plan(
     plan: Plan, *, progress: Progress, tasks: int, record_as: str = "", mode: Mode = "test"
 ) -> DevResult:
@@ -129,7 +136,7 @@ async def dev_plan(
         state = ExperimentRecord(
             name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
         )
-        await session.start(state)
+        await session.start(state, say=progress.say)
         driver = Driver(session, state, progress=progress, is_trial=True)
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None

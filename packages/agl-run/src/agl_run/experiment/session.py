@@ -17,14 +17,16 @@ from agl.schemas import LLM, ErrorInfo, Outcome, ResourceVersion
 from agl.stores import read_recordings
 from agl.tracing import load_secret
 from agl_run.experiment.address import advertised_url, local_url
-from agl_run.experiment.build import no_token_ids
+from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
+from agl_run.experiment.exporting import Exporting
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, withdraw
+from agl_run.experiment.waiting import loading, told
 from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
@@ -58,6 +60,7 @@ class Session:
         self._gateway_url = ""
         self._advertised_url = ""
         self._announcement: Announcement | None = None
+        self._say: Callable[[str], None] | None = None
         self._stack = AsyncExitStack()
 
     async def open_store(self) -> Store:
@@ -82,9 +85,11 @@ class Session:
 
         Args:
             state: The experiment's state.
-            say: Called with a line when rollouts wait and no worker claims them, if this process runs none.
+            say: Called with a line while a model loads, and when rollouts wait for a worker that nobody started.
         """
+        self._say = say
         await withdraw(self.store, self.plan.name)
+        await self._start_exporters()
         await self._reclaim_lost()
         await self._start_policies()
         upstreams = self._upstreams()
@@ -146,6 +151,12 @@ class Session:
             error = ErrorInfo(type="agl.WorkerDied", message=message)
             await self.store.finish([Outcome(attempt_id=attempt.attempt_id, status="lost", error=error)])
 
+    async def _start_exporters(self) -> None:
+        """Send what finishes from now on to the exporters, first to last; they are stopped after the worker."""
+        for exporter, config in zip(build_exporters(self.plan), self.plan.config.exporter, strict=True):
+            exporting = Exporting(self.store, exporter, experiment=self.plan.name, name=config.use, say=self._say)
+            await self._stack.enter_async_context(exporting)
+
     async def _start_policies(self) -> None:
         manager, trained = self.plan.manager, self.plan.trained_policies()
         for name, config in self.plan.config.policy.items():
@@ -157,7 +168,9 @@ class Session:
                 raise ConfigError(no_token_ids(name, config.use))
         for name, policy in self.policies.items():
             self._stack.push_async_callback(policy.stop)
-            self._served[name] = await policy.start()
+            config = self.plan.config.policy[name]
+            with told(loading(name, config.use, config.params, folder=self.plan.folder), say=self._say):
+                self._served[name] = await policy.start()
 
     def _upstreams(self) -> list[Upstream]:
         trained, configs = self.plan.trained_policies(), self.plan.config.policy
@@ -219,7 +232,9 @@ class Session:
         await self.live.restore(state.live)
         for name in state.live:
             if name in self.policies:
-                await self._load(name, self.policies[name], self.live.current(name))
+                version = self.live.current(name)
+                with told(f"policy {name!r}: loading version {version.version}", say=self._say):
+                    await self._load(name, self.policies[name], version)
         initial = {name: policy.resource() for name, policy in self.policies.items()} | dict(self.plan.resources)
         for name, resource in initial.items():
             if name not in state.live and not await self._start_from_label(name):

@@ -60,6 +60,8 @@ class Trainer:
         schedule: ``sequential``, ``alternate`` or ``concurrent``, or a ``ScheduleConfig``, whose ``every``
             sets the steps in a turn, and ``first`` the algorithms that run to their end before the others.
         gateway: ``auto``, ``none``, or a ``GatewayConfig``.
+        exporters: Destinations of finished rollouts: names, or components such as
+            ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
         disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
         progress: Shows the progress; bars or lines by default.
         plugins: The plugin manager; by default one with the installed plugins.
@@ -87,6 +89,7 @@ class Trainer:
         tracers: str | Sequence[str] = (),
         schedule: str | ScheduleConfig = "sequential",
         gateway: str | GatewayConfig = "auto",
+        exporters: str | ComponentConfig | Sequence[str | ComponentConfig] = (),
         disabled_plugins: str | Sequence[str] = (),
         progress: Progress | None = None,
         plugins: PluginManager | None = None,
@@ -106,6 +109,7 @@ class Trainer:
                 credit=_component(credit),
                 reward=tuple(_reward(item) for item in _several(rewards)),
                 gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,
+                exporter=tuple(_component(item) for item in _several(exporters)),
                 tracers=listed(tracers),
                 plugins={"disabled": listed(disabled_plugins)} if disabled_plugins else {},
             )
@@ -143,6 +147,7 @@ class Trainer:
             tracers=config.tracers,
             schedule=config.schedule,
             gateway=config.gateway,
+            exporters=config.exporter,
             disabled_plugins=config.plugins.get("disabled", ()),
             progress=progress,
             plugins=plugins,

@@ -1,0 +1,104 @@
+"""Says what an experiment waits for, and how long its algorithms still take."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+FIRST_S = 1.0
+"""Seconds of silence before a wait is named."""
+
+AGAIN_S = 30.0
+"""Seconds between the reminders that follow."""
+
+_KEPT = 5
+"""Steps whose mean length the time left is estimated from."""
+
+
+@contextmanager
+def told(
+    what: str, *, say: Callable[[str], None] | None, first_s: float = FIRST_S, again_s: float = AGAIN_S
+) -> Generator[None]:
+    """Name a wait once it takes longer than a second, remind of it, and say when it is over.
+
+    The lines come from a thread, because loading a model may keep the event loop busy.
+
+    Args:
+        what: The work, such as ``loading 'some-model'``.
+        say: Called with each line; ``None`` says nothing.
+        first_s: Seconds before the first line.
+        again_s: Seconds between the lines that follow.
+    """
+    if say is None:
+        yield
+        return
+    is_over = threading.Event()
+    started = time.monotonic()
+    teller = threading.Thread(target=_tell, args=(what, say, is_over, started, first_s, again_s), daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        teller.join()
+    if time.monotonic() - started >= first_s:
+        say(f"{what}: done after {time.monotonic() - started:.0f} s")
+
+
+def _tell(
+    what: str, say: Callable[[str], None], is_over: threading.Event, started: float, first_s: float, again_s: float
+) -> None:
+    if is_over.wait(first_s):
+        return
+    say(f"{what} ...")
+    while not is_over.wait(again_s):
+        say(f"{what}: still waiting after {time.monotonic() - started:.0f} s")
+
+
+def loading(name: str, use: str, params: Mapping[str, Any], *, folder: Path) -> str:
+    """Describe the start of a policy: its model, the place that it comes from, and the server."""
+    model, url = params.get("model"), params.get("base_url")
+    shown = f"loading {model!r}" if model else "starting"
+    if isinstance(model, str) and (folder / model).is_dir():
+        shown = f"loading {Path(model).name!r} from the folder {folder / model}"
+    return f"policy {name!r}: {shown}{f' at {url}' if isinstance(url, str) and url else ''} with {use}"
+
+
+def steps_in_all(factory: Any, params: Mapping[str, Any]) -> int:
+    """Return the number of steps that an algorithm takes, its parameter ``steps``; 0 if it sets no limit."""
+    try:
+        default = signature(factory).parameters["steps"].default
+    except (KeyError, TypeError, ValueError):
+        return 0
+    found = params.get("steps", None if default is Parameter.empty else default)
+    return found if isinstance(found, int) else 0
+
+
+class StepTimes:
+    """The steps of an algorithm in this process, from which the time left is estimated.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ends: deque[float] = deque([clock()], maxlen=_KEPT + 1)
+
+    def ended(self, *, left: int) -> str:
+        """Note the end of a step; returns the time that ``left`` further ones take, in words."""
+        self._ends.append(self._clock())
+        mean = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return f"about {_duration(mean * left)} left" if mean * left >= 1 else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
