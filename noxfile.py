@@ -353,6 +353,20 @@ def docs(session: nox.Session) -> None:
     pytest(session, environment(session, needs), "docs")
 
 
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, strictly, test its pages and print where they are.
+
+    ``nox -s site -- --deploy 0.2 latest`` commits it to the branch gh-pages instead, as one of the versions there.
+    """
+    tools = environment(session, [*TEST_TOOLS, "mkdocs-material>=9.8,<10", "mike>=2.2,<3"])
+    if "--deploy" in session.posargs:
+        tools.run(session, "python", "-m", "tools.site", *session.posargs)
+        return
+    tools.run(session, "python", "-m", "tools.site")
+    pytest(session, tools, "tools/tests")
+
+
 UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "uv"]
 
 
@@ -428,7 +442,7 @@ def soak(session: nox.Session) -> None:
 
 EVERYTHING = [
     *("lint", "types", *core, *run, "openai2", "generic", "testing", "gateway", "torch", f"verl-{VERL_PYTHON}"),
-    *("integration", "docs", "wheels"),
+    *("integration", "docs", "site", "wheels"),
     *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
     *(f"plugin({package})" for package in PLUGINS),
     *(f"example({name})" for name in EXAMPLES),
