@@ -1,4 +1,4 @@
-"""``agl runs``: list recorded rollouts, remove some, tidy old ones.
+"""``agl runs``: list recorded rollouts, remove some, tidy old ones; copying has a module of its own.
 
 Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
 resumed.
@@ -17,6 +17,7 @@ from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
 from agl.stores import read_recordings
 from agl_run.cli.context import pass_manager
+from agl_run.cli.copying import copy
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
 from agl_run.cli.query import filter_options, find_ids, make_query, pages, seconds_of
@@ -86,6 +87,9 @@ def runs(
         [_row(item) for item in found],
         least=("task", "created", "experiment", "tries", "mode"),
     )
+
+
+runs.add_command(copy)
 
 
 @runs.command("rm")
