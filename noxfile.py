@@ -229,16 +229,22 @@ def openai2(session: nox.Session) -> None:
     pytest(session, tools, "packages/agl-core/tests", "-k", "wire or capture")
 
 
+GENERIC = [
+    "agent-framework-core>=1.23,<2",
+    "agent-framework-openai>=1.17,<2",
+    "pydantic-ai-slim[openai]>=2.62,<3",
+    "smolagents[openai]>=1.20,<2",
+    "litellm>=1.80,<2",
+]
+"""Frameworks and clients that need no adapter."""
+
+
 @nox.session
 def generic(session: nox.Session) -> None:
-    """Frameworks that emit the standard spans themselves, through the core's OpenTelemetry tracer."""
-    frameworks = (
-        "agent-framework-core>=1.23,<2",
-        "agent-framework-openai>=1.17,<2",
-        "pydantic-ai-slim[openai]>=2.62,<3",
-    )
-    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *frameworks])
-    pytest(session, tools, "packages/agl-core/tests/test_generic_otel.py")
+    """Frameworks that need no adapter: those that emit the standard spans themselves, and plain clients."""
+    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *GENERIC])
+    files = ("packages/agl-core/tests/test_generic_otel.py", "packages/agl-run/tests/test_own_spans.py")
+    pytest(session, tools, *files)
 
 
 @nox.session
