@@ -15,6 +15,7 @@ from agl.contracts import ExperimentRecord, Recording, RolloutQuery, Store, Trai
 from agl.errors import ConfigError, ConflictError, NotFoundError
 from agl.schemas import Record
 from agl.stores import TableStore, read_recordings
+from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import new_store, resolve_url, with_store
 from agl_run.cli.output import json_option, print_json
@@ -38,7 +39,13 @@ class Copied(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.command("copy")
 @click.argument("source", metavar="FROM")
 @click.argument("target", metavar="TO")
-@click.option("--experiment", "names", multiple=True, help="Only this experiment; repeatable.")
+@click.option(
+    "--experiment",
+    "names",
+    multiple=True,
+    shell_complete=complete_experiment,
+    help="Only this experiment; repeatable.",
+)
 @json_option
 @pass_manager
 def copy(manager: PluginManager, source: str, target: str, names: tuple[str, ...], as_json: bool) -> None:
