@@ -234,16 +234,22 @@ def openai2(session: nox.Session) -> None:
     pytest(session, tools, "packages/agl-core/tests", "-k", "wire or capture")
 
 
+GENERIC = [
+    "agent-framework-core>=1.23,<2",
+    "agent-framework-openai>=1.17,<2",
+    "pydantic-ai-slim[openai]>=2.62,<3",
+    "smolagents[openai]>=1.20,<2",
+    "litellm>=1.80,<2",
+]
+"""Frameworks and clients that need no adapter."""
+
+
 @nox.session
 def generic(session: nox.Session) -> None:
-    """Frameworks that emit the standard spans themselves, through the core's OpenTelemetry tracer."""
-    frameworks = (
-        "agent-framework-core>=1.23,<2",
-        "agent-framework-openai>=1.17,<2",
-        "pydantic-ai-slim[openai]>=2.62,<3",
-    )
-    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *frameworks])
-    pytest(session, tools, "packages/agl-core/tests/test_generic_otel.py")
+    """Frameworks that need no adapter: those that emit the standard spans themselves, and plain clients."""
+    tools = environment(session, [*ours(*CORE), *TEST_TOOLS, *GENERIC])
+    files = ("packages/agl-core/tests/test_generic_otel.py", "packages/agl-run/tests/test_own_spans.py")
+    pytest(session, tools, *files)
 
 
 @nox.session
@@ -363,6 +369,20 @@ def docs(session: nox.Session) -> None:
     pytest(session, environment(session, needs), "docs")
 
 
+@nox.session
+def site(session: nox.Session) -> None:
+    """Build the documentation as a site, strictly, test its pages and print where they are.
+
+    ``nox -s site -- --deploy 0.2 latest`` commits it to the branch gh-pages instead, as one of the versions there.
+    """
+    tools = environment(session, [*TEST_TOOLS, "mkdocs-material>=9.8,<10", "mike>=2.2,<3"])
+    if "--deploy" in session.posargs:
+        tools.run(session, "python", "-m", "tools.site", *session.posargs)
+        return
+    tools.run(session, "python", "-m", "tools.site")
+    pytest(session, tools, "tools/tests")
+
+
 UPLOAD = ["build>=1.3,<2", "twine>=7,<8", "uv"]
 
 
@@ -438,7 +458,7 @@ def soak(session: nox.Session) -> None:
 
 EVERYTHING = [
     *("lint", "types", *core, *run, "openai2", "generic", "testing", "gateway", "torch", f"verl-{VERL_PYTHON}"),
-    *("integration", "docs", "wheels"),
+    *("integration", "docs", "site", "wheels"),
     *(f"adapter({package}-{versions})" for package in ADAPTERS for versions in ("oldest", "newest")),
     *(f"plugin({package})" for package in PLUGINS),
     *(f"example({name})" for name in EXAMPLES),

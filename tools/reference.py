@@ -57,13 +57,14 @@ def page(module: str) -> str:
     parts = [f"{_MADE}# {module}\n\n{prose(ast.get_docstring(tree_of(module)) or '', module)}\n"]
     parts += [_listed(others)] if others else []
     parts += [_constants(constants)] if constants else []
-    parts += [entry(name, there) for name, there in names.items() if name not in {**others, **constants}]
+    described = {name: there for name, there in names.items() if name not in {**others, **constants}}
+    parts += [entry(name, there, title=_title(module, name)) for name, there in described.items()]
     return "\n".join(parts)
 
 
-def entry(name: str, definition: Definition) -> str:
+def entry(name: str, definition: Definition, *, title: str) -> str:
     """The description of one name: signature, docstring, and the methods of a class."""
-    text = f"## `{name}`\n\n```text\n{signature(definition)}\n```\n\n{prose(definition.doc, definition.module)}\n"
+    text = f"## {title}\n\n```text\n{signature(definition)}\n```\n\n{prose(definition.doc, definition.module)}\n"
     if not isinstance(definition.node, ast.ClassDef):
         return text
     return text + "".join(
@@ -113,7 +114,7 @@ def _home(definition: Definition) -> tuple[str, str]:
 def _listed(names: dict[str, Definition]) -> str:
     """A table of names that other pages describe."""
     rows = "".join(
-        f"| [`{name}`]({_home(there)[0]}.md#{_anchor(_home(there)[1])}) | {summary(there.doc)} |\n"
+        f"| [`{name}`]({_home(there)[0]}.md#{_anchor(*_home(there))}) | {summary(there.doc)} |\n"
         for name, there in names.items()
     )
     return f"| Name | What it is |\n|---|---|\n{rows}"
@@ -283,9 +284,16 @@ def _target(path: str, module: str) -> str:
             continue
         if found is not None and (found.module, found.name) in homes():
             home, there = homes()[found.module, found.name]
-            return f"{home}.md#{_anchor(there)}"
+            return f"{home}.md#{_anchor(home, there)}"
     return ""
 
 
-def _anchor(name: str) -> str:
-    return name.lower()
+def _title(module: str, name: str) -> str:
+    """The heading of a name; a function whose class has the same letters says so, because anchors have one case."""
+    is_alone = [name.lower()] == [other.lower() for other in names_of(module) if other.lower() == name.lower()]
+    is_class = isinstance(public(module, name).node, ast.ClassDef)
+    return f"`{name}`" if is_alone or is_class else f"`{name}` (function)"
+
+
+def _anchor(module: str, name: str) -> str:
+    return re.sub(r"[^\w -]", "", _title(module, name).lower()).replace(" ", "-")

@@ -9,7 +9,7 @@ What the language of a block says is done with it:
   A command that ends in ``&`` runs until the page is done.
   ``pip install .`` builds a wheel of the page's folder and installs it for the commands after it, and so does
   ``pip install --editable .``; what it depends on is already here, and other installations are left out.
-- ``text``, ``mermaid``: nothing.
+- ``text``: nothing.
 
 The ports that the pages use are replaced by free ones, so that pages can be tested on a busy machine.
 """
@@ -99,12 +99,12 @@ class PageRunner:
             check_toml(block, text)
         elif block.language == "console":
             self._commands(block, text)
-        elif block.language not in ("text", "mermaid"):
+        elif block.language != "text":
             pytest.fail(f"{block.where}: no rule for a block of language {block.language!r}")
 
     def check(self, block: Block) -> None:
         """Read one block without running it, for pages that need more than is installed here."""
-        if block.title or block.language in ("toml", "text", "mermaid"):
+        if block.title or block.language in ("toml", "text"):
             self.run(block)
         elif block.language == "python":
             compile(block.text, block.where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -35,7 +35,7 @@ def test_uploaded_page_has_absolute_links_to_files_that_exist(name, tmp_path):
     base = f"{REPOSITORY}/blob/v{PROJECTS[name]['version']}/"
     assert [] == [link for link in links if not link.startswith("https://")]
     ours = [link.removeprefix(base).partition("#")[0] for link in links if link.startswith(base)]
-    assert [] == [path for path in ours if not (ROOT / path).exists()]
+    assert [] == [path for path in ours if not (ROOT / path).is_file()]
 
 
 def test_uploaded_metadata_names_the_repository_at_the_tag(tmp_path):

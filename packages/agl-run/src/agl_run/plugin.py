@@ -15,11 +15,16 @@ def agl_stores() -> Iterable[StoreEntry]:
 
 @hookimpl
 def agl_tracers() -> Iterable[TracerEntry]:
-    """Register the watch on HTTP clients other than httpx, which is always on."""
+    """Register what is always on: the watch on HTTP clients other than httpx, and the spans of frameworks' own."""
     yield TracerEntry(
         name="unrecorded",
         factory="agl_run.unrecorded:UnrecordedCalls",
         summary="counts model calls through urllib, requests, urllib3, botocore and aiohttp that nothing records",
+    )
+    yield TracerEntry(
+        name="own-spans",
+        factory="agl_run.own_spans:OwnSpans",
+        summary="switches on the spans of pydantic-ai and Agent Framework, which otel records",
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agl.contracts import LabelMove, Trained, VersionScore
+from agl.contracts import LabelMove, Recording, Trained, VersionScore
 from agl.schemas import Claim, Outcome, ResourceVersion, Rollout, Span
 from agl.stores import Work, documents_of
 
@@ -43,6 +43,10 @@ def needs_of(work: Work[Any]) -> Needs:
 
 def _enqueue(rollouts: Sequence[Rollout]) -> Needs:
     return Needs(rollout_ids=[rollout.rollout_id for rollout in rollouts], new=len(rollouts))
+
+
+def _restore(recordings: Sequence[Recording], **_: Any) -> Needs:
+    return Needs(rollout_ids=[recording.rollout.rollout_id for recording in recordings], new=len(recordings))
 
 
 def _claim(*, limit: int, experiment: str | None, claim_id: str, **_: Any) -> Needs:
@@ -97,6 +101,7 @@ def _save_state(
 
 _NEEDS: dict[str, Callable[..., Needs]] = {
     "enqueue": _enqueue,
+    "restore": _restore,
     "claim": _claim,
     "unclaim": _unclaim,
     "renew": _renew,

@@ -221,6 +221,32 @@ def _scan(reads: Reads, rollout_id: str, query: SpanQuery, after: int) -> Iterat
         after = page[-1].sequence
 
 
+def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[LabelMove] = ()) -> list[str]:
+    """Add whole recordings and moves of labels of another store as they were there; returns the new rollouts' ids.
+
+    A rollout that is here already stays as it is; one that runs, or has another definition here, raises
+    :class:`ConflictError`, and then nothing is added.
+    """
+    rules.check_ids([recording.rollout for recording in recordings])
+    known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
+    for recording in recordings:
+        there, here = recording.rollout, known[recording.rollout.rollout_id]
+        if here is not None and not rules.is_same_definition(here, there):
+            raise rules.conflict("rollout", there.rollout_id)
+        if there.status == "running":
+            raise ConflictError(f"rollout {there.rollout_id!r} is running; copy it once it has finished")
+    new = [recording for recording in recordings if known[recording.rollout.rollout_id] is None]
+    tables.add([rules.unbegun(recording.rollout) for recording in new])
+    spans = [span for recording in new for span in recording.spans]
+    tables.insert_spans([span for span in spans if not span.is_late])  # in time, because no attempt is decided yet
+    claims = [Claim(rollout=each.rollout, attempt=attempt) for each in new for attempt in each.attempts]
+    tables.save(claims, is_logged=False)
+    tables.insert_spans([span for span in spans if span.is_late])
+    tables.save_rollouts([recording.rollout for recording in new])
+    tables.put(pair for move in moves for pair in documents_of(move).items())
+    return [recording.rollout.rollout_id for recording in new]
+
+
 def publish(tables: Tables, versions: Sequence[ResourceVersion]) -> None:
     """See :meth:`agl.contracts.Store.publish`."""
     new: dict[tuple[str, str], ResourceVersion] = {}

@@ -174,6 +174,11 @@ def definition(rollout: Rollout) -> Rollout:
     return replace(rollout, retry=retry, status="queued", attempt_id=None, **progress)
 
 
+def unbegun(rollout: Rollout) -> Rollout:
+    """The rollout as it was queued."""
+    return replace(definition(rollout), retry=rollout.retry, created_at=rollout.created_at)
+
+
 def conflict(kind: str, key: str) -> ConflictError:
     """The error for a repeated id with other content."""
     return ConflictError(

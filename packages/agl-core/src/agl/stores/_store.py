@@ -49,6 +49,9 @@ def _reads(
 class TableStore:
     """A :class:`agl.contracts.Store` over a backend; waits, takes back a cancelled caller's claims, and closes.
 
+    ``restore(recordings, moves=...)`` is no part of the contract: it adds rollouts of another store with their attempts
+    and spans as they were there, and moves of labels. A rollout that is there already stays as it is.
+
     Attributes:
         backend: Runs the transactions; closed with the store.
     """
@@ -68,6 +71,7 @@ class TableStore:
     count_rollouts = _reads(operations.count_rollouts)
     attempts = _reads(Reads.attempts)
     recordings = _reads(operations.recordings)
+    restore = _writes(operations.restore)
     append_spans = _writes(operations.append_spans)
     spans = _reads(Reads.spans)
     cursor = _reads(Reads.cursor)

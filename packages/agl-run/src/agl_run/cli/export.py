@@ -28,6 +28,7 @@ from agl.schemas import (
     unpack_ids,
 )
 from agl.stores import read_recordings
+from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dialogues import dialogues
 from agl_run.cli.lineage import shown, text_of
@@ -44,7 +45,7 @@ class ExportedRollout(Record, frozen=True, kw_only=True):
 
 
 @click.command()
-@click.argument("rollout_ids", nargs=-1, metavar="[IDS]...")
+@click.argument("rollout_ids", nargs=-1, metavar="[IDS]...", shell_complete=complete_rollout)
 @click.option(
     "--format",
     "form",

@@ -10,12 +10,13 @@ import click
 from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
+from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.curves import STEP, Curve, curves_of, drawn, save_picture
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table
 
-_experiment_argument = click.argument("experiment", required=False)
+_experiment_argument = click.argument("experiment", required=False, shell_complete=complete_experiment)
 _algorithm_option = click.option("--algorithm", help="Only numbers of this algorithm; validate has the validations.")
 _name_option = click.option("--name", "names", multiple=True, help="Only these metrics; repeatable, may hold * and ?.")
 

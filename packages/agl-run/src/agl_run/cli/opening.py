@@ -30,7 +30,7 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
     result: list[T] = []
 
     async def use() -> None:
-        store: Store = manager.build(manager.store_entry(found.partition("://")[0]), url=found)
+        store = _open(manager, found)
         try:
             result.append(await work(store))
         finally:
@@ -38,6 +38,23 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
 
     asyncio.run(use())  # what a main coroutine returns is written out by Python, and thrown away, as it ends
     return result[0]
+
+
+def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:
+    """Open a store to write to, which may be a new one; raises :class:`ConfigError` for the store ``other_than``."""
+    found = as_url(url)
+    refuse_directory(found, Path())
+    if _place(found) == _place(other_than):
+        raise ConfigError(f"{url} is the store to copy from; name another one to copy to")
+    return _open(manager, found)
+
+
+def _open(manager: PluginManager, url: str) -> Store:
+    return manager.build(manager.store_entry(url.partition("://")[0]), url=url)
+
+
+def _place(url: str) -> str:
+    return str(Path(url.removeprefix(SQLITE)).resolve()) if url.startswith(SQLITE) else url
 
 
 def resolve_url(url: str | None, folder: Path = Path()) -> str:

@@ -14,11 +14,9 @@ from agl.episodes import episode_reward
 from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
+from agl_run.cli.completion import LATEST, complete_experiment
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-LATEST = "latest"
-"""The id that stands for the newest rollout."""
 
 STATUSES = ("queued", "running", "succeeded", "failed", "cancelled")
 PAGE = 500
@@ -47,7 +45,7 @@ def filter_options(command: F) -> F:
     """Add ``--experiment``, ``--status`` and ``--mode`` to a command."""
     return _with_options(
         command,
-        click.option("--experiment", help="Only rollouts of this experiment."),
+        click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment."),
         click.option("--status", type=click.Choice(STATUSES), multiple=True, help="Only these; repeatable."),
         click.option("--mode", type=click.Choice(("train", "val", "test")), help="Only rollouts of this mode."),
     )

@@ -23,6 +23,7 @@ from agl.episodes import build_episode
 from agl.errors import ConfigError
 from agl.schemas import JsonResource, ModelCall, PromptTemplate, Record, Resource, Rollout
 from agl.stores import all_spans
+from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.dev import describe_episode
 from agl_run.cli.experiment import make_trainer
@@ -77,7 +78,7 @@ class _ReplayedRollout:
 
 
 @click.command()
-@click.argument("rollout_id")
+@click.argument("rollout_id", shell_complete=complete_rollout)
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @click.option("--live", is_flag=True, help="Let the experiment's models answer anew.")
 @store_option

@@ -11,6 +11,7 @@ from agl import PluginManager
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError
 from agl_run.cli.candidates import COLUMNS, Candidate, candidates_of
+from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
 from agl_run.cli.main import OpenGroup
@@ -157,7 +158,9 @@ def diff_(manager: PluginManager, name: str, old: str, new: str | None, store_ur
 @click.option("--min-gain", default=0.0, show_default=True, help="Least difference of the mean rewards.")
 @click.option("--min-rollouts", default=20, show_default=True, help="Least number of rewards of either version.")
 @click.option("--split", "is_split", is_flag=True, help="With --if-better: VERSION and the label as arms of a split.")
-@click.option("--experiment", help="With --if-better: only rollouts of this experiment.")
+@click.option(
+    "--experiment", shell_complete=complete_experiment, help="With --if-better: only rollouts of this experiment."
+)
 @click.option("--reason", default="", help="Why, for the history.")
 @store_option
 @json_option
@@ -230,7 +233,7 @@ def rollback(manager: PluginManager, name: str, label: str, store_url: str | Non
 @click.argument("name")
 @click.argument("old")
 @click.argument("new")
-@click.option("--experiment", help="Only rollouts of this experiment.")
+@click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--confidence", type=_confidence, default=0.95, show_default=True, help="Of the interval.")
 @store_option
 @json_option

@@ -1,4 +1,4 @@
-"""``agl runs``: list recorded rollouts, remove some, tidy old ones.
+"""``agl runs``: list recorded rollouts, remove some, tidy old ones; copying has a module of its own.
 
 Removal is always explicit. It never touches a rollout that is not finished, or any rollout of an experiment that may be
 resumed.
@@ -17,7 +17,9 @@ from agl.episodes import episode_reward
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
 from agl.stores import read_recordings
+from agl_run.cli.completion import complete_experiment, complete_rollout
 from agl_run.cli.context import pass_manager
+from agl_run.cli.copying import copy
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
 from agl_run.cli.query import filter_options, find_ids, make_query, pages, seconds_of
@@ -114,8 +116,11 @@ def runs(
         click.echo(f"({len(found)} of {total:,} rollouts; --limit shows more)", err=True)
 
 
+runs.add_command(copy)
+
+
 @runs.command("rm")
-@click.argument("rollout_ids", nargs=-1, required=True)
+@click.argument("rollout_ids", nargs=-1, required=True, shell_complete=complete_rollout)
 @_own_store_option
 @click.option("--force", is_flag=True, help="Also rollouts of an experiment that could still be resumed.")
 @pass_manager
@@ -135,7 +140,7 @@ def remove(
     "--older-than", type=seconds_of, metavar="DURATION", help="Only rollouts that finished longer ago, such as 7d."
 )
 @click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts.")
-@click.option("--experiment", help="Only rollouts of this experiment.")
+@click.option("--experiment", shell_complete=complete_experiment, help="Only rollouts of this experiment.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option
 @pass_manager

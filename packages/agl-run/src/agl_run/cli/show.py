@@ -11,12 +11,13 @@ from agl import PluginManager, semconv
 from agl.contracts import SpanQuery, Store
 from agl.errors import NotFoundError
 from agl.schemas import Attempt, ErrorInfo, ModelCall, Record, Reward, Rollout, Span
+from agl_run.cli.completion import LATEST, complete_rollout
 from agl_run.cli.contents import Contents
 from agl_run.cli.context import pass_manager
 from agl_run.cli.lineage import ListedVersion, diff, listed
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_line, json_option, print_json, short, when
-from agl_run.cli.query import LATEST, find, find_exact, span_options
+from agl_run.cli.query import find, find_exact, span_options
 from agl_run.cli.span_reader import SpanReader
 from agl_run.explain import token_counts
 
@@ -48,7 +49,7 @@ class ShownSpan(Record, frozen=True, kw_only=True):
 
 
 @click.command()
-@click.argument("rollout_id")
+@click.argument("rollout_id", shell_complete=complete_rollout)
 @click.option("--attempt", "number", type=click.IntRange(min=1), help="Which attempt; by default the deciding one.")
 @click.option("--full", "is_full", is_flag=True, help="Show every text and traceback whole.")
 @span_options

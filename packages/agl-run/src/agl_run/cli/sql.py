@@ -11,6 +11,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
+from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table
@@ -26,7 +27,7 @@ _Found = tuple[list[str], list[tuple[Any, ...]]]
 @click.command()
 @click.argument("query", required=False)
 @store_option
-@click.option("--experiment", help="Only rows of this experiment.")
+@click.option("--experiment", shell_complete=complete_experiment, help="Only rows of this experiment.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV for spreadsheets.")
 @json_option
 @pass_manager

@@ -7,6 +7,7 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.episodes import build_episode
 from agl.schemas import Episode, Json, Span
+from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
@@ -16,7 +17,7 @@ from agl_run.explain import explain
 
 
 @click.command()
-@click.argument("rollout_id")
+@click.argument("rollout_id", shell_complete=complete_rollout)
 @click.option("--agents", help="Regular expression: which agents' calls an algorithm would train.")
 @click.option("--policy", help="Which policy's calls an algorithm would train.")
 @store_option

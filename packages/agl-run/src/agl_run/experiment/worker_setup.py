@@ -87,7 +87,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
     """Build the experiment's tracers by name; their environment is set until ``stack`` closes."""
     manager = plan.manager
-    names = dict.fromkeys((*plan.config.tracers, "otel", "wire", "unrecorded"))
+    names = dict.fromkeys((*plan.config.tracers, "otel", "own-spans", "wire", "unrecorded"))
     tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
     for _, tracer in tracers:
         stack.enter_context(environment(tracer.worker_env()))

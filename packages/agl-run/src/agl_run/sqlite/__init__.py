@@ -1,5 +1,6 @@
 """``sqlite:///``: the default store, one durable file."""
 
+from agl_run.sqlite._names import experiments, rollout_ids
 from agl_run.sqlite._store import SQLiteStore
 
-__all__ = ["SQLiteStore"]
+__all__ = ["SQLiteStore", "experiments", "rollout_ids"]
