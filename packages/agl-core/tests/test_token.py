@@ -1,17 +1,13 @@
-"""Attempt tokens, the secret that signs them, and what hides both."""
+"""Attempt tokens, and what hides them."""
 
-import stat
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError, TokenError
-from agl.tracing import AdminKey, AttemptToken, AttemptTokens, load_secret, redact, state_dir
+from agl.tracing import AdminKey, AttemptToken, AttemptTokens, redact
 
 SECRET = b"0123456789abcdef"
 TOKENS = AttemptTokens(SECRET)
@@ -123,62 +119,6 @@ def test_admin_key_is_made_anew_when_half_of_its_time_is_over():
 def test_admin_key_goes_by_the_time_of_day_unless_told_otherwise():
     claim = TOKENS.verify(AdminKey(SECRET)(), now=time.time())
     assert 3000.0 < claim.expires_at - time.time() <= 3600.0
-
-
-def test_load_secret_prefers_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("AGL_SECRET", "s" * 20)
-    assert load_secret(tmp_path / "secret") == b"s" * 20
-    monkeypatch.setenv("AGL_SECRET", "short")
-    with pytest.raises(ConfigError, match="AGL_SECRET"):
-        load_secret()
-
-
-def test_load_secret_makes_one_file_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("AGL_SECRET", raising=False)
-    path = tmp_path / "state" / "secret"
-    with ThreadPoolExecutor(8) as pool:
-        found = set(pool.map(lambda _: load_secret(path), range(16)))
-    assert len(found) == 1
-    assert len(next(iter(found))) == 64
-    assert [path] == list(path.parent.iterdir())
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no mode bits")
-def test_load_secret_keeps_its_file_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("AGL_SECRET", raising=False)
-    path = tmp_path / "secret"
-    load_secret(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        load_secret(path)
-
-
-def test_load_secret_says_what_to_do_where_it_cannot_write(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("AGL_SECRET", raising=False)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="Set AGL_SECRET"):
-        load_secret(tmp_path / "file" / "secret")
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such variable")
-def test_state_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert tmp_path / "agl" == state_dir()
-
-
-def test_a_key_that_an_earlier_release_made_elsewhere_stays_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.delenv("AGL_SECRET", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    former = tmp_path / "Library" / "Application Support" / "agl"
-    former.mkdir(parents=True)
-    (former / "secret").write_bytes(SECRET)
-    (former / "secret").chmod(0o600)
-    assert SECRET == load_secret()
-    (former / "secret").unlink()
-    assert SECRET != load_secret()
-    assert (tmp_path / "state" / "agl" / "secret").exists()
 
 
 def test_redact_hides_credentials_and_keeps_the_rest():

@@ -13,9 +13,10 @@ import click
 from agl.contracts import Store, Upstream
 from agl.errors import ConfigError
 from agl.stores import shown_url
-from agl.tracing import AttemptTokens, load_secret, state_dir
+from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
+from agl_run import load_secret, state_dir
 from agl_run.commands import manager_of, seconds_of
 
 _ENV = "AGL_TOKEN"

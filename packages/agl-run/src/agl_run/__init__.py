@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from agl_run.runners.local import AsyncRunner
     from agl_run.runners.setup import RunSetup
     from agl_run.runners.worker import Worker, WorkerSetup
+    from agl_run.secret import SECRET_ENV, load_secret, state_dir
     from agl_run.sqlite import SQLiteStore
 
 __all__ = [
+    "SECRET_ENV",
     "Agent",
     "AgentSpec",
     "AsyncRunner",
@@ -58,10 +60,12 @@ __all__ = [
     "compare",
     "interval",
     "load_config",
+    "load_secret",
     "parse_config",
     "policy",
     "run_attempt",
     "runner",
+    "state_dir",
 ]
 
 _CONFIG = (
@@ -87,6 +91,7 @@ _HOMES = {
     "agl_run.runners.local": ("AsyncRunner",),
     "agl_run.runners.setup": ("RunSetup",),
     "agl_run.runners.worker": ("Worker", "WorkerSetup"),
+    "agl_run.secret": ("SECRET_ENV", "load_secret", "state_dir"),
     "agl_run.sqlite": ("SQLiteStore",),
 }
 

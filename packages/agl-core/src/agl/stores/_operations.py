@@ -231,7 +231,7 @@ def restore(tables: Tables, recordings: Sequence[Recording], *, moves: Sequence[
     known = {recording.rollout.rollout_id: tables.rollout(recording.rollout.rollout_id) for recording in recordings}
     for recording in recordings:
         there, here = recording.rollout, known[recording.rollout.rollout_id]
-        if here is not None and not rules.is_same_definition(here, there):
+        if here is not None and rules.definition(here) != rules.definition(there):
             raise rules.conflict("rollout", there.rollout_id)
         if there.status == "running":
             raise ConflictError(f"rollout {there.rollout_id!r} is running; copy it once it has finished")

@@ -120,12 +120,11 @@ def select(rollouts: Sequence[Rollout], query: RolloutQuery) -> list[Rollout]:
 
 def check_page(given: Mapping[str, object], *queries: object) -> None:
     """Raise :class:`StoreError` for a ``limit`` or ``after``, given or in a query, that no store can count to."""
-    found = {name: given[name] for name in ("limit", "after") if name in given}
     for query in (*queries, *given.values()):
         if isinstance(query, RolloutQuery | SpanQuery):
             check_page({"limit": query.limit, "after": query.after})
-    for name, value in found.items():
-        if isinstance(value, int) and not 0 <= value <= _MAX_COUNT:
+    for name in ("limit", "after"):
+        if isinstance(value := given.get(name), int) and not 0 <= value <= _MAX_COUNT:
             raise StoreError(f"{name} = {value}; choose between 0 and {_MAX_COUNT}")
 
 

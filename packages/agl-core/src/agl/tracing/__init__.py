@@ -21,12 +21,10 @@ from agl.tracing._spans import chat_spans, make_reward_span
 
 if TYPE_CHECKING:
     from agl.tracing._otel import OtelTracer
-    from agl.tracing._secret import SECRET_ENV, load_secret, state_dir
-    from agl.tracing._token import AdminKey, AttemptToken, AttemptTokens
+    from agl.tracing._token import AdminKey, AttemptToken, AttemptTokens, check_secret
     from agl.tracing._wire.hook import WireTracer
 
 __all__ = [
-    "SECRET_ENV",
     "WHO_HEADER",
     "ActiveAttempt",
     "AdminKey",
@@ -42,11 +40,11 @@ __all__ = [
     "activate",
     "around_attempts",
     "chat_spans",
+    "check_secret",
     "current",
     "current_span",
     "current_span_id",
     "decode_names",
-    "load_secret",
     "make_reward_span",
     "note_model_call",
     "open_span",
@@ -54,7 +52,6 @@ __all__ = [
     "patch_subclasses",
     "plain",
     "redact",
-    "state_dir",
     "stepped",
     "upstreams_for",
     "who",
@@ -64,8 +61,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "agl.tracing._otel": ("OtelTracer",),
-        "agl.tracing._secret": ("SECRET_ENV", "load_secret", "state_dir"),
-        "agl.tracing._token": ("AdminKey", "AttemptToken", "AttemptTokens"),
+        "agl.tracing._token": ("AdminKey", "AttemptToken", "AttemptTokens", "check_secret"),
         "agl.tracing._wire.hook": ("WireTracer",),
     },
 )

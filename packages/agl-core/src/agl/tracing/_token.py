@@ -14,17 +14,28 @@ from typing import Literal
 
 import msgspec
 
-from agl.errors import TokenError
-from agl.tracing._secret import check_secret
+from agl.errors import ConfigError, TokenError
 
 PREFIX = "agl_"
 TokenScope = Literal["attempt", "admin", "client"]
+
+_MIN_SECRET_BYTES = 16
 
 _MAX_LENGTH = 1024
 _ADMIN_S = 3600.0
 """Seconds for which an own admin key is valid: long, because the clocks of machines differ."""
 
 _NEXT = "Use the token that the runner or `agl serve` gave for this attempt; set it as the client's API key."
+
+
+def check_secret(secret: bytes, *, source: str) -> bytes:
+    """``secret`` itself; raises :class:`ConfigError` when it is too short to sign with."""
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{source} has {len(secret)} bytes, at least {_MIN_SECRET_BYTES} are needed. "
+            'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+    return secret
 
 
 class AttemptToken(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

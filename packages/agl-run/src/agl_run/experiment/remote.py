@@ -17,7 +17,6 @@ import msgspec
 from agl.contracts import Presence, Store
 from agl.errors import ConfigError, GatewayLostError, StoreError, TokenError
 from agl.schemas import Rollout
-from agl.tracing import load_secret
 from agl_run.experiment.live import PinnedResources
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import BEAT_S, Serving, load_serving
@@ -33,6 +32,7 @@ from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_
 from agl_run.runners.liveness import worker_name
 from agl_run.runners.remote_gateway import PATIENCE_S, GuardedRunner, RemoteGateway
 from agl_run.runners.worker import Worker, WorkerSetup
+from agl_run.secret import load_secret
 
 _LOG = logging.getLogger("agl_run.experiment")
 

@@ -15,7 +15,6 @@ from agl.contracts import POLICY_KEY_ENV, ExperimentRecord, Gateway, Policy, Rol
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
 from agl.schemas import LLM, ErrorInfo, Outcome, ResourceVersion
 from agl.stores import read_recordings
-from agl.tracing import load_secret
 from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
@@ -31,6 +30,7 @@ from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_
 from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.runners.worker import Worker
+from agl_run.secret import load_secret
 
 _LOG = logging.getLogger("agl_run.experiment")
 

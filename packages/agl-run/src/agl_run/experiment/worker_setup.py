@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from agl.contracts import Runner, Store, Tracer, Upstream
 from agl.errors import RunError
 from agl.schemas import Claim, NamedResources, Outcome, Rollout
-from agl.tracing import load_secret
 from agl_run.experiment.build import build_rewards
 from agl_run.experiment.own_rewards import named
 from agl_run.experiment.plan import Plan
 from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
+from agl_run.secret import load_secret
 
 
 class NoRunner:

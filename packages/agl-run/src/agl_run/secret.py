@@ -9,11 +9,10 @@ from pathlib import Path
 from platformdirs import user_state_path
 
 from agl.errors import ConfigError
+from agl.tracing import check_secret
 
 SECRET_ENV = "AGL_SECRET"
 """The environment variable that holds the signing key."""
-
-_MIN_BYTES = 16
 
 
 def load_secret(path: Path | None = None) -> bytes:
@@ -36,18 +35,8 @@ def load_secret(path: Path | None = None) -> bytes:
     except OSError as error:
         raise ConfigError(
             f"the signing key {path} cannot be read or made ({error}). "
-            f"Set {SECRET_ENV} to at least {_MIN_BYTES} random characters, or make the folder writable."
+            f"Set {SECRET_ENV} to 32 random characters, or make the folder writable."
         ) from error
-
-
-def check_secret(secret: bytes, *, source: str) -> bytes:
-    """``secret`` itself; raises :class:`ConfigError` when it is too short to sign with."""
-    if len(secret) < _MIN_BYTES:
-        raise ConfigError(
-            f"{source} has {len(secret)} bytes, at least {_MIN_BYTES} are needed. "
-            'Make one with: python -c "import secrets; print(secrets.token_hex(32))"'
-        )
-    return secret
 
 
 def state_dir() -> Path:
