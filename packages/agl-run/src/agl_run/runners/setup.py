@@ -8,8 +8,8 @@ from typing import Protocol
 
 from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
 from agl.schemas import NamedResources, Rollout
-from agl.tracing import SECRET_ENV
 from agl_run.runners.agent import AgentSpec
+from agl_run.secret import SECRET_ENV
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
 """Variable with the admin token of a served store; in a command's process, with the attempt's token."""
