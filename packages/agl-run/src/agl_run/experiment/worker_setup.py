@@ -14,6 +14,9 @@ from agl_run.runners.setup import RunSetup, SettlingGateway, environment
 from agl_run.runners.worker import WorkerSetup
 from agl_run.secret import load_secret
 
+ALWAYS_ON = ("otel", "own-spans", "wire", "unrecorded")
+"""Tracers that no experiment has to name."""
+
 
 class NoRunner:
     """The runner of an experiment that leaves all attempts to remote workers."""
@@ -87,7 +90,7 @@ def worker_setup(plan: Plan, context: WorkerContext, tracers: Sequence[tuple[str
 def make_tracers(plan: Plan, stack: ExitStack) -> list[tuple[str, Tracer]]:
     """Build the experiment's tracers by name; their environment is set until ``stack`` closes."""
     manager = plan.manager
-    names = dict.fromkeys((*plan.config.tracers, "otel", "own-spans", "wire", "unrecorded"))
+    names = dict.fromkeys((*plan.config.tracers, *ALWAYS_ON))
     tracers: list[tuple[str, Tracer]] = [(name, manager.build(manager.tracer(name))) for name in names]
     for _, tracer in tracers:
         stack.enter_context(environment(tracer.worker_env()))

@@ -19,13 +19,13 @@ from agl_run.experiment.dataset import as_tasks
 from agl_run.experiment.fitting import DevResult, FitResult
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.session import open_store
+from agl_run.experiment.worker_setup import ALWAYS_ON
 from agl_run.lightning.adapters import TracerTraceToTriplet
 from agl_run.lightning.algorithms import APO, MAIN_LLM, VERL, Baseline
 from agl_run.lightning.components import DevTaskLoader, DummyTracer, SharedMemoryExecutionStrategy
 from agl_run.runners.agent import Agent
 
 _STRATEGIES = ("shm", "cs")
-_CORE_TRACERS = frozenset({"otel", "wire", "unrecorded"})
 
 
 class Trainer:
@@ -255,7 +255,7 @@ def _imported(manager: PluginManager) -> tuple[str, ...]:
     """Return the installed tracers whose framework the program has imported, one for each that does the work."""
     found: dict[str, str] = {}
     for entry in manager.entries("tracer"):
-        frameworks = entry.frameworks if isinstance(entry, TracerEntry) and entry.name not in _CORE_TRACERS else ()
+        frameworks = entry.frameworks if isinstance(entry, TracerEntry) and entry.name not in ALWAYS_ON else ()
         if any(name in sys.modules for name in frameworks):
             found.setdefault(str(entry.factory), entry.name)
     return tuple(found.values())
