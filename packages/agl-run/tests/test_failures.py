@@ -31,7 +31,14 @@ def tasks(*kinds: str) -> list[dict[str, Any]]:
     return [{"do": kind, "n": n} for n, kind in enumerate(kinds)]
 
 
-def run(folder: Path, *, train: list[dict[str, Any]], val: list[dict[str, Any]], words: tuple[str, ...] = ()) -> Any:
+def run(
+    folder: Path,
+    *,
+    train: list[dict[str, Any]],
+    val: list[dict[str, Any]],
+    words: tuple[str, ...] = (),
+    command: str = "run",
+) -> Any:
     (folder / "failing_agent.py").write_text(AGENT)
     for name, data in (("train", train), ("val", val)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in data))
@@ -39,7 +46,7 @@ def run(folder: Path, *, train: list[dict[str, Any]], val: list[dict[str, Any]],
         '[experiment]\nname = "e"\nagent = "failing_agent:solve"\ntrain = "train.jsonl"\n'
         'store = "sqlite:///runs/e.db"\n' + ('val = "val.jsonl"\n' if val else "")
     )
-    return CliRunner().invoke(cli, ["run", str(folder / "e.toml"), *words])
+    return CliRunner().invoke(cli, [command, str(folder / "e.toml"), *words])
 
 
 def test_run_in_which_every_rollout_failed_ends_with_the_errors_and_the_next_step(tmp_path: Path) -> None:
@@ -52,6 +59,16 @@ def test_run_in_which_every_rollout_failed_ends_with_the_errors_and_the_next_ste
         "Look at one with: agl show e-1-validate-val-00000-00000-000\n"
     ) in result.output
     assert "for a long reason" not in result.output
+
+
+@pytest.mark.parametrize(("kinds", "status"), [(("raise", "miss"), 1), (("raise", "work"), 0)])
+def test_trial_in_which_every_rollout_failed_has_exit_status_1(
+    tmp_path: Path, kinds: tuple[str, ...], status: int
+) -> None:
+    result = run(tmp_path, train=tasks(*kinds), val=[], command="dev")
+
+    assert status == result.exit_code
+    assert "ValueError: no answer to question 0" in result.output
 
 
 def test_run_whose_training_rollouts_all_failed_counts_as_failed(tmp_path: Path) -> None:

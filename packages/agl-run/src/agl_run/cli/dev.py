@@ -1,5 +1,6 @@
 """``agl dev``: run the agent on a few tasks and show its calls and rows; nothing is trained."""
 
+import sys
 from pathlib import Path
 
 import click
@@ -17,14 +18,18 @@ from agl_run.cli.output import json_option, print_json, visible
 @json_option
 @pass_manager
 def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: int, as_json: bool) -> None:
-    """Run the agent of FILE on a few training tasks and show its calls."""
+    """Run the agent of FILE on a few training tasks and show its calls.
+
+    The exit status is 1 when no rollout succeeded.
+    """
     trainer = make_trainer(file, settings, manager=manager)
     result = trainer.dev(tasks=tasks)
     if as_json:
         print_json(result)
-        return
-    for episode in result.episodes:
-        click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+    else:
+        for episode in result.episodes:
+            click.echo(describe_episode(episode, is_trained=bool(trainer.config.algorithm)))
+    sys.exit(0 if any(episode.rollout.status == "succeeded" for episode in result.episodes) else 1)
 
 
 def describe_episode(episode: Episode, *, is_trained: bool = True) -> str:

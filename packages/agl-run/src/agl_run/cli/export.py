@@ -34,7 +34,7 @@ from agl_run.cli.dialogues import dialogues
 from agl_run.cli.lineage import shown, text_of
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
-from agl_run.cli.query import deciding, filter_options, find_ids, make_query, span_options
+from agl_run.cli.query import check_experiment, deciding, filter_options, find_ids, make_query, span_options
 
 
 class ExportedRollout(Record, frozen=True, kw_only=True):
@@ -97,6 +97,7 @@ def export(
 
     async def work(store: Store) -> int:
         count = 0
+        await check_experiment(store, experiment)
         with _target(output) as target:
             named = msgspec.structs.replace(query, ids=await find_ids(store, rollout_ids))
             if chosen is not None:

@@ -82,6 +82,17 @@ def make_query(experiment: str | None, status: tuple[str, ...], mode: str | None
     return msgspec.convert(fields, RolloutQuery)
 
 
+async def check_experiment(store: Store, name: str | None) -> None:
+    """Raise ConfigError for an experiment without a rollout, and name those that the store has."""
+    if name is None or await store.rollouts(RolloutQuery(experiment=name, limit=1)):
+        return
+    known = sorted(record.name for record in await store.experiments())
+    raise ConfigError(
+        f"no rollout of an experiment {name!r} is recorded; "
+        + (f"choose from: {', '.join(known)}" if known else "agl runs lists what is recorded")
+    )
+
+
 async def pages(store: Store, query: RolloutQuery) -> AsyncIterator[list[Rollout]]:
     """Read all matching rollouts, page by page."""
     while True:

@@ -22,7 +22,7 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.copying import copy
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
-from agl_run.cli.query import filter_options, find_ids, make_query, pages, seconds_of
+from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, pages, seconds_of
 from agl_run.experiment.state import unfinished_experiments
 from agl_run.sql import Compactable, Compaction
 
@@ -176,6 +176,7 @@ def collect_garbage(
 async def _listed(store: Store, query: RolloutQuery, *, counts: bool) -> tuple[list[ListedRollout], int]:
     """Return one page of rollouts, none where they are only counted, and the number on all pages."""
     found: list[ListedRollout] = []
+    await check_experiment(store, query.experiment)
     total = await store.count_rollouts(query)
     if counts:
         return found, total
