@@ -35,7 +35,7 @@ R = TypeVar("R", bound=Record)
 SPAN_PAGE = 10_000
 """Spans of one attempt in a recording at most."""
 
-SCANNED = 64
+SCANNED = 16
 """Spans that are in memory at once while some are chosen."""
 
 

@@ -9,7 +9,7 @@ from agl.errors import NotFoundError
 from agl.schemas import Span
 
 _PAGE = 16
-_CHOSEN_PAGE = 64
+_CHOSEN_PAGE = 32
 """Spans of a page that are chosen among others, for which the store looks through the attempt."""
 
 _KEPT = 4
