@@ -446,6 +446,13 @@ def test_run_in_which_nothing_can_be_used_says_why(trainer: Callable[..., agl.Tr
         trainer().fit(failing, train_dataset=["fail", "silent"])
 
 
+def test_rewards_that_are_dimensions_only_are_named_with_what_gives_them_a_value(
+    trainer: Callable[..., agl.Trainer],
+) -> None:
+    with pytest.raises(AglError, match=r"2 no reward\. Their rewards are the dimensions turns, won without a value"):
+        trainer().fit(lambda task: {"won": 1.0, "turns": 4.0}, train_dataset=["a", "b"])
+
+
 class Authors(agl.LitAgent[dict[str, Any]]):
     """Three agents that call one model; only two of them match."""
 

@@ -24,6 +24,7 @@ _SECTIONS = ("Args", "Attributes", "Raises", "Returns")
 _SECTION = re.compile(rf"^({'|'.join(_SECTIONS)}):$", re.MULTILINE)
 _ITEM = re.compile(r"^    (\*{0,2}\w+(?:, \w+)*): ", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`(~?)([^`]+)`")
+_QUOTES = re.compile(r"(?<!`)``(?!`)")
 _CODE = re.compile(r"\.\. code-block:: \w+\n\n((?:    .*\n|\n)+)")
 
 
@@ -269,7 +270,7 @@ def _linked(text: str, module: str) -> str:
         target = _target(found[2], module)
         return f"[`{_shown(found)}`]({target})" if target else f"`{_shown(found)}`"
 
-    return _ROLE.sub(link, text).replace("``", "`")
+    return _QUOTES.sub("`", _ROLE.sub(link, text))
 
 
 def _target(path: str, module: str) -> str:

@@ -76,7 +76,7 @@ def test_every_wrong_key_is_in_one_message() -> None:
 def test_keys_that_others_decide_are_told() -> None:
     read = read_ray_settings(config(**{"trainer.logger": ["console"], "actor.use_dynamic_bsz": True}))
     assert ["actor_rollout_ref.actor.use_dynamic_bsz holds anyway", "trainer.logger is decided by"] == sorted(
-        note.split(" the experiment")[0] for note in read.notes
+        note.split(" the ")[0] for note in read.notes
     )
 
 

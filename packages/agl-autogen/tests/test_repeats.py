@@ -15,6 +15,8 @@ from agl_testing.repeats import check_processes, check_repeats
 
 from . import agents
 
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # clients outlive their tests
+
 PROGRAM = '''"""An agent of AutoGen, in a module as processes import it."""
 
 from autogen_agentchat.agents import AssistantAgent
@@ -60,7 +62,6 @@ def coroutine(client: OpenAIChatCompletionClient) -> Callable[[Any], Any]:
     return agent
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the client outlives the test
 @pytest.mark.parametrize("gateway", ["none", "auto"])
 @pytest.mark.parametrize("make", [own_loop, coroutine])
 def test_shared_clients_work_in_every_rollout_of_every_run(

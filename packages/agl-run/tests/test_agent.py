@@ -140,6 +140,10 @@ def test_base_url_carries_the_attempt_only_with_a_token() -> None:
     assert "http://g:1/rollout/r/attempt/r.1/key/agl_t/v1" == bound.get_base_url("r", "r.1")
 
 
+class Accessor(str):
+    """A text of a class of its own, as LangChain's messages have it."""
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -148,6 +152,8 @@ def test_base_url_carries_the_attempt_only_with_a_token() -> None:
         (True, AgentResult(reward=Reward(value=1.0, name="return"), output=1.0)),
         ({"a": 1, "b": 0.5}, AgentResult(reward=Reward(value=None, name="return", dimensions={"a": 1.0, "b": 0.5}))),
         ("text", AgentResult(output="text")),
+        (Accessor("text"), AgentResult(output="text")),
+        ({"answer": Accessor("x")}, AgentResult(output={"answer": "x"})),
         ({"answer": "x"}, AgentResult(output={"answer": "x"})),
         ([1, 2], AgentResult(output=[1, 2])),
         (Reward(value=0.1, name="mine"), AgentResult(reward=Reward(value=0.1, name="mine"))),

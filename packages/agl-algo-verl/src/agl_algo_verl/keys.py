@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ENDPOINT = "the policy that serves: [policy.NAME]"
 _SAMPLING = "the agent's own requests, whose sampling parameters are recorded"
-_LOGGERS = "the experiment's `loggers`"
+_LOGGERS = "the run itself, which prints its progress, and keeps every number for `agl metrics`"
 _STEPS = "the experiment, which saves every step"
 
 DECIDED_ELSEWHERE: dict[str, str] = {

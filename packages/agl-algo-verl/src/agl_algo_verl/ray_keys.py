@@ -195,7 +195,8 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     if not has_gpu:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name = {read.rollout!r} needs GPUs, and this machine has none that torch can "
-            f'use. Use "{CPU}" here, or name a Ray cluster that has: ray_kwargs.ray_init.address = "HOST:6379".'
+            f'use. Use "{CPU}" here, or engine = "inproc" to train in this process, or name a Ray cluster with GPUs: '
+            'ray_kwargs.ray_init.address = "HOST:6379".'
         )
     if find_spec(read.rollout) is None:
         raise ConfigError(

@@ -452,13 +452,23 @@ def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> st
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     errors = RolloutCounts(_ended(episodes))
-    why = f"The errors: {errors.errors}" if errors.failed else "No reward was returned, emitted or computed"
+    why = f"The errors: {errors.errors}" if errors.failed else _without_reward(episodes)
     disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
     if disagreed:
         why = f"There are {describe(episodes, disagreed)}"
     return (
         f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
         f"Look at one with: agl show {errors.example or first.rollout.rollout_id}"
+    )
+
+
+def _without_reward(episodes: Iterable[Episode]) -> str:
+    names = sorted({name for episode in episodes for reward in episode.rewards for name in reward.dimensions})
+    if not names:
+        return "No reward was returned, emitted or computed"
+    return (
+        f"Their rewards are the dimensions {', '.join(names)} without a value; give one: "
+        "agl.Reward(value=..., dimensions=...), agl.emit_reward(..., primary=NAME), or reward_weights of [experiment]"
     )
 
 

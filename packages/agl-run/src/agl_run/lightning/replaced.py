@@ -1,6 +1,7 @@
 """The names of Agent Lightning that have no counterpart of the same form, and what replaced each."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import NoReturn
 
 from agl.errors import ConfigError
@@ -79,6 +80,10 @@ def refuse(name: str) -> NoReturn:
         AttributeError: It has not.
     """
     if name not in REPLACED:
-        raise AttributeError(f"module 'agl_run.lightning' has no attribute {name!r}")
+        from agl_run import lightning
+
+        near = get_close_matches(name, [*lightning.__all__, *REPLACED], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"module 'agl_run.lightning' has no attribute {name!r}{hint}")
     remedy, page = REPLACED[name]
     raise ConfigError(f"Agent Lightning's {name} has no counterpart of its form here; {remedy} (see {page or _PAGE})")

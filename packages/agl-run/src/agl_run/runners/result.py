@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import msgspec
 
 from agl.errors import RunError
-from agl.schemas import ErrorInfo, Json, Record, Reward, to_builtins, to_json
+from agl.schemas import ErrorInfo, Json, Record, Reward, to_json
 
 MAX_TRACEBACK = 20_000
 """Characters kept of a traceback: its end, where the error is."""
@@ -68,11 +68,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _text(value: Any) -> str:
+    """Return the text of a value of a class of its own that is one, as frameworks have them."""
+    if isinstance(value, str):
+        return str(value)
+    raise NotImplementedError
+
+
 def _json(value: Any) -> Json:
     try:
-        plain = to_builtins(value)
+        plain = msgspec.to_builtins(value, enc_hook=_text)
         to_json(plain)
-    except (TypeError, ValueError, msgspec.MsgspecError):
+    except (TypeError, ValueError, NotImplementedError, msgspec.MsgspecError):
         raise RunError(
             f"the agent returned {type(value).__name__}, which is neither a number (the reward), a dict of numbers, "
             "None nor a JSON value (the output); return one of these"
