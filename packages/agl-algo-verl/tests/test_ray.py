@@ -271,6 +271,7 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
 
 
 @FORGOTTEN
+@pytest.mark.soak
 def test_a_critic_and_adapters_learn_on_ray_what_they_learn_in_one_process(model_dir: Path, tmp_path: Path) -> None:
     keys = {
         "algorithm.adv_estimator": "gae",
