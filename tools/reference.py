@@ -25,6 +25,7 @@ _SECTION = re.compile(rf"^({'|'.join(_SECTIONS)}):$", re.MULTILINE)
 _ITEM = re.compile(r"^    (\*{0,2}\w+(?:, \w+)*): ", re.MULTILINE)
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`(~?)([^`]+)`")
 _QUOTES = re.compile(r"(?<!`)``(?!`)")
+_FENCES = re.compile(r"^(```\w+\n.*?^```)$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"\.\. code-block:: \w+\n\n((?:    .*\n|\n)+)")
 
 
@@ -94,7 +95,7 @@ def summary(doc: str) -> str:
 def prose(doc: str, module: str) -> str:
     """A docstring as Markdown: sections as lists, one sentence a line, names linked."""
     doc = _CODE.sub(
-        lambda found: "```text\n" + re.sub("^    ", "", found[1].rstrip(), flags=re.MULTILINE) + "\n```\n", doc
+        lambda found: "```text\n" + re.sub("^    ", "", found[1].rstrip(), flags=re.MULTILINE) + "\n```\n", f"{doc}\n"
     )
     pieces = _SECTION.split(doc)
     text = [_paragraphs(pieces[0])]
@@ -231,7 +232,11 @@ def _items(items: list[tuple[str, str]]) -> str:
 
 def _paragraphs(text: str) -> str:
     """Paragraphs with one sentence a line; lists and code blocks stay as they are."""
-    return "\n\n".join(_block(block) for block in re.split(r"\n\n+", text.strip("\n")) if block.strip())
+    found: list[str] = []
+    for part in _FENCES.split(text.strip("\n")):
+        blocks = [part] if part.startswith("```") else map(_block, filter(str.strip, re.split(r"\n\n+", part)))
+        found.extend(blocks)
+    return "\n\n".join(found)
 
 
 def _block(block: str) -> str:

@@ -166,7 +166,9 @@ class PageRunner:
         done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=COMMAND_S, **settings)
         is_expected = "Traceback" in block.text
         assert is_expected or "Traceback" not in done.stdout, f"{block.where}: $ {command}\n{done.stdout}"
-        assert done.returncode == 0 or "Error:" in block.text, f"{block.where}: $ {command}\n{done.stdout}"
+        assert done.returncode == 0 or "Error:" in block.text or ": failed, " in block.text, (
+            f"{block.where}: $ {command}\n{done.stdout}"
+        )
         return " ".join(done.stdout.split())
 
     def _install(self, block: Block) -> None:
