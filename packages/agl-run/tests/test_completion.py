@@ -45,7 +45,7 @@ def complete(*words: str) -> list[str]:
 
 
 def ask(folder: Path, words: str) -> tuple[int, str, str]:
-    """What the program answers as click's script for the shell asks it."""
+    """The program's answer to click's script for the shell."""
     asked = {"_AGL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": "2"}
     line = [sys.executable, "-P", "-m", "agl"]
     done = subprocess.run(line, cwd=folder, env=os.environ | asked, capture_output=True, text=True, timeout=60)

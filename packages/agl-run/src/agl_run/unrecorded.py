@@ -11,14 +11,14 @@ calls to another, such as the model behind a tool, are only told of.
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
 from agl import semconv
-from agl.contracts import Tracer
-from agl.tracing import ImportWatch, Undo, current, open_span, patch
+from agl.tracing import Undo, current, open_span, patch
+from agl_run.module_tracer import ModuleTracer
 
 _ROUTES = re.compile(
     r"/completions$"
@@ -35,27 +35,6 @@ _BETWEEN = frozenset({"agl_run", "http"})
 _WATCHED_ELSEWHERE = frozenset({"httpx", "httpx2"})
 
 
-class UnrecordedCalls(Tracer):
-    """Counts model calls that nothing records; see the module. Several may be installed at once."""
-
-    _installed: ClassVar[set["UnrecordedCalls"]] = set()
-    _undo: ClassVar[list[Undo]] = []
-
-    def install(self) -> None:
-        """Watch the clients that are imported now or later; idempotent."""
-        if not self._installed:
-            watch = ImportWatch(tuple(_WRAPPERS), lambda module: self._undo.extend(_WRAPPERS[module.__name__](module)))
-            watch.start()
-            self._undo.append(watch.stop)
-        self._installed.add(self)
-
-    def uninstall(self) -> None:
-        """Restore the clients when the last tracer is uninstalled."""
-        self._installed.discard(self)
-        while self._undo and not self._installed:
-            self._undo.pop()()
-
-
 def _wrap_http_client(module: ModuleType) -> list[Undo]:
     kind = module.HTTPConnection
     return [patch(kind, "putrequest", _putrequest), patch(kind, "getresponse", _getresponse)]
@@ -63,12 +42,6 @@ def _wrap_http_client(module: ModuleType) -> list[Undo]:
 
 def _wrap_aiohttp(module: ModuleType) -> list[Undo]:
     return [patch(module.ClientSession, "_request", _request)]
-
-
-_WRAPPERS: dict[str, Callable[[ModuleType], list[Undo]]] = {
-    "http.client": _wrap_http_client,
-    "aiohttp": _wrap_aiohttp,
-}
 
 
 def _putrequest(original: Callable[..., None]) -> Callable[..., None]:
@@ -157,3 +130,12 @@ def _modules_above() -> Iterator[str]:
     while frame is not None:
         yield str(frame.f_globals.get("__name__", "")).partition(".")[0]
         frame = frame.f_back
+
+
+class UnrecordedCalls(ModuleTracer):
+    """Counts model calls that nothing records; see the module."""
+
+    changes: ClassVar[Mapping[str, Callable[[ModuleType], Sequence[Undo]]]] = {
+        "http.client": _wrap_http_client,
+        "aiohttp": _wrap_aiohttp,
+    }

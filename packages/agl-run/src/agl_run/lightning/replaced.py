@@ -69,7 +69,7 @@ REPLACED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("SpanAttributeNames", "SpanNames"), ("the names of attributes are in agl.semconv", "")),
     "SpanRecordingContext": ("open a span with agl.operation, and add to it with set(...)", ""),
 }
-"""What replaced each name, and the page that describes it."""
+"""The replacement of each name, and the page that describes it."""
 
 
 def refuse(name: str) -> NoReturn:
