@@ -66,7 +66,8 @@ def resolve_url(url: str | None, folder: Path = Path()) -> str:
     path = folder / url.removeprefix(SQLITE)
     if url.startswith(SQLITE) and not path.exists():
         raise ConfigError(
-            f"there is no store {str(path)!r}; correct --store (or AGL_STORE), or run an experiment first"
+            f"there is no store {str(path)!r}; correct its path (in --store, AGL_STORE, or FROM), "
+            "or run an experiment first"
         )
     return url
 
