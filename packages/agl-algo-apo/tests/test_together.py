@@ -73,7 +73,7 @@ def test_two_searches_measure_again_what_the_other_changed(tmp_path: Path, mode:
         assert len(paid) <= 300
         whole = Counter(both.others(rollout, label) for rollout in paid if "-whole-" in rollout.rollout_id)
         # The trainer's validation before the first step is a part of the first measurement.
-        before = [r for r in both.rollouts if r.metadata == {"algorithm": "validate", "step": 0}]
+        before = [r for r in both.rollouts if (r.metadata["algorithm"], r.metadata["step"]) == ("validate", 0)]
         whole.update(key for key in (both.others(r, label) for r in before) if key in whole)
         assert set(whole.values()) <= {24, 25, 26}, "once for each change of the other; test tasks on top"
         known = {row[4]["rollout"] for row in both.states[label].state["scores"]}

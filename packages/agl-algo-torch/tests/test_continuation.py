@@ -25,15 +25,12 @@ DIALOGUE = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant
 
 
 def write(task: dict[str, str], llm: agl.LLM) -> float:
-    """One call with a seed of the rollout's own; the reward is arbitrary and follows from the answer."""
-    attempt = agl.current()
-    assert attempt is not None
+    """One call; the reward is arbitrary and follows from the answer."""
     with openai.OpenAI(base_url=llm.base_url, api_key=llm.api_key or "none") as client:
         answer = client.chat.completions.create(
             model=llm.model,
             messages=[{"role": "user", "content": task["text"]}],
             max_tokens=4,
-            seed=zlib.crc32(attempt.rollout_id.encode()),
         )
     return zlib.crc32((answer.choices[0].message.content or "").encode()) % 5 / 4
 

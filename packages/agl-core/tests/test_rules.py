@@ -116,6 +116,13 @@ def test_definition_is_a_rollout_without_its_progress() -> None:
     assert rules.definition(done) != rules.definition(queued())
 
 
+def test_rollout_of_another_seed_is_the_same_rollout() -> None:
+    """So that a step in flight goes on after an upgrade, and a copy keeps its seed."""
+    older, seeded = queued(metadata={"step": 1}), queued(metadata={"step": 1, "seed": 7})
+    assert rules.definition(older) == rules.definition(seeded)
+    assert seeded == rules.unbegun(seeded)
+
+
 def test_definition_of_an_older_release_names_lost_attempts_too() -> None:
     older = queued(retry=RetryPolicy(max_attempts=3, retry_on=("lost", "failed")))
     same, other = (queued(retry=RetryPolicy(max_attempts=3, retry_on=each)) for each in (("failed",), ()))

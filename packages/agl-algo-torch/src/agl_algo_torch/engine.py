@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
 import threading
 import time
 from collections import deque
@@ -125,7 +126,7 @@ class Engine:
         self._scratch = BatchCache(self._layout)
         reuses = not has_sliding_window(model)
         self._prefixes = PrefixStore(max_bytes=self.settings.prefix_bytes if reuses else 0)
-        self._shared_generator = torch.Generator(self._device).manual_seed(self.settings.seed)
+        self._seeds = random.Random(self.settings.seed)
         self._running: list[Flight] = []
         self._waiting: deque[Flight] = deque()
         self._inbox: list[Flight] = []
@@ -158,7 +159,7 @@ class Engine:
         Each listener is called in the engine's thread and must not block. Raises QueueFullError or EngineStoppedError.
         """
         flights = [
-            Flight(request=request, listener=listener, generator=self._generator(request.params.seed))
+            Flight(request=request, listener=listener, uniforms=self._uniforms(request.params.seed))
             for request, listener in zip(requests, listeners, strict=True)
         ]
         with self._wake:
@@ -174,8 +175,9 @@ class Engine:
             self._wake.notify()
         return flights
 
-    def _generator(self, seed: int | None) -> torch.Generator | None:
-        return None if seed is None else torch.Generator(self._device).manual_seed(seed)
+    def _uniforms(self, seed: int | None) -> random.Random:
+        """Return the stream of a sequence's draws; without a seed, one by the order of the requests."""
+        return random.Random(self._seeds.getrandbits(62) if seed is None else seed)
 
     def snapshot(self) -> dict[str, int]:
         """Return the counts since the start, and the numbers of sequences that run and wait now."""
@@ -335,8 +337,7 @@ class Engine:
         draws = draw(
             logits,
             [flight.request.params for flight in flights],
-            generators=[flight.generator for flight in flights],
-            shared=self._shared_generator,
+            uniforms=[flight.uniforms.random() for flight in flights],
         )
         for flight, one in zip(flights, draws, strict=True):
             flight.accept(one, version=self.version)

@@ -4,8 +4,9 @@ The log-probability that is reported, and trained on, is `log_softmax(logits / t
 With temperature 1, and for greedy decoding, it is the model's own. Where top-k or top-p cut the distribution, the
 response says that the reported one is not exactly the one that was sampled from (`is_exact`).
 
-Rows without a seed draw from one generator of the engine. Rows with a seed draw from their own, so a seeded request
-repeats its answer whatever else runs. The global random state, which training uses, is never touched.
+A token is the inverse of its distribution's cumulative sum at one uniform number, which the caller draws from a stream
+of the row's own. So a row's tokens follow from its seed and its logits, whatever else runs. The global random state,
+which training uses, is never touched.
 
 B is the number of rows, V the vocabulary.
 """
@@ -23,7 +24,7 @@ from agl_algo_torch.typed_torch import integers, numbers
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Generator, Tensor
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class SamplingParams:
     temperature: float = 1.0  # tau; 0 is greedy
     top_p: float = 1.0  # smallest set of tokens with this mass; 1 keeps all
     top_k: int = 0  # the so many most likely tokens; 0 keeps all
-    seed: int | None = None  # None draws from the engine's generator
+    seed: int | None = None  # None takes the next seed of the engine
     top_logprobs: int = 0  # alternatives to report
 
     @property
@@ -68,14 +69,11 @@ class Draw:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def draw(
-    logits_B_V: Tensor,
-    params: Sequence[SamplingParams],
-    *,
-    generators: Sequence[Generator | None],
-    shared: Generator,
-) -> list[Draw]:
-    """Draw one token per row; raises FloatingPointError when the logits are not finite."""
+def draw(logits_B_V: Tensor, params: Sequence[SamplingParams], *, uniforms: Sequence[float]) -> list[Draw]:
+    """Draw one token per row by its number in `uniforms`, from 0 inclusive to 1 exclusive.
+
+    Raises FloatingPointError when the logits are not finite.
+    """
     logits = logits_B_V.float()  # [B, V]; a sum over the vocabulary needs more than bfloat16's 8 bits
     # The maximum over the vocabulary is NaN or +inf if any logit is; -inf alone is just a masked token.
     if not bool(torch.isfinite(logits.amax(-1)).all()):
@@ -84,7 +82,7 @@ def draw(
     # The warpers take one temperature, top-k and top-p per call, hence one call per set of them.
     for rows in _by_shape(params):
         part = logits if len(rows) == len(params) else logits[rows]
-        drawn = _draw_alike(part, [params[i] for i in rows], [generators[i] for i in rows], shared)
+        drawn = _draw_alike(part, [params[i] for i in rows], [uniforms[i] for i in rows])
         draws.update(zip(rows, drawn, strict=True))
     return [draws[i] for i in range(len(params))]
 
@@ -97,9 +95,7 @@ def _by_shape(params: Sequence[SamplingParams]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _draw_alike(
-    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[Generator | None], shared: Generator
-) -> list[Draw]:
+def _draw_alike(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> list[Draw]:
     """Draw for rows of equal temperature, top-p and top-k; `logits` [B, V]."""
     first = params[0]
     scaled = logits
@@ -108,7 +104,7 @@ def _draw_alike(
     if not first.is_greedy and first.temperature != 1.0:
         scaled = _warp([TemperatureLogitsWarper(first.temperature)], logits)
     logprobs = scaled.log_softmax(-1)  # [B, V], before any cut
-    tokens = logits.argmax(-1) if first.is_greedy else _multinomial(_probabilities(scaled, first), generators, shared)
+    tokens = logits.argmax(-1) if first.is_greedy else _inverse(_probabilities(scaled, first), uniforms)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]  # [B], log p of the token that was drawn
     tops = _alternatives(logprobs, params)
     return [
@@ -136,19 +132,15 @@ def _warp(warpers: list[Any], scores: Tensor) -> Tensor:
     return LogitsProcessorList(warpers)(cast("Any", no_tokens), cast("Any", scores))
 
 
-def _multinomial(probabilities: Tensor, generators: Sequence[Generator | None], shared: Generator) -> Tensor:
-    """Draw one token id per row, [B], from the row's own generator where it has one, else from `shared`."""
-    free = [row for row, generator in enumerate(generators) if generator is None]  # rows without a seed
-    if len(free) == len(generators):
-        return torch.multinomial(probabilities, 1, generator=shared)[:, 0]
-    tokens = torch.empty(len(generators), dtype=torch.long, device=probabilities.device)
-    if free:
-        tokens[free] = torch.multinomial(probabilities[free], 1, generator=shared)[:, 0]
-    # Seeded rows draw one by one: a joint draw would make a row's number depend on its neighbours.
-    for row, generator in enumerate(generators):
-        if generator is not None:
-            tokens[row] = torch.multinomial(probabilities[row], 1, generator=generator)[0]
-    return tokens
+def _inverse(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return the first token of each row at which the cumulative sum exceeds the row's uniform number, [B]."""
+    # In float64: rounding would move the borders of unlikely tokens by more than their probability.
+    cumulative = probabilities.double().cumsum(-1)  # [B, V]
+    total = cumulative[:, -1:]  # [B, 1], 1 up to rounding
+    wanted = torch.tensor(uniforms, dtype=torch.float64, device=probabilities.device)[:, None] * total
+    # Below the total, or no token would exceed it. `right` passes over tokens of probability 0, which add nothing.
+    wanted = torch.minimum(wanted, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, wanted, right=True)[:, 0]
 
 
 def _alternatives(logprobs: Tensor, params: Sequence[SamplingParams]) -> list[tuple[tuple[int, float], ...]]:

@@ -11,9 +11,8 @@ from agl.errors import PolicyError
 from agl_algo_torch.sampling import Draw, SamplingParams
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable, Sequence
-
-    import torch
 
     from agl_algo_torch.kvcache import TokenArray
 
@@ -87,7 +86,7 @@ class Flight:
 
     request: GenerationRequest
     listener: Callable[[Event], None]
-    generator: torch.Generator | None
+    uniforms: random.Random  # the numbers that its tokens are drawn by
     draws: list[Draw] = field(default_factory=list[Draw])
     ids: list[int] = field(default_factory=list[int])
     spans: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])  # version, and where its tokens end

@@ -28,7 +28,15 @@ from agl_algo_torch.sequence import (
     EngineError,
     GenerationRequest,
 )
-from agl_algo_torch.wire import ChatBody, CompletionBody, WireError, check_messages, check_template_kwargs, read_body
+from agl_algo_torch.wire import (
+    ChatBody,
+    CompletionBody,
+    WireError,
+    check_messages,
+    check_template_kwargs,
+    read_body,
+    seeded,
+)
 from agl_algo_torch.writers import AnswerWriter, ChatWriter, CompletionWriter
 
 if TYPE_CHECKING:
@@ -45,6 +53,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_BODY = 64 * 2**20
+_SEED_HEADER = "x-agl-seed"
+"""The gateway's seed for a request that brings none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +132,7 @@ class PolicyServer:
         return json_response(state | self._engine.snapshot())
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(await request.read(), ChatBody)
+        body = seeded(read_body(await request.read(), ChatBody), request.headers.get(_SEED_HEADER))
         self._check_model(body.model)
         check_messages(body.messages)
         tools = self._tools(body)
@@ -170,7 +180,7 @@ class PolicyServer:
             ) from error
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = read_body(await request.read(), CompletionBody)
+        body = seeded(read_body(await request.read(), CompletionBody), request.headers.get(_SEED_HEADER))
         self._check_model(body.model)
         prompts = [await self._ids(prompt) for prompt in _prompts(body.prompt)]
         stop_ids = self._stop_ids(body)

@@ -198,6 +198,13 @@ class CompletionBody(_Common, kw_only=True):
 Body = TypeVar("Body", ChatBody, CompletionBody)
 
 
+def seeded(body: Body, header: str | None) -> Body:
+    """Return the request with the seed of the gateway's header, where it brings none of its own."""
+    if body.seed is not None or header is None or not header.isdecimal():
+        return body
+    return msgspec.structs.replace(body, seed=int(header))
+
+
 def read_body(data: bytes, kind: type[Body]) -> Body:
     """Return a checked request; raises WireError that names the field at fault."""
     try:

@@ -31,7 +31,7 @@ def conversation_of(headers: Mapping[str, str], call: Request) -> str:
     """
     if given := conversation_id(headers, call.get("metadata")):
         return given
-    opening = _opening(call)
+    opening = opening_of(call)
     if opening is None:
         raise Problem(
             400,
@@ -59,7 +59,7 @@ def conversation_id(headers: Mapping[str, str], metadata: object = None) -> str:
     return given
 
 
-def _opening(call: Request) -> list[Any] | None:
+def opening_of(call: Request) -> list[Any] | None:
     """Return the system prompt and the messages up to the user's first; ``None`` if there is none."""
     is_response = call.dialect == "responses"
     if call.dialect not in ("chat", "messages", "responses") or call.get("previous_response_id"):

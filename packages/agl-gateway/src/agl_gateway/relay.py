@@ -18,6 +18,7 @@ from agl_gateway.arms import ArmRoutes, policy_of
 from agl_gateway.bodies import BodyReader, plain_bytes
 from agl_gateway.conversation_ids import conversation_of
 from agl_gateway.conversations import Conversation, Conversations
+from agl_gateway.draws import DrawSeeds
 from agl_gateway.exchanges import CallContext, RecordedExchange, RequestIds, context_of
 from agl_gateway.gate import Gate
 from agl_gateway.json_values import check_values
@@ -83,6 +84,7 @@ class Relay:
         bodies: BodyReader,
         max_body: int,
         sampling: SamplingRules,
+        seeds: DrawSeeds,
         arms: ArmRoutes | None = None,
     ) -> None:
         self.router = router
@@ -96,6 +98,7 @@ class Relay:
         self._bodies = bodies
         self._max_body = max_body
         self._sampling = sampling
+        self._seeds = seeds
         self._request_ids = RequestIds()
 
     async def relay(
@@ -174,6 +177,8 @@ class Relay:
         call.asked, call.notes = await self._sampling.apply(call.asked, upstream, call.context.rollout_id)
         body = call.asked.prepared(want_ids=upstream.is_trained, model=model)
         headers = request_headers(request.headers, target, call.asked.dialect)
+        ids = {"rollout_id": call.context.rollout_id, "attempt_id": call.context.attempt_id}
+        headers |= await self._seeds.headers(call.asked, upstream, **ids)
         *firsts, last = target.urls(call.context.rollout_id, call.endpoint, request.query_string)
         for url in firsts:
             try:

@@ -4,26 +4,22 @@ Top-p, top-k, penalties, greedy decoding and the like draw tokens from another d
 computes, which biases the gradient. Only rollouts that train are concerned: validation samples as the agent asks.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import cast
 
 from agl import semconv
-from agl.contracts import RolloutQuery, Store, Upstream
+from agl.contracts import Upstream
 from agl.dialects import Request, sampled
-from agl.errors import NotFoundError
 from agl.schemas import Json
 from agl_gateway.problems import Problem
-
-_REMEMBERED = 10_000
+from agl_gateway.rollout_facts import RolloutFacts
 
 
 class SamplingRules:
     """Applies :attr:`agl.contracts.Upstream.sampling` to the calls of rollouts of mode ``train``."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._modes: OrderedDict[str, str] = OrderedDict()
+    def __init__(self, rollouts: RolloutFacts) -> None:
+        self._rollouts = rollouts
 
     async def apply(self, asked: Request, upstream: Upstream, rollout_id: str) -> tuple[Request, Mapping[str, Json]]:
         """Return the request to send, and the attributes of the call's span that name what the agent asked for.
@@ -33,24 +29,12 @@ class SamplingRules:
         """
         rule = upstream.sampling
         sent, notes = sampled(asked, "override" if rule == "refuse" else rule)
-        if not notes or await self._mode(rollout_id) != "train":
+        if not notes or (await self._rollouts.of(rollout_id)).mode != "train":
             return asked, {}
         overridden = cast("list[str]", notes.get(semconv.SAMPLING_OVERRIDDEN, []))
         if rule == "refuse" and overridden:
             raise Problem(400, _refusal(upstream.name, ", ".join(overridden)), code="narrowed_sampling")
         return sent, notes
-
-    async def _mode(self, rollout_id: str) -> str:
-        """Return a rollout's mode, which never changes; ``""`` if the store does not know it."""
-        if rollout_id not in self._modes:
-            try:
-                (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
-            except NotFoundError:
-                return ""
-            self._modes[rollout_id] = rollout.mode
-            if len(self._modes) > _REMEMBERED:
-                self._modes.popitem(last=False)
-        return self._modes[rollout_id]
 
 
 def _refusal(policy: str, asked: str) -> str:

@@ -16,12 +16,14 @@ from agl_gateway.connections import ConnectionServer
 from agl_gateway.conversations import Conversations, IdleConversationEnder
 from agl_gateway.conversations_api import END, ConversationsApi
 from agl_gateway.dispatcher import Dispatcher, Handle
+from agl_gateway.draws import DrawSeeds
 from agl_gateway.feed import Feed, QueueLength
 from agl_gateway.identity import Identities, RunningAttempts
 from agl_gateway.metrics import SpanRate
 from agl_gateway.quotas import Quotas
 from agl_gateway.recorder import Recorder
 from agl_gateway.relay import Relay
+from agl_gateway.rollout_facts import RolloutFacts
 from agl_gateway.routing import Router
 from agl_gateway.sampling import SamplingRules
 from agl_gateway.split_api import RESOURCES, SplitApi
@@ -122,13 +124,15 @@ class GatewayService:
         self.session = make_session(timeout_s=settings.timeout_s, connect_timeout_s=settings.connect_timeout_s)
         self._budget = ByteBudget(limit=settings.max_bodies, wait_s=settings.bodies_wait_s)
         self._bodies = BodyReader(patience_s=settings.body_s, budget=self._budget)
+        rollouts = RolloutFacts(store)
         self.relay = Relay(
             router=self.router,
             recorder=self.recorder,
             session=self.session,
             bodies=self._bodies,
             max_body=settings.max_body,
-            sampling=SamplingRules(store),
+            sampling=SamplingRules(rollouts),
+            seeds=DrawSeeds(rollouts),
             arms=self._arms,
         )
         self._runner: web.ServerRunner | None = None

@@ -167,15 +167,16 @@ def is_chosen(span: Span, query: SpanQuery, around: Enclosing) -> bool:
 
 
 def definition(rollout: Rollout) -> Rollout:
-    """The rollout without its progress, and without the ``lost`` that older releases had in ``retry_on``."""
+    """The rollout without its progress and seed, and without the ``lost`` that older releases had in ``retry_on``."""
     retry = replace(rollout.retry, retry_on=tuple(each for each in rollout.retry.retry_on if each != "lost"))
-    progress = {"attempts": 0, "failures": 0, "losses": 0, "created_at": 0.0, "started_at": 0.0, "finished_at": 0.0}
-    return replace(rollout, retry=retry, status="queued", attempt_id=None, **progress)
+    metadata = {key: value for key, value in rollout.metadata.items() if key != "seed"}
+    return replace(unbegun(rollout), retry=retry, metadata=metadata, created_at=0.0)
 
 
 def unbegun(rollout: Rollout) -> Rollout:
     """The rollout as it was queued."""
-    return replace(definition(rollout), retry=rollout.retry, created_at=rollout.created_at)
+    progress = {"attempts": 0, "failures": 0, "losses": 0, "started_at": 0.0, "finished_at": 0.0}
+    return replace(rollout, status="queued", attempt_id=None, **progress)
 
 
 def conflict(kind: str, key: str) -> ConflictError:

@@ -285,8 +285,13 @@ class Collector:
                 retry_on=runner.retry_on,
             ),
             hidden=section.hidden,
-            metadata={"algorithm": self._caller, "step": step},
+            metadata={"algorithm": self._caller, "step": step, "seed": self._seed(f"{mode}-{position}")},
         )
+
+    def _seed(self, place: str) -> int:
+        """Return the seed of a rollout's draws: the same in every run with the experiment's seed, under any name."""
+        words = f"{self._plan.config.experiment.seed}/{self._caller}/{place}"
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=6).digest())
 
     async def _run_all(self, rollouts: Sequence[Rollout]) -> list[Episode]:
         ids = [rollout.rollout_id for rollout in rollouts]

@@ -1,0 +1,38 @@
+"""Remembers of each rollout what never changes and concerns its model calls: its mode and its seed."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import NotFoundError
+
+_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """A rollout's mode, and the seed in its metadata; ``""`` and ``None`` if it has none or is not in the store."""
+
+    mode: str = ""
+    seed: int | None = None
+
+
+class RolloutFacts:
+    """Reads the facts of a rollout once, as long as it is among the newest 10,000."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: OrderedDict[str, Facts] = OrderedDict()
+
+    async def of(self, rollout_id: str) -> Facts:
+        """Return the facts of a rollout."""
+        if rollout_id not in self._known:
+            try:
+                (rollout,) = await self._store.rollouts(RolloutQuery(ids=(rollout_id,)))
+            except NotFoundError:
+                return Facts()
+            seed = rollout.metadata.get("seed")
+            self._known[rollout_id] = Facts(mode=rollout.mode, seed=seed if isinstance(seed, int) else None)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return self._known[rollout_id]
