@@ -98,7 +98,7 @@ def test_tokens_come_as_often_as_their_probabilities_say() -> None:
         uniforms=[stream.random() for _ in range(count)],
     )
     shares = torch.bincount(torch.tensor([one.token_id for one in drawn]), minlength=6) / count
-    assert [0.0, 0.0, 0.0] == shares[[0, 2, 5]].tolist()
+    assert 0.0 == float(shares[[0, 2, 5]].sum())
     assert torch.allclose(probabilities, shares, atol=0.015)
 
 
