@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 import torch
@@ -166,12 +167,24 @@ def gap_to(folder: Path, calls: list[Transition]) -> float:
 
 
 class Slow(World):
-    """A world whose groups from the third on last until the first step is over, with the weights at the start."""
+    """A world whose groups from the third on last until the first step is over, with the weights at the start.
+
+    The second call of the first rollout of each group is cut.
+    """
 
     def __init__(self, start: Path, **options: Any) -> None:
         super().__init__(**options)
         self.goes_on = asyncio.Event()
         self._start = Weights(uri=str(start))
+
+    def play(self, order: RolloutOrder) -> Episode:
+        played = super().play(order)
+        if not order.rollout.rollout_id.endswith("-0"):
+            return played
+        first, second = played.transitions
+        return msgspec.structs.replace(
+            played, transitions=(first, msgspec.structs.replace(second, finish_reason="length"))
+        )
 
     async def play_slowly(self, order: RolloutOrder) -> Episode:
         if int(order.rollout.rollout_id.split("group")[1].split("-")[0]) >= 2:
@@ -187,7 +200,7 @@ def train(
     asks_ahead = "trainer.v1.trainer_mode" in keys
     keys |= {"trainer.total_training_steps": steps} | ({"rollout.name": "agl_hf"} if engine == "ray" else {})
     scenario = AlgorithmScenario(
-        make=lambda: make(engine=engine, threads=1, **config(**keys)),
+        make=lambda: make(engine=engine, threads=1, mask_truncated=True, **config(**keys)),
         play=world.play_slowly if asks_ahead else world.play,
         tunes=("llm",),
         policies=lambda _: {"llm": VerlPolicy(name="llm", model=str(model_dir), threads=1)},
@@ -260,13 +273,16 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
     there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)
     left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     assert [] == [p for p in left if "ray" in " ".join(p.cmdline())]
-    assert [(16.0, 8.0)] * 2 == [(step["rows"], step["rollouts"]) for step in there]
+    assert [(14.0, 8.0, 0.25)] * 2 == [(step["rows"], step["rollouts"], step["truncated_share"]) for step in there]
     assert [(0.0, 2.0), (1.0, 0.0)] == [(step["staleness"], step["groups_carried"]) for step in there]
     assert there[0]["probability_gap"] < 1e-5 < there[1]["probability_gap"]
     assert max(step["served_gap"] for step in there) < 1e-5
     for mine, its in zip(here, there, strict=True):
         assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
         assert mine["loss"] == pytest.approx(its["loss"], abs=1e-5)
+        shares = [name for name in mine if name.endswith("_share")]
+        assert 3 == len(shares)
+        assert [mine[name] for name in shares] == [its[name] for name in shares]
     assert difference(found, expected, start=model_dir) < 0.05
 
 

@@ -124,9 +124,14 @@ def test_the_settings_are_keys_that_verl_has() -> None:
             found += paths(field.type, f"{before}{field.name}.") if deeper else [before + field.name]
         return found
 
-    # The engines take `mixed_precision`, which is not in VERL's file.
-    absent = [name for name in paths(VerlSettings) if name not in verl_keys() and ".mixed_precision." not in name]
+    # The engines take `mixed_precision`, and the reward manager `dapo` its arguments; neither is in VERL's file.
+    elsewhere = (".mixed_precision.", "reward.reward_kwargs.")
+    absent = [name for name in paths(VerlSettings) if name not in verl_keys() and not any(e in name for e in elsewhere)]
     assert [] == absent
+    source = importlib.metadata.distribution("verl").locate_file("verl/experimental/reward_loop/reward_manager/dapo.py")
+    dapo = Path(str(source)).read_text(encoding="utf-8")
+    for name in ("overlong_buffer_cfg.enable", "overlong_buffer_cfg.len", "penalty_factor", "max_resp_len"):
+        assert name in dapo
 
 
 @pytest.mark.parametrize("name", ["calc/verl-inproc.toml", "sql/large.toml", "rag/large.toml"])

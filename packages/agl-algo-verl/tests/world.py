@@ -93,7 +93,7 @@ def config(**keys: Any) -> dict[str, Any]:
     }
     for name, value in keys.items():
         path = name.split(".")
-        path = path if path[0] in {*nested, "critic"} else ["actor_rollout_ref", *path]
+        path = path if path[0] in {*nested, "critic", "reward"} else ["actor_rollout_ref", *path]
         level = nested
         for part in path[:-1]:
             level = level.setdefault(part, {})
@@ -101,10 +101,12 @@ def config(**keys: Any) -> dict[str, Any]:
     return nested
 
 
-def scenario(model_dir: Path, world: World | None = None, **keys: Any) -> AlgorithmScenario:
+def scenario(
+    model_dir: Path, world: World | None = None, *, mask_truncated: bool = False, **keys: Any
+) -> AlgorithmScenario:
     """The algorithm with a small configuration in a world."""
     return AlgorithmScenario(
-        make=lambda: VERL(threads=1, **config(**keys)),
+        make=lambda: VERL(threads=1, mask_truncated=mask_truncated, **config(**keys)),
         play=(world or World()).play,
         tunes=("llm",),
         resources={"llm": Weights(uri=str(model_dir))},

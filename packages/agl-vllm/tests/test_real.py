@@ -5,6 +5,8 @@ Runs where vLLM is installed for this interpreter; CPU builds will do.
 
 import asyncio
 import importlib.util
+import itertools
+import json
 import os
 import signal
 import time
@@ -249,6 +251,57 @@ def test_full_weights_are_exact_after_a_restart_and_a_killed_replica_is_replaced
             check_exact(call, opened(whole.resource))
 
 
+CHOSEN = {"type": "object", "properties": {"expression": {"enum": ["7*8", "8*7"]}}, "required": ["expression"]}
+FORCED = {"tools": [{"type": "function", "function": {**TOOL["function"], "parameters": CHOSEN}}]}
+PLAIN = {**FORCED, "tool_choice": "none", "max_tokens": 12}
+WORDS = {**PLAIN, "extra_body": {"structured_outputs": {"regex": "[a-z]{3,9}"}}}
+"""Without the pattern a random model writes bytes that are no text, and such answers are not remembered."""
+FORCED |= {"tool_choice": "required", "max_tokens": 100}
+COMPACT = ["--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}']
+
+
+async def converse(it, turns):
+    """A conversation whose client writes arguments back with other white space; each second turn is forced to call.
+
+    The answer to the last turn is free.
+    """
+    client = await it.begin("ro-1")
+    messages = [{"role": "user", "content": "hi"}]
+    async with client:
+        for turn in range(turns):
+            how = PLAIN if turn == turns - 1 else FORCED if turn % 2 else WORDS
+            answer = await client.chat.completions.create(model="main_llm", messages=messages, **how)
+            message = answer.choices[0].message.model_dump(include={"role", "content", "tool_calls"}, exclude_none=True)
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=2)
+            messages.append(message)
+            called = message.get("tool_calls")
+            said = {"role": "tool", "tool_call_id": called[0]["id"]} if called else {"role": "user"}
+            messages.append({**said, "content": f"go on {turn}"})
+    return await it.calls("ro-1")
+
+
+def check_continued(calls, model, **tolerance):
+    """Every prompt begins with the tokens of the turn before, and the free answer is what the model says to them."""
+    for before, after in itertools.pairwise(calls):
+        known = [*unpack_ids(before.prompt_ids), *unpack_ids(before.response_ids)]
+        assert known == list(unpack_ids(after.prompt_ids))[: len(known)]
+    check_exact(calls[-1], model, **tolerance)
+
+
+def test_turns_of_a_conversation_continue_the_recorded_tokens(model):
+    from agl_algo_torch.model import load_model
+
+    async def run():
+        async with stage(model, args=COMPACT) as it:
+            return await converse(it, 5), it.policy.counts()
+
+    calls, counts = asyncio.run(run())
+    assert {"first": 1, "spliced": 4} == counts
+    assert ["tool_calls", "tool_calls"] == [call.finish_reason for call in calls[1::2]]
+    check_continued(calls, load_model(str(model), device="cpu").model)
+
+
 def has_gpu():
     import torch
 
@@ -281,6 +334,21 @@ def test_calls_on_a_gpu_are_those_of_the_weights_that_were_loaded_in_place(model
         expected = opened(version.resource)
         for call in served:
             check_exact(call, expected, tolerance=3e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_VLLM or not has_gpu(), reason="needs a GPU that torch can use")
+def test_turns_on_a_gpu_continue_the_recorded_tokens(model):
+    from agl_algo_torch.model import load_model
+
+    async def run():
+        memory = ["--gpu-memory-utilization", "0.2"]
+        async with stage(model, dtype="bfloat16", args=[*COMPACT, *memory]) as it:
+            return await converse(it, 11), it.policy.counts()
+
+    calls, counts = asyncio.run(run())
+    assert {"first": 1, "spliced": 10} == counts
+    check_continued(calls, load_model(str(model), device="cpu").model, tolerance=3e-2)
 
 
 def program_below(pid):

@@ -26,6 +26,7 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     _check_kl(settings, given)
     _check_adapters(settings, given)
     _check_staleness(settings, given)
+    _check_overlong(settings, given)
 
 
 def is_given(given: Mapping[str, Any], name: str) -> bool:
@@ -203,4 +204,25 @@ def _check_staleness(settings: VerlSettings, given: Mapping[str, Any]) -> None:
             f"trainer.v1.colocate_async.num_warmup_batches = {ahead} and sampler.max_off_policy_threshold = "
             f"{threshold}: a group that is asked for N steps ahead spans N + 1 versions. Give at least 1 batch, and a "
             "threshold above it."
+        )
+
+
+def _check_overlong(settings: VerlSettings, given: Mapping[str, Any]) -> None:
+    name, long = "reward.reward_kwargs", settings.reward.reward_kwargs
+    buffer = long.overlong_buffer_cfg
+    if is_given(given, name) and not is_given(given, f"{name}.overlong_buffer_cfg.enable"):
+        raise ConfigError(
+            f"{name} is ignored without overlong_buffer_cfg.enable. Set it to true to punish long answers, or remove "
+            f"{name}."
+        )
+    if buffer.enable and not (0 < buffer.len <= (long.max_resp_len or 0) and buffer.penalty_factor > 0):
+        raise ConfigError(
+            f"{name} has overlong_buffer_cfg.len = {buffer.len}, penalty_factor = {buffer.penalty_factor} and "
+            f"max_resp_len = {long.max_resp_len}. Give the most tokens of an answer, the part of them, at least 1, in "
+            "which it is punished, and a factor above 0."
+        )
+    if buffer.log:
+        raise ConfigError(
+            f"{name}.overlong_buffer_cfg.log = true: the punishment is part of each call's credit and is not logged "
+            "per rollout. Remove it."
         )

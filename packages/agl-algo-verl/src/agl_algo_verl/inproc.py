@@ -39,16 +39,19 @@ if TYPE_CHECKING:
     from agl.schemas import Json
     from agl_algo_verl.rows import PreparedStep
     from agl_algo_verl.settings import VerlSettings
+    from agl_algo_verl.supply import StepGroups
 
 
 class VERL:
     """Trains the weights of one policy on groups of rollouts that share a task.
 
     Args:
-        algorithm: VERL's `algorithm` keys; `data`, `actor_rollout_ref`, `critic` and `trainer` are VERL's as well.
+        algorithm: VERL's `algorithm` keys; `data`, `actor_rollout_ref`, `critic`, `reward` and `trainer` are VERL's as
+            well.
         engine: `inproc`, the only engine of this class.
         threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
         keep: Number of saved states and exported weights that stay on disk.
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         others: Further groups of VERL's configuration, which are refused by name.
 
     Raises:
@@ -61,10 +64,12 @@ class VERL:
         engine: str = "inproc",
         threads: int = 0,
         keep: int = 2,
+        mask_truncated: bool = False,
         algorithm: dict[str, Any] | None = None,
         data: dict[str, Any] | None = None,
         actor_rollout_ref: dict[str, Any] | None = None,
         critic: dict[str, Any] | None = None,
+        reward: dict[str, Any] | None = None,
         trainer: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
@@ -78,11 +83,12 @@ class VERL:
             "data": data,
             "actor_rollout_ref": actor_rollout_ref,
             "critic": critic,
+            "reward": reward,
             "trainer": trainer,
         }
         given = {name: group for name, group in groups.items() if group is not None}
         self.settings, self.notes = read_settings({**given, **others})
-        self._threads, self._keep = threads, keep
+        self._threads, self._keep, self._mask_truncated = threads, keep, mask_truncated
         self._step = 0
 
     async def setup(self, context: AlgorithmContext) -> None:
@@ -109,7 +115,7 @@ class VERL:
         supplied = await self._supply.take(step)
         metrics = supplied.metrics | {"collect_s": time.perf_counter() - started}
         # In a thread: while groups are collected ahead, agents go on in this event loop.
-        prepared = await asyncio.to_thread(self._prepare, supplied.groups)
+        prepared = await asyncio.to_thread(self._prepare, supplied)
         metrics |= prepared.metrics
 
         started = time.perf_counter()
@@ -151,10 +157,16 @@ class VERL:
             await self._supply.close()
             self._learner.close()
 
-    def _prepare(self, groups: Any) -> PreparedStep:
+    def _prepare(self, supplied: StepGroups) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
-        return prepare(groups, credit=self._context.credit, settings=self.settings)
+        return prepare(
+            supplied.groups,
+            credit=self._context.credit,
+            settings=self.settings,
+            mask_truncated=self._mask_truncated,
+            dropped=supplied.dropped,
+        )
 
     async def _open(self) -> None:
         """Open the policy, and open it anew when another algorithm has published weights since."""

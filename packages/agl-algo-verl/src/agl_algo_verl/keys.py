@@ -142,8 +142,8 @@ def is_verl_key(name: str) -> bool:
 def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
     if name.split(".")[0] in ("reward", "reward_model", "custom_reward_function"):
         return (
-            f"{name}: rewards are the experiment's [[reward]] and what agents emit; a penalty for overlong answers, as "
-            "DAPO has it, is such a reward too"
+            f"{name}: rewards are the experiment's [[reward]] and what agents emit; DAPO's punishment of long answers "
+            "is reward.reward_kwargs.overlong_buffer_cfg (enable, len, penalty_factor) with max_resp_len beside it"
         )
     if name.split(".")[0] == "agentlightning":
         return f"{name}: this is Agent Lightning's own; calls become rows by their tokens here, without a setting"

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from agl_algo_verl.bridge import StepRows
     from agl_algo_verl.ray_cluster import Cluster
     from agl_algo_verl.rows import PreparedStep
+    from agl_algo_verl.supply import StepGroups
 
 T = TypeVar("T")
 
@@ -90,19 +91,23 @@ class RayVERL:
         keep: Number of checkpoints that stay on disk.
         probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
             they serve. The weights are read once more for it, on the CPU of this machine.
+        mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         config: VERL's configuration, by its groups.
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
     """
 
-    def __init__(self, *, threads: int = 0, keep: int = 2, probe: bool = True, **config: Any) -> None:
+    def __init__(
+        self, *, threads: int = 0, keep: int = 2, probe: bool = True, mask_truncated: bool = False, **config: Any
+    ) -> None:
         if keep < 1 or threads < 0:
             raise ConfigError(f"verl got keep = {keep} and threads = {threads}; give at least 1 and 0.")
         check_version()
         self.read = read_ray_settings(config)
         self.settings, self.notes = self.read.settings, self.read.notes
         self._threads, self._keep, self._probes = threads, keep, probe
+        self._mask_truncated = mask_truncated
         self._cluster: Cluster | None = None
         self._request: StepRequest | None = None
         self._step = self._base = 0  # `_base` steps were done before VERL's count began; VERL is at `_step - _base`
@@ -148,7 +153,7 @@ class RayVERL:
         started = time.perf_counter()
         supplied = await self._while_served(cluster, self._supply.take(step))
         metrics = supplied.metrics | {"collect_s": time.perf_counter() - started, **self._policy.counts()}
-        prepared = await asyncio.to_thread(self._prepare, supplied.groups)
+        prepared = await asyncio.to_thread(self._prepare, supplied)
         answer = self._answer(prepared, step=step)
 
         started = time.perf_counter()
@@ -285,10 +290,16 @@ class RayVERL:
             threads=self._threads,
         )
 
-    def _prepare(self, groups: Any) -> PreparedStep:
+    def _prepare(self, supplied: StepGroups) -> PreparedStep:
         from agl_algo_verl.rows import prepare
 
-        return prepare(groups, credit=self._context.credit, settings=self.settings)
+        return prepare(
+            supplied.groups,
+            credit=self._context.credit,
+            settings=self.settings,
+            mask_truncated=self._mask_truncated,
+            dropped=supplied.dropped,
+        )
 
     def _answer(self, prepared: PreparedStep, *, step: int) -> StepRows:
         from agl_algo_verl.ray_rows import rows_for_verl

@@ -37,6 +37,9 @@ HERE = (
 )
 """Keys that training in one process fixes, and this engine passes on to VERL."""
 
+PUNISHMENT = "reward.reward_kwargs."
+"""The beginning of keys that VERL's reward manager would read; here agl's own rows do, and VERL does not get them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaySettings:
@@ -79,9 +82,13 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     ray_kwargs = cast("dict[str, Any]", config.get("ray_kwargs") or {})
     wrong = [f"ray_kwargs.{name}: only ray_kwargs.ray_init is used" for name in ray_kwargs if name != "ray_init"]
     given: dict[str, Any] = {}
+    own: dict[str, Any] = {}
     notes: list[str] = []
     written = {".".join(path): value for path, value in leaves(config) if path[0] != "ray_kwargs"}
     for name, value in written.items():
+        if name.startswith(PUNISHMENT) and has(VerlSettings, tuple(name.split("."))):
+            put(own, tuple(name.split(".")), value)
+            continue
         holds = name == MINI_BATCH and value == written.get("data.train_batch_size")
         problem, note = ("", f"{name} holds anyway") if holds else classify(name, value)
         if problem:
@@ -92,7 +99,6 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
             given[name] = value
     if wrong:
         raise ConfigError('The VERL configuration cannot be used with engine = "ray":\n- ' + "\n- ".join(wrong))
-    own: dict[str, Any] = {}
     for name, value in given.items():
         if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)

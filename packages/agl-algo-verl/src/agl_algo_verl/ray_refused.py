@@ -60,7 +60,10 @@ DECIDED = (
 """Keys that guides for VERL set, and what decides them with this engine; a key here covers those below it."""
 
 _WHOLE_CRITIC = "the critic is trained without adapters, because VERL would then never train its value head"
-_REWARDS = "rewards are the experiment's: [[reward]]"
+_REWARDS = (
+    "rewards are the experiment's: [[reward]]; DAPO's punishment of long answers is "
+    "reward.reward_kwargs.overlong_buffer_cfg (enable, len, penalty_factor) with max_resp_len beside it"
+)
 _TASKS = "tasks are the experiment's `train` and `val`, and agents write the prompts; VERL loads no data set here"
 _VALIDATION = "validation is the experiment's, and its rollouts are in the store"
 _NOT_READ = "VERL 0.9.1 has this key, and its V1 trainer on FSDP2 never reads it"

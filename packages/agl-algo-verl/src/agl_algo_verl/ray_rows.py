@@ -54,7 +54,8 @@ def _temperature(prepared: PreparedStep, *, step: int) -> float:
         left_out = {name: count for name, count in prepared.metrics.items() if name.startswith("rows_")}
         raise AglError(
             f"step {step} has no row to train ({left_out}), and VERL's trainer needs one. "
-            "Raise data.max_prompt_length or data.max_response_length."
+            "Raise data.max_prompt_length or data.max_response_length, or set mask_truncated = false where every "
+            "answer was cut."
         )
     found = sorted({sample.temperature for sample in prepared.samples})
     if len(found) > 1:

@@ -19,6 +19,7 @@ import torch
 from agl.errors import MissingTokenIdsError
 from agl_algo_verl.advantages import advantages
 from agl_algo_verl.errors import RowTooLongError
+from agl_algo_verl.truncated import punished, rollout_shares, without_truncated
 from agl_algo_verl.typed import from_bytes
 
 if TYPE_CHECKING:
@@ -91,8 +92,18 @@ class PreparedStep:
     credits: tuple[tuple[CallCredit, ...], ...] = ()
 
 
-def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: VerlSettings) -> PreparedStep:
+def prepare(
+    groups: Sequence[Sequence[Episode]],
+    *,
+    credit: Credit,
+    settings: VerlSettings,
+    mask_truncated: bool = False,
+    dropped: int = 0,
+) -> PreparedStep:
     """Return the samples of groups of episodes that share a task.
+
+    With `mask_truncated` calls that were cut at a limit of tokens count in the statistics and are not trained.
+    `dropped` rollouts were not handed over.
 
     Raises RowTooLongError for a prompt that is too long where that is to stop the run, and MissingTokenIdsError where
     no call of the step has token ids.
@@ -100,6 +111,9 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Ve
     places = [index for index, group in enumerate(groups) for _ in group]  # the task of each episode
     # Credit compares the episodes of one task, so it gets them group by group.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
+    episodes = [episode for group in groups for episode in group]
+    long = settings.reward.reward_kwargs
+    credits = [punished(episode, calls, settings=long) for episode, calls in zip(episodes, credits, strict=True)]
     if settings.has_critic:
         # The critic's values turn returns into advantages later (`shaping.py`); until then returns stand in, which
         # decides nothing but the calls that are trained.
@@ -108,8 +122,9 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Ve
         by_span = advantages(credits, groups=places, settings=settings.algorithm)
     samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
-    episodes = [episode for group in groups for episode in group]
     for episode, place, values in zip(episodes, places, by_span, strict=True):
+        if mask_truncated:
+            values = without_truncated(episode, values)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         for row in episode.rows:
             found = read_row(row, group=place, advantages=values, temperatures=temperatures, settings=settings)
@@ -123,7 +138,9 @@ def prepare(groups: Sequence[Sequence[Episode]], *, credit: Credit, settings: Ve
     # Every episode counts as a rollout, whether or not a row of it is left: means over rollouts divide by this list.
     rollouts = [(e.rollout.rollout_id, place) for e, place in zip(episodes, places, strict=True)]
     metrics = _metrics(groups, samples) | {f"rows_{reason}": float(count) for reason, count in left_out.items()}
-    metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, samples)}
+    loud = _loud(samples, has_critic=settings.has_critic)
+    metrics |= rollout_shares(episodes, dropped=dropped, loud=loud)
+    metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, loud)}
     kept = tuple(tuple(calls) for calls in credits)
     return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
 
@@ -216,7 +233,11 @@ def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) 
     }
 
 
-def _silent(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> float:
+def _loud(samples: Sequence[RowSample], *, has_critic: bool) -> set[str]:
+    """Return the ids of the rollouts that have a gradient; with a critic, whose values come later, all with a row."""
+    return {s.rollout for s in samples if has_critic or bool((s.advantages[s.mask] != 0).any())}
+
+
+def _silent(groups: Sequence[Sequence[Episode]], loud: set[str]) -> float:
     """Count the groups that have no gradient: every advantage of theirs is 0, as where all rollouts were equal."""
-    loud = {s.rollout for s in samples if bool((s.advantages[s.mask] != 0).any())}
     return float(sum(1 for group in groups if not any(e.rollout.rollout_id in loud for e in group)))

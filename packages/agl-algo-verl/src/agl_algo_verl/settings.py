@@ -216,6 +216,28 @@ class V1Keys(Keys, frozen=True, kw_only=True):
         return self.trainer_mode != "sync"
 
 
+class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
+    """DAPO's punishment of long answers, off by default (`truncated.py`). `log` must stay false."""
+
+    enable: bool = False
+    len: int = 0  # L_cache: the last tokens before `max_resp_len`, in which an answer loses reward
+    penalty_factor: float = 1.0  # reward that an answer of `max_resp_len` tokens loses
+    log: bool = False
+
+
+class RewardKwargsKeys(Keys, frozen=True, kw_only=True):
+    """The arguments of VERL's reward manager `dapo`; the punishment counts the tokens of a call, not of a rollout."""
+
+    overlong_buffer_cfg: OverlongBufferKeys = OverlongBufferKeys()
+    max_resp_len: int | None = None  # L_max
+
+
+class RewardKeys(Keys, frozen=True, kw_only=True):
+    """Punishments; rewards themselves are the experiment's."""
+
+    reward_kwargs: RewardKwargsKeys = RewardKwargsKeys()
+
+
 class TrainerKeys(Keys, frozen=True, kw_only=True):
     """The length of the training: `total_training_steps`, or else `total_epochs` over the tasks."""
 
@@ -233,6 +255,7 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     data: DataKeys = DataKeys()
     actor_rollout_ref: ActorRolloutRefKeys = ActorRolloutRefKeys()
     critic: CriticKeys = CriticKeys()
+    reward: RewardKeys = RewardKeys()
     trainer: TrainerKeys = TrainerKeys()
 
     @property

@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """The groups of a step, and what to log."""
+    """The groups of a step, what to log, and the number of rollouts that were left out of the groups."""
 
     groups: list[list[Episode]]
     metrics: dict[str, float]
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,8 @@ class VerlSupply:
             "staleness": sum(ages) / len(ages),
             "staleness_max": float(max(ages)),
         }
-        return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics)
+        lost = supplied.dropped + unusable.total() * self._n
+        return StepGroups(groups=supplied.groups, metrics=supplied.metrics | metrics, dropped=lost)
 
     def state(self) -> dict[str, Json]:
         """Return what was asked for and not trained, as JSON."""
@@ -216,4 +218,5 @@ def _supplied(collected: Sequence[Collected]) -> StepGroups:
     for found in collected:
         dropped.update(found.dropped)
     metrics = {f"dropped_{reason}": float(count) for reason, count in dropped.items()}
-    return StepGroups(groups=[group for found in collected for group in found.groups()], metrics=metrics)
+    groups = [group for found in collected for group in found.groups()]
+    return StepGroups(groups=groups, metrics=metrics, dropped=dropped.total())

@@ -111,6 +111,15 @@ class ServerClient:
         likely = sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values(), reverse=True)
         return float(likely[0]) - float(likely[1])
 
+    async def takes_tokens(self, *, model: str) -> bool:
+        """Return whether the server makes prompts of token ids and answers of them (vLLM's ``--enable-scale-out``)."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        try:
+            await self._call("POST", f"{self.base_url}/chat/completions/render", body)
+        except RouteMissingError:
+            return False
+        return True
+
     async def pause(self) -> None:
         """Hold new requests; returns once those in flight have ended."""
         await self._call("POST", f"{self._root}/pause?mode=wait")
@@ -151,7 +160,7 @@ class ServerClient:
 async def _content(answer: aiohttp.ClientResponse, url: str) -> Any:
     if answer.status != 200:
         text = (await answer.text())[:2000]
-        if answer.status in (404, 405):
+        if answer.status in (403, 404, 405):  # 403: vLLM 0.32 has the route, and it is switched off
             raise RouteMissingError(f"the vLLM server has no {url} (HTTP {answer.status}: {text})")
         raise PolicyError(f"the vLLM server answered {url} with HTTP {answer.status}: {text or 'no message'}")
     return await answer.json() if answer.content_type == "application/json" else await answer.text()

@@ -16,12 +16,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from agl.contracts import ServedModel
 from agl.errors import PolicyError
 from agl.schemas import ResourceVersion, Weights
 from agl_vllm.check import FLOAT32_TOLERANCE, TOLERANCE, check_served, probe_of
 from agl_vllm.client import ServerClient
-from agl_vllm.server import LaunchSettings, LocalServer, require_vllm
+from agl_vllm.relay import TokenRelay
+from agl_vllm.server import LaunchSettings, LocalServer, can_take_tokens, require_vllm
 from agl_vllm.settings import read_settings
 from agl_vllm.update import load_adapter, rank_of, reload_weights, run_together
 
@@ -49,6 +52,8 @@ class VLLMPolicy:
             - `dtype`: vLLM's `--dtype`; `lora_rank`: largest rank of adapters, 0 for none.
             - `sync`: the route of full weights: `reload`, `restart`, or `auto`, which restarts servers that were
               started here and reloads those attached to.
+            - `tokens_in`: whether turns of a conversation are given to vLLM as the tokens that were recorded; needs
+              `--enable-scale-out`. Absent: where a vLLM that is started here has that option.
             - `probe`: whether to compare log-probabilities after each update; `probe_tolerance`: largest mean
               difference in nats, by default 0.001 with `dtype = "float32"` and 0.05 else.
             - `start_timeout_s`, `sync_timeout_s`: seconds; `log_dir`: directory of the servers' output.
@@ -65,6 +70,8 @@ class VLLMPolicy:
             for url in self._settings.urls
         ]
         self._servers: list[LocalServer] = []
+        self._relay: TokenRelay | None = None
+        self._addresses: list[str] = []
         self._log_dir: Path | None = None
         self._is_well = False
         self._base_name = self._served = self._settings.served_model or name
@@ -93,15 +100,22 @@ class VLLMPolicy:
             await self._find_model()
         await self._each(lambda client: client.score(_ASKED_IDS, model=self._base_name))
         await self._each(lambda client: client.check_logprobs_mode(_ASKED_IDS, model=self._base_name))
+        await self._take_tokens()
         self._is_well = True
         return self._serving("")
 
     async def stop(self) -> None:
         """Stop the servers that were started; idempotent. Their logs are kept where something went wrong."""
+        if self._relay is not None:
+            await self._relay.stop()
         await run_together(server.stop() for server in self._servers)
         self._servers = []
         if self._is_well and self._log_dir is not None and not self._settings.log_dir:
             shutil.rmtree(self._log_dir, ignore_errors=True)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many chat calls continued recorded tokens (`spliced`), and how many were text, by reason."""
+        return dict(self._relay.counts) if self._relay is not None else {}
 
     async def load(self, version: ResourceVersion) -> ServedModel:
         """Bring the weights into every server and check that they serve them.
@@ -124,7 +138,7 @@ class VLLMPolicy:
 
     def _serving(self, version: str) -> ServedModel:
         return ServedModel(
-            base_urls=tuple(client.base_url for client in self._clients),
+            base_urls=tuple(self._addresses or [client.base_url for client in self._clients]),
             model=self._served,
             version=version,
             api_key_env=self._settings.api_key_env,
@@ -194,6 +208,8 @@ class VLLMPolicy:
         await asyncio.to_thread(require_vllm, chosen.python, name=self.name)
         self._log_dir = Path(chosen.log_dir or tempfile.mkdtemp(prefix="agl-vllm-")).absolute()
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        if chosen.tokens_in is None and await asyncio.to_thread(can_take_tokens, chosen.python):
+            self._settings = chosen = msgspec.structs.replace(chosen, tokens_in=True)
         how = LaunchSettings(
             name=self.name,
             python=chosen.python,
@@ -202,6 +218,7 @@ class VLLMPolicy:
             dtype=chosen.dtype,
             lora_rank=chosen.max_lora_rank,
             start_timeout_s=chosen.start_timeout_s,
+            tokens_in=bool(chosen.tokens_in),
         )
         self._servers = [
             LocalServer(
@@ -214,6 +231,19 @@ class VLLMPolicy:
         ]
         self._clients = [server.client for server in self._servers]
         await run_together(server.start(model=self._full.uri) for server in self._servers)
+
+    async def _take_tokens(self) -> None:
+        """Put a relay before the servers that gives them recorded tokens, where the settings ask for it."""
+        if not self._settings.tokens_in:
+            return
+        for client in self._clients:
+            if not await client.takes_tokens(model=self._base_name):
+                raise PolicyError(
+                    f"policy {self.name!r}: the server at {client.base_url} takes no prompts of token ids; start vLLM "
+                    "0.32 or later with --enable-scale-out, or remove tokens_in"
+                )
+        self._relay = TokenRelay([client.base_url.removesuffix("/v1") for client in self._clients])
+        self._addresses = await self._relay.start()
 
     async def _find_model(self) -> None:
         for client in self._clients:

@@ -39,6 +39,7 @@ class LaunchSettings:
         dtype: vLLM's ``--dtype``.
         lora_rank: Largest rank of an adapter; 0 for no adapters.
         start_timeout_s: Seconds that a start may take.
+        tokens_in: Whether prompts are given as token ids (``--enable-scale-out``).
     """
 
     name: str
@@ -48,6 +49,7 @@ class LaunchSettings:
     dtype: str
     lora_rank: int
     start_timeout_s: float
+    tokens_in: bool = False
 
     def command(self, *, model: str, port: int) -> list[str]:
         """Return the server's command line."""
@@ -60,6 +62,7 @@ class LaunchSettings:
             # otherwise log-probabilities would be those at temperature 1, whatever temperature a request asks for
             *("--logprobs-mode", "processed_logprobs"),
             *(adapters if self.lora_rank else ()),
+            *(("--enable-scale-out",) if self.tokens_in else ()),
             *self.args,
         ]
 
@@ -167,6 +170,18 @@ def require_vllm(python: str, *, name: str) -> None:
             f"policy {name!r}: vLLM is not installed for {python}; install it there (pip install vllm), or name the "
             'interpreter of an environment that has it with python = "..."'
         )
+
+
+def can_take_tokens(python: str) -> bool:
+    """Return whether the interpreter's vLLM has ``--enable-scale-out``, by its source; imports nothing of it."""
+    code = (
+        "import importlib.util, pathlib; "
+        "found = importlib.util.find_spec('vllm').submodule_search_locations; "
+        "files = [file for place in found for file in pathlib.Path(place, 'entrypoints').rglob('cli_args.py')]; "
+        "print(any('enable_scale_out' in file.read_text(encoding='utf-8') for file in files))"
+    )
+    found = subprocess.run([python, "-c", code], check=False, capture_output=True, env=environment_for(python))
+    return found.stdout.strip() == b"True"
 
 
 def environment_for(python: str) -> dict[str, str]:

@@ -41,6 +41,7 @@ class VllmSettings(Record, frozen=True, kw_only=True):
     dtype: str = "auto"
     lora_rank: int = 0
     sync: Sync = "auto"
+    tokens_in: bool | None = None
     probe: bool = True
     probe_tolerance: float | None = None
     start_timeout_s: float = 900.0

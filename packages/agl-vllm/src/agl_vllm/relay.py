@@ -1,0 +1,159 @@
+"""Stands between the gateway and vLLM servers, and gives them prompts as the tokens that were recorded.
+
+Every server has an address here. Chat calls are answered by `tokens.py`; everything else is passed on as it is. A
+server that does not answer is one that hangs up here as well, so the gateway sends the call to another one.
+
+The relay has an event loop in a thread of its own, so that a busy agent delays no answer. Limit: a streamed chat answer
+comes in one piece, when it is complete.
+"""
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from typing import Any, cast
+
+import aiohttp
+from aiohttp import web
+
+from agl_vllm.tokens import AnswerError, TokenCalls
+from agl_vllm.turns import TurnBook
+
+_MAX_BODY = 256 * 2**20
+_HOP = frozenset(("connection", "content-encoding", "content-length", "date", "host", "server", "transfer-encoding"))
+"""Headers of one connection, which are not passed on."""
+
+
+class TokenRelay:
+    """Relays calls to servers.
+
+    Args:
+        roots: The servers' URLs, without ``/v1``.
+    """
+
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = roots
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agl-vllm-relay", daemon=True)
+        self._runners: list[web.AppRunner] = []
+        self._session: aiohttp.ClientSession | None = None
+        self._calls: TokenCalls | None = None
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many chat calls had their prompts spliced, and how many not, by reason; see :class:`TokenCalls`."""
+        return Counter(self._calls.counts) if self._calls is not None else Counter()
+
+    async def start(self) -> list[str]:
+        """Listen on this machine; returns an address with ``/v1`` for each server."""
+        self._thread.start()
+        return await self._there(self._start())
+
+    async def stop(self) -> None:
+        """Stop listening; idempotent."""
+        if not self._thread.is_alive():
+            return
+        await self._there(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _start(self) -> list[str]:
+        # No limit of time: the gateway has one, and closes its connection.
+        connector = aiohttp.TCPConnector(limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._calls = TokenCalls(self._session, TurnBook())
+        return [await self._listen(_Site(root, self._session, self._calls)) for root in self._roots]
+
+    async def _listen(self, site: "_Site") -> str:
+        app = web.Application(client_max_size=_MAX_BODY)
+        app.router.add_post("/v1/chat/completions", site.chat)
+        app.router.add_route("*", "/{path:.*}", site.passed_on)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self._runners.append(runner)
+        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+
+    async def _stop(self) -> None:
+        for runner in self._runners:
+            await runner.cleanup()
+        if self._session is not None:
+            await self._session.close()
+
+
+class _Site:
+    """The address of one server."""
+
+    def __init__(self, root: str, session: aiohttp.ClientSession, calls: TokenCalls) -> None:
+        self._root, self._session, self._calls = root, session, calls
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        body = _object(await request.read())
+        if body is None:
+            return await self.passed_on(request)
+        headers = {name: value for name, value in request.headers.items() if name.lower() == "authorization"}
+        is_streamed = bool(body.pop("stream", False))
+        options: dict[str, Any] = body.pop("stream_options", None) or {}
+        try:
+            answer = await self._calls.answer(self._root, body, headers)
+        except AnswerError as error:
+            return web.Response(status=error.status, body=error.body, content_type="application/json")
+        except (aiohttp.ClientError, OSError):
+            return _hung_up(request)
+        if not is_streamed:
+            return web.json_response(answer)
+        return web.Response(body=_in_one_piece(answer, options), content_type="text/event-stream")
+
+    async def passed_on(self, request: web.Request) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP}
+        url, content = f"{self._root}{request.rel_url}", await request.read()
+        reply = web.StreamResponse()
+        try:
+            async with self._session.request(request.method, url, data=content, headers=headers) as answer:
+                reply.set_status(answer.status)
+                reply.headers.update({name: v for name, v in answer.headers.items() if name.lower() not in _HOP})
+                await reply.prepare(request)
+                async for part in answer.content.iter_any():
+                    await reply.write(part)
+        except (aiohttp.ClientError, OSError):
+            return _hung_up(request)
+        await reply.write_eof()
+        return reply
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None for anything else, which the server is to refuse in its own words."""
+    try:
+        found: Any = json.loads(content)
+    except ValueError:
+        return None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+def _hung_up(request: web.Request) -> web.StreamResponse:
+    """Close the client's connection without an end, as the server did."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=502)
+
+
+def _in_one_piece(answer: dict[str, Any], options: dict[str, Any]) -> bytes:
+    """Return a stream of one chunk that holds the whole answer, and one for the usage where it was asked for."""
+    head = {name: answer.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    choices = [_delta(choice) for choice in answer["choices"]]
+    chunks = [{**head, "choices": choices, "prompt_token_ids": answer.get("prompt_token_ids")}]
+    if options.get("include_usage"):
+        chunks.append({**head, "choices": [], "usage": answer.get("usage")})
+    return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + b"data: [DONE]\n\n"
+
+
+def _delta(choice: dict[str, Any]) -> dict[str, Any]:
+    message = {name: value for name, value in choice["message"].items() if value is not None}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [{"index": at, **call} for at, call in enumerate(message["tool_calls"])]
+    return {name: value for name, value in choice.items() if name != "message"} | {"delta": message}

@@ -1,0 +1,167 @@
+"""One chat call of vLLM in three parts, so that the prompt in the middle can be given as token ids.
+
+`render` makes token ids and sampling parameters of a chat request, `generate` takes ids and returns ids, and `derender`
+makes a chat answer of these, with vLLM's own parsers of tool calls. vLLM 0.32 has the three behind
+``--enable-scale-out``; their schemas are in its ``entrypoints/scale_out/token_in_token_out/protocol.py``.
+
+A call that does not continue a remembered turn goes to the chat endpoint as it came, and is counted by its reason.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from agl_vllm.turns import Turn, TurnBook, is_shown, messages_of
+
+_TEXT_ONLY = (
+    *("continue_final_message", "truncate_prompt_tokens", "prompt_logprobs", "use_beam_search", "echo"),
+    *("chat_template", "return_tokens_as_token_ids"),
+    "stop",  # `derender` would show the stop string, which the chat endpoint cuts off
+)
+"""Options of chat requests with which prompts are not spliced."""
+
+
+class AnswerError(Exception):
+    """The server refused a call; `status` and `body` are its answer."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"HTTP {status}")
+        self.status, self.body = status, body
+
+
+class _TextError(Exception):
+    """This request goes to the chat endpoint; the message is the reason."""
+
+
+class TokenCalls:
+    """Answers chat requests with the tokens of remembered turns where that is exact. Used in one event loop.
+
+    Attributes:
+        counts: Calls by how their prompt was made: ``spliced``, or the reason for which it was text. ``first``: nothing
+            in it was remembered; ``options``: it asks for more than tokens can give; ``template``: the template
+            cannot print an answer as the model wrote it; ``changed``: the conversation before it was changed;
+            ``tokens``: the tokenizer reads the new text in another way in its place.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, book: TurnBook) -> None:
+        self.counts: Counter[str] = Counter()
+        self._session, self._book = session, book
+
+    async def answer(self, root: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+        """Return the chat answer to a request that is not streamed; raises :class:`AnswerError`."""
+        server = _Server(self._session, root, headers, model=body.get("model"))
+        try:
+            ids, text, rendered = await self._spliced(server, body)
+        except _TextError as reason:
+            self.counts[str(reason)] += 1
+            found = await server.ask("/v1/chat/completions", body)
+            text = ""
+        else:
+            self.counts["spliced"] += 1
+            found = await _generated(server, body, rendered, ids)
+        with suppress(AnswerError, aiohttp.ClientError, OSError):  # the answer is there all the same
+            await self._remember(server, found, text)
+        return found
+
+    async def _spliced(self, server: "_Server", body: Mapping[str, Any]) -> tuple[list[int], str, dict[str, Any]]:
+        """Return the prompt's ids, its text, and the request rendered with marks; raises `_TextError`."""
+        messages = messages_of(body)
+        if not messages or (body.get("n") or 1) > 1 or any(body.get(name) for name in _TEXT_ONLY):
+            raise _TextError("options")
+        marked = self._book.marked(messages)
+        if marked is None:
+            raise _TextError("first")
+        try:
+            rendered = await server.ask("/v1/chat/completions/render", {**body, "messages": marked.messages})
+        except AnswerError as error:
+            if error.status >= 500:
+                raise
+            raise _TextError("template") from error
+        text = marked.unmarked(await server.text(rendered["token_ids"]))
+        if text is None or rendered.get("features"):
+            raise _TextError("template")
+        turn = marked.continued(text)
+        if turn is None:
+            raise _TextError("changed")
+        rest = text[len(turn.prompt + turn.whole) :]
+        ids = await server.tokens(rest)
+        if await server.text(ids) != rest:
+            raise _TextError("tokens")
+        return [*turn.ids, *ids], text, rendered
+
+    async def _remember(self, server: "_Server", answer: Mapping[str, Any], text: str) -> None:
+        """Keep the turn; `text` is its prompt's where that is known. Answers without ids are not kept."""
+        choices: list[dict[str, Any]] = answer.get("choices") or [{}]
+        choice, *others = choices
+        prompt: list[int] = answer.get("prompt_token_ids") or []
+        ids: list[int] = choice.get("token_ids") or []
+        if others or not prompt or not ids or isinstance(choice.get("stop_reason"), str):
+            return
+        whole = await server.text(ids)
+        # The end token is the last one where nothing else ended the answer.
+        written = whole if choice.get("finish_reason") == "length" else await server.text(ids[:-1])
+        if is_shown(choice["message"], written):
+            prompt_text = text or await server.text(prompt)
+            turn = Turn(
+                message=choice["message"], prompt=prompt_text, written=written, whole=whole, ids=(*prompt, *ids)
+            )
+            self._book.add(turn)
+
+
+async def _generated(
+    server: "_Server", body: Mapping[str, Any], rendered: Mapping[str, Any], ids: list[int]
+) -> dict[str, Any]:
+    """Return the chat answer to a prompt of ids."""
+    sampling = dict(rendered["sampling_params"])
+    sampling.pop("max_tokens", None)  # it was made for the prompt with marks
+    given = body.get("max_completion_tokens") or body.get("max_tokens")
+    request = {**rendered, "token_ids": ids, "sampling_params": sampling | ({"max_tokens": given} if given else {})}
+    for name in ("token_offsets", "stream_options"):
+        request.pop(name, None)
+    output = await server.ask("/inference/v1/generate", {**request, "stream": False, "return_token_ids": True})
+    parts = {"generate_response": output, "prompt_tokens": len(ids), "prompt_token_ids": ids, "chat_request": body}
+    answer = await server.ask("/v1/chat/completions/derender", {"model": body.get("model"), **parts})
+    for choice, made in zip(answer["choices"], output["choices"], strict=True):
+        choice["token_ids"] = made["token_ids"]
+        choice["finish_reason"] = _finish_reason(choice, body.get("tool_choice"))
+    return {**answer, "prompt_token_ids": output["prompt_token_ids"]}
+
+
+def _finish_reason(choice: Mapping[str, Any], tool_choice: Any) -> str:
+    """Return the reason that the chat endpoint gives; vLLM 0.32's `derender` says `stop` beside tool calls."""
+    called = bool(choice["message"].get("tool_calls"))
+    is_auto = tool_choice in (None, "auto")
+    if called and (is_auto or (tool_choice == "required" and choice["finish_reason"] == "stop")):
+        return "tool_calls"
+    return str(choice["finish_reason"])
+
+
+class _Server:
+    """Calls of one request to its server."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, root: str, headers: Mapping[str, str], *, model: str | None
+    ) -> None:
+        self._session, self._root, self._headers, self._model = session, root, headers, model
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        if not ids:
+            return ""
+        return str((await self.ask("/detokenize", {"model": self._model, "tokens": list(ids)}))["prompt"])
+
+    async def tokens(self, text: str) -> list[int]:
+        """Return the token ids of a text that stands within a prompt."""
+        asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        return list((await self.ask("/tokenize", asked))["tokens"])
+
+    async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Post a body; raises :class:`AnswerError` where the server answers with an error."""
+        async with self._session.post(f"{self._root}{path}", json=body, headers=self._headers) as reply:
+            content = await reply.read()
+            if reply.status != 200:
+                raise AnswerError(reply.status, content)
+            return dict(await reply.json())

@@ -1,0 +1,151 @@
+"""Remembers answers by their token ids, and finds the one that a prompt continues.
+
+Clients write tool calls back with other white space or key order, and the template prints them in a third way. So each
+answer that a client wrote back is rendered as a mark, and the mark is then replaced by the text that the model wrote.
+A prompt continues a remembered turn when its text begins with that turn's prompt and answer; what follows is new text.
+
+Nothing is guessed: answers whose text is not what their message shows are not remembered, which are those with
+reasoning beside the content, those cut at a stop string, and plain ones that the server trimmed.
+"""
+
+import json
+import secrets
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+Key = tuple[str, tuple[tuple[str, str, str], ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A prompt and its answer.
+
+    Attributes:
+        message: The answer as its client got it.
+        prompt: Text of the prompt.
+        written: Text of the answer without its end token.
+        whole: Text of the answer with it.
+        ids: Tokens of prompt and answer.
+    """
+
+    message: Mapping[str, Any]
+    prompt: str
+    written: str
+    whole: str
+    ids: tuple[int, ...]
+
+    def is_begun_by(self, text: str) -> bool:
+        """Return whether a text begins with the prompt and the answer."""
+        return text.startswith(self.prompt) and text.startswith(self.whole, len(self.prompt))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marked:
+    """A conversation with a mark in place of every remembered answer; `turns` are candidates, last answer first."""
+
+    messages: list[Mapping[str, Any]]
+    texts: dict[str, str]
+    turns: list[Turn]
+
+    def unmarked(self, text: str) -> str | None:
+        """Return the rendered conversation with the model's words; None where the template lost or repeated a mark."""
+        if any(text.count(mark) != 1 for mark in self.texts):
+            return None
+        for mark, written in self.texts.items():
+            text = text.replace(mark, written)
+        return text
+
+    def continued(self, text: str) -> Turn | None:
+        """Return the last turn that this text continues."""
+        return next((turn for turn in self.turns if turn.is_begun_by(text)), None)
+
+
+class TurnBook:
+    """The most recent turns; used in one event loop.
+
+    Args:
+        max_tokens: Tokens of prompts and answers that are kept; the oldest turns are forgotten.
+    """
+
+    def __init__(self, *, max_tokens: int = 2_000_000) -> None:
+        self._max_tokens = max_tokens
+        self._by_key: dict[Key, deque[Turn]] = {}
+        self._order: deque[Key] = deque()
+        self._n_tokens = 0
+        self._secret = secrets.token_hex(8)  # else a message could hold a mark
+
+    def add(self, turn: Turn) -> None:
+        """Remember a turn, and forget the oldest ones beyond the limit."""
+        key = _key(turn.message)
+        self._by_key.setdefault(key, deque()).appendleft(turn)
+        self._order.append(key)
+        self._n_tokens += len(turn.ids)
+        while self._n_tokens > self._max_tokens:
+            self._forget(self._order.popleft())
+
+    def marked(self, messages: Sequence[Mapping[str, Any]]) -> Marked | None:
+        """Return the conversation with its remembered answers marked; None where it has none."""
+        found: list[Mapping[str, Any]] = []
+        texts: dict[str, str] = {}
+        turns: list[Turn] = []
+        for message in messages:
+            alike = self._by_key.get(_key(message)) if message.get("role") == "assistant" else None
+            if alike:
+                mark = f"[{self._secret}-{len(texts)}]"
+                texts[mark] = alike[0].written
+                turns = [*alike, *turns]
+                message = {"role": "assistant", "content": mark}
+            found.append(message)
+        return Marked(messages=found, texts=texts, turns=turns) if texts else None
+
+    def _forget(self, key: Key) -> None:
+        """Forget the oldest turn with this message."""
+        alike = self._by_key[key]
+        self._n_tokens -= len(alike.pop().ids)
+        if not alike:
+            del self._by_key[key]
+
+
+def is_shown(message: Mapping[str, Any], written: str) -> bool:
+    """Return whether a message shows all that the model wrote: calls with their text, or the text itself."""
+    if message.get("reasoning") or message.get("reasoning_content"):
+        return False
+    return bool(message.get("tool_calls")) or message.get("content") == written
+
+
+def messages_of(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a request's messages; none where one holds more than text, for which tokens alone cannot stand."""
+    found = _objects(body.get("messages"))
+    return list(found) if found and all(map(_is_text, found)) else []
+
+
+def _is_text(message: Mapping[str, Any]) -> bool:
+    calls = _objects(message.get("tool_calls") or [])
+    has_functions = calls is not None and all(isinstance(call.get("function"), dict) for call in calls)
+    return isinstance(message.get("content") or "", str) and has_functions
+
+
+def _objects(value: Any) -> list[dict[str, Any]] | None:
+    """Return a list of objects; None for anything else."""
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in cast("list[Any]", value)):
+        return None
+    return cast("list[dict[str, Any]]", value)
+
+
+def _key(message: Mapping[str, Any]) -> Key:
+    """Return the contents of an assistant's message, arguments without regard to white space and order of keys."""
+    calls = tuple(
+        (str(call.get("id")), str(call["function"].get("name")), _canonical(call["function"].get("arguments")))
+        for call in message.get("tool_calls") or ()
+    )
+    content = message.get("content") or ""
+    return (content.strip() if calls else content, calls)
+
+
+def _canonical(arguments: Any) -> str:
+    with suppress(ValueError, TypeError):  # arguments that are no JSON are compared as they are
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    return str(arguments)
