@@ -12,6 +12,7 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource, to_json
+from agl_algo_apo.demonstrations import Demonstration
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
 """May be a parent; not tried to the end; refused by the static gate; tried and not better than its parent."""
@@ -22,7 +23,7 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
 
     Attributes:
         id: 10 hex digits of the texts' digest.
-        texts: Text by resource name, all tuned resources included.
+        texts: Text by resource name, all tuned resources included, as agents read it.
         versions: Version by resource name, which rollouts pin; empty until the texts are in the store.
         parents: Ids of the candidates that it was made from.
         operator: The way in which it was made, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
@@ -32,6 +33,8 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
         critique: The critic's answer that it was made from.
         tries: How often it was proposed and tried.
         gate: Mean reward difference to its parent on the gate's tasks, ``None`` without one.
+        demonstrations: Demonstrations by resource name, which are part of the texts.
+        bare: The texts without their demonstrations, of the resources that have some.
     """
 
     id: str
@@ -45,6 +48,13 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
     critique: str = ""
     tries: int = 1
     gate: float | None = None
+    demonstrations: dict[str, tuple[Demonstration, ...]] = {}
+    bare: dict[str, str] = {}
+
+    @property
+    def instructions(self) -> dict[str, str]:
+        """The texts without their demonstrations, by resource name: what editors see and change."""
+        return {**self.texts, **self.bare}
 
     def replace(self, **changes: object) -> "PromptCandidate":
         """Return the same candidate with some attributes changed."""

@@ -7,7 +7,7 @@ Candidates come from a model and are not trusted, so nothing here formats or ren
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
@@ -205,10 +205,10 @@ def _is_same(new: object, old: object) -> bool:
 
 def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
     """Return the reason where a run of words comes from a shown task and not from the first version, else ``""``."""
-    known = _runs(text_of(rules.seed, name=rules.name))
-    ours = _runs(text) - known
+    known = runs_of(text_of(rules.seed, name=rules.name))
+    ours = runs_of(text) - known
     for task in shown:
-        copied = ours & _runs(task)
+        copied = ours & runs_of(task)
         if copied:
             return f"the text copies a task that its author was shown: {' '.join(sorted(copied)[0])!r}"
     return ""
@@ -216,7 +216,7 @@ def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
 
 def _named(text: str, rules: TextRules, identifiers: frozenset[str]) -> str:
     """Return the reason where a text names a single training task and the first version does not, else ``""``."""
-    named = sorted((_words(text) - _words(text_of(rules.seed, name=rules.name))) & identifiers)
+    named = sorted((words_of(text) - words_of(text_of(rules.seed, name=rules.name))) & identifiers)
     return f"the text names a single training task: {named[0]!r}" if named else ""
 
 
@@ -231,22 +231,24 @@ def identifiers_of(train: Sequence[Json], others: Sequence[Json], *, hidden: Ite
         others: The tasks that are not trained on.
         hidden: Keys that the agent does not see; it could not recognise a task by them.
     """
-    seen = Counter(word for task in (*train, *others) for word in _words(task_text(_visible(task, set(hidden)))))
-    ours = {word for task in train for word in _words(task_text(_visible(task, set(hidden))))}
+    seen = Counter(word for task in (*train, *others) for word in words_of(task_text(visible(task, set(hidden)))))
+    ours = {word for task in train for word in words_of(task_text(visible(task, set(hidden))))}
     return frozenset(word for word in ours if seen[word] == 1 and len(word) > 1 and any(map(str.isdigit, word)))
 
 
-def _visible(task: Json, hidden: set[str]) -> Json:
+def visible(task: Json, hidden: Collection[str]) -> Json:
+    """Return a task as the agent sees it."""
     if not isinstance(task, dict):
         return task
     return {key: value for key, value in cast("dict[str, Json]", task).items() if key not in hidden}
 
 
-def _words(text: str) -> set[str]:
+def words_of(text: str) -> set[str]:
+    """Return the words of a text without their case; those joined by hyphens, dots and the like are one."""
     return {word.casefold() for word in re.findall(r"\w+(?:[-./:#]\w+)*", text)}
 
 
-def _runs(text: str) -> set[tuple[str, ...]]:
+def runs_of(text: str) -> set[tuple[str, ...]]:
     """Return every run of ``OVERLAP_WORDS`` words, without punctuation and case."""
     words = [word.strip(".,;:!?\"'()[]{}<>").casefold() for word in text.split()]
     words = [word for word in words if word]
