@@ -13,6 +13,7 @@ import msgspec
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource, to_json
 from agl_algo_apo.demonstrations import Demonstration
+from agl_algo_apo.messages import document_of, messages_of, read_document
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
 """May be a parent; not tried to the end; refused by the static gate; tried and not better than its parent."""
@@ -67,13 +68,15 @@ def candidate_id(texts: Mapping[str, str]) -> str:
 
 
 def text_of(resource: Resource, *, name: str) -> str:
-    """Return the text that is tuned: a template, a JSON string, or another JSON value pretty-printed.
+    """Return the text that is tuned: a template, messages, a JSON string, or another JSON value pretty-printed.
 
     Raises:
         ConfigError: The resource holds no text.
     """
     if isinstance(resource, PromptTemplate):
         return resource.template
+    if messages := messages_of(resource):
+        return document_of(messages)
     if isinstance(resource, JsonResource):
         if isinstance(resource.value, str):
             return resource.value
@@ -85,11 +88,13 @@ def text_of(resource: Resource, *, name: str) -> str:
 
 
 def resource_of(text: str, like: Resource) -> Resource:
-    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` where it must be JSON."""
+    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` where it cannot be one."""
     if isinstance(like, PromptTemplate):
         return msgspec.structs.replace(like, template=text)
     if isinstance(like, JsonResource) and isinstance(like.value, str):
         return JsonResource(value=text)
+    if messages_of(like):
+        return read_document(text)
     try:
         return JsonResource(value=msgspec.json.decode(text))
     except msgspec.DecodeError as error:
