@@ -131,8 +131,8 @@ def filled(prompt: Any, order: str) -> str:
     Of a prompt of several messages it is the text of all of them.
     """
     if isinstance(prompt, list):
-        messages: Any = prompt
-        return "\n".join(message["content"] for message in messages.format(order=order))
+        messages = cast("Any", prompt).format(order=order)
+        return "\n".join(message["content"] for message in messages)
     return f"{prompt.template}\n{order}" if prompt.engine == "plain" else prompt.format(order=order)
 
 
