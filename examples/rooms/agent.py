@@ -58,8 +58,10 @@ def connections(base_url: str) -> AsyncOpenAI:
 
 async def book(task: dict[str, Any], llm: Any, booking_prompt: Any) -> str:
     """Handle one request; returns the model's last text."""
-    text = booking_prompt.format(request=task["request"])
-    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": text}]
+    filled = booking_prompt.format(request=task["request"])  # a text, or messages that are ready to send
+    messages: list[ChatCompletionMessageParam] = (
+        [{"role": "user", "content": filled}] if isinstance(filled, str) else [*filled]
+    )
     client = connections(llm.base_url).with_options(api_key=llm.api_key or "none")
     for _ in range(MAX_TURNS):
         answer = await client.chat.completions.create(model=llm.model, messages=messages, tools=TOOLS)

@@ -1,4 +1,4 @@
-"""Tune the prompt of an agent that books rooms: `python demo.py [--seed N]`.
+"""Tune the prompt of an agent that books rooms: `python demo.py [--seed N] [--file messages.toml]`.
 
 With OPENAI_API_KEY set it asks the models that `experiment.toml` names, at the endpoint in OPENAI_BASE_URL if that is
 set. Without a key it asks a scripted world that ships with the example.
@@ -46,12 +46,14 @@ def main() -> None:
     """Make the data, tune the prompt, say what to look at."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
-    seed = parser.parse_args().seed
+    parser.add_argument("--file", default="experiment.toml")
+    arguments = parser.parse_args()
+    seed = arguments.seed
     shutil.rmtree(WORK, ignore_errors=True)
     run("make_data.py", "--seed", str(seed))
     with models() as settings:
         options = [word for setting in (f"experiment.seed={seed}", *settings) for word in ("--set", setting)]
-        run("-m", "agl", "run", "experiment.toml", *options)
+        run("-m", "agl", "run", arguments.file, *options)
     best = next(WORK.glob("run/run-*/tuner/best/booking_prompt.txt"))
     print(f"\nThe prompt that won, from {best.relative_to(HERE)}:\n\n{best.read_text(encoding='utf-8')}")
     print("\nlook at the newest run:  agl show latest --store sqlite:///out/runs.db")

@@ -42,7 +42,7 @@ def respond(request: ModelRequest) -> Step:
 
 def book(request: ModelRequest) -> Reply:
     """Answer the next turn of a booking: look for rooms, look at them where the prompt asks for checks, decide."""
-    prompt = request.turns[0].text
+    prompt = "\n".join(turn.text for turn in request.turns if turn.role in ("system", "user"))
     wanted = re.search(r"room for (\d+) people on (\w+) at (\d+)(, with a [a-z ]+)?", prompt)
     results = [json.loads(turn.text) for turn in request.turns if turn.role == "tool"]
     if wanted is None:

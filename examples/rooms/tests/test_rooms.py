@@ -69,14 +69,16 @@ def test_optimizer_reads_feedback_and_edits_only_the_text_it_is_shown() -> None:
     assert f"<new_text>\n{prompt_with('equipment')}\n</new_text>" in said
 
 
-@pytest.mark.parametrize("optimiser", ["apo", "gepa"])
-def test_tuning_finds_the_rules(optimiser: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("optimiser", "file"), [("apo", "experiment.toml"), ("gepa", "experiment.toml"), ("apo", "messages.toml")]
+)
+def test_tuning_finds_the_rules(optimiser: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if optimiser == "gepa":
         pytest.importorskip("gepa", reason="needs gepa")
     monkeypatch.setattr(sys, "argv", ["make_data.py", "--out", str(tmp_path / "data")])
     make_data.main()
     with scripted.server() as server:
-        data = tomllib.loads((FOLDER / "experiment.toml").read_text(encoding="utf-8"))
+        data = tomllib.loads((FOLDER / file).read_text(encoding="utf-8"))
         data["experiment"] |= {
             "store": f"sqlite:///{tmp_path / 'runs.db'}",
             "workdir": str(tmp_path / "run"),

@@ -18,7 +18,7 @@ from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import model_server
 
 PROGRAM = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 import agl
 from agl.algorithms import algorithm
@@ -26,6 +26,7 @@ from agl_testing.prompt_world import noisy
 from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
 
 folder, base_url, use, last = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+params = json.loads(sys.argv[5])
 world = noisy(2)
 
 def count(rollout):
@@ -40,6 +41,7 @@ trainer = agl.Trainer(
         tunes=tuple(world.seeds()),
         optimizer={"base_url": base_url, "model": "editor"},
         budget=240,
+        **params,
     ),
     name="orders", store="sqlite:///runs.db", folder=folder, n_runners=4, hidden=HIDDEN, validation_limit=1,
     initial_resources=dict(world.seeds()), rewards=(order_reward(world),),
@@ -65,11 +67,11 @@ class Assassin(ScriptedOptimizer):
         return super().respond(request)
 
 
-def start(folder: Path, base_url: str, *, use: str, last: int = 0) -> "subprocess.Popen[str]":
+def start(folder: Path, base_url: str, *, use: str, last: int = 0, **params: Any) -> "subprocess.Popen[str]":
     """The program, which kills itself at the start of its ``last`` rollout; 0 for never."""
     folder.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "program.py", str(folder), base_url, use, str(last)]
+    command = [sys.executable, "program.py", str(folder), base_url, use, str(last), json.dumps(params)]
     environment = {**os.environ, "AGL_PLUGINS_STRICT": "1"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -97,20 +99,23 @@ def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
     return result, lineage, *asyncio.run(count())
 
 
-@pytest.mark.parametrize("use", ["apo", "random"])
-def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(tmp_path: Path, use: str) -> None:
+@pytest.mark.parametrize(("use", "params"), [("apo", {"demonstrations": 3}), ("random", {})])
+def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(
+    tmp_path: Path, use: str, params: dict[str, Any]
+) -> None:
     script = Assassin()
     with model_server(noisy(2), script) as server:
-        end(start(tmp_path / "whole", server.base_url, use=use), code=0)
+        end(start(tmp_path / "whole", server.base_url, use=use, **params), code=0)
         whole = what_was_left(tmp_path / "whole", use)
         in_the_final_measurement = whole[2] - 8
-        end(start(tmp_path / "parts", server.base_url, use=use, last=20), code=-9)
-        script.victim, script.last = start(tmp_path / "parts", server.base_url, use=use), 5
+        end(start(tmp_path / "parts", server.base_url, use=use, last=20, **params), code=-9)
+        script.victim, script.last = start(tmp_path / "parts", server.base_url, use=use, **params), 5
         end(script.victim, code=-9)
         for last in (130, in_the_final_measurement):
-            end(start(tmp_path / "parts", server.base_url, use=use, last=last), code=-9)
-        end(start(tmp_path / "parts", server.base_url, use=use), code=0)
+            end(start(tmp_path / "parts", server.base_url, use=use, last=last, **params), code=-9)
+        end(start(tmp_path / "parts", server.base_url, use=use, **params), code=0)
     parts = what_was_left(tmp_path / "parts", use)
     assert whole[:2] == parts[:2]
+    assert bool(params) == any(row.get("operator") == "demonstrate" for row in whole[1])
     assert whole[2] == parts[2] <= 240
     assert parts[3] <= parts[2] + 4 * 4  # an attempt that was running when the process died runs again

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from agl.schemas import LLM
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
-from agl_testing.prompt_world import easy, noisy
+from agl_testing.prompt_world import demonstrable, easy, noisy
 from agl_testing.prompt_world_optimizer import ScriptedOptimizer
 from agl_testing.prompt_world_run import model_server
 
@@ -111,6 +111,21 @@ def test_refused_candidate_is_shown_with_the_rule_that_it_breaks_and_no_rollout(
     assert f": refused: {refused[0]['reason']}" in detail
     assert "cost: 0 rollouts of the agent" in detail
     assert detail.endswith(f"\n{refused[0]['texts']['clerk_prompt']}\n")
+
+
+def test_demonstrations_are_listed_and_shown_with_their_rollouts_and_gates(searched: Callable[..., Any]) -> None:
+    run, agl = searched(demonstrable(2), budget=300, demonstrations=3, seed=2)
+    drawn = next(row for row in run.lineage if row.get("operator") == "demonstrate" and row["status"] == "pool")
+    table = agl("resources", "list", "clerk_prompt", "--why").stdout.splitlines()
+    cells = next([cell for cell in line.split("  ") if cell.strip()] for line in table if line.startswith(drawn["id"]))
+    assert "demonstrate" == cells[2].strip()
+    detail = agl("resources", "show", "clerk_prompt", drawn["id"]).stdout
+    assert f"candidate {drawn['id']} (demonstrate of {drawn['parents'][0]}, step {drawn['step']}): accepted: " in detail
+    assert f"from the rollouts: {', '.join(drawn['journal']['evidence'])}" in detail
+    assert "passed gate on failures of its parent: " in detail
+    assert "\nExamples of good answers:\n\nInput: " in detail
+    report = agl("resources", "report", "clerk_prompt").stdout
+    assert f"\n| {drawn['id']} | " in report
 
 
 def test_tokens_of_the_agents_recorded_calls_are_counted(searched: Callable[..., Any]) -> None:

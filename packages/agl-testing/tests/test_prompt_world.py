@@ -23,6 +23,7 @@ from agl_testing.prompt_world import (
     PromptWorld,
     StyleRule,
     complete_order,
+    demonstrable,
     easy,
     is_brief,
     judge,
@@ -47,9 +48,9 @@ def score_once(world: PromptWorld, prompts: dict[str, str], task: Any, seed: str
 
 
 @settings(max_examples=12)
-@given(lines=LINES, name=st.sampled_from(sorted(WORLDS)))
+@given(lines=LINES, name=st.sampled_from([*sorted(WORLDS), "demonstrable"]))
 def test_expected_score_is_the_mean_of_many_runs(lines: list[tuple[str, str]], name: str) -> None:
-    world = WORLDS[name](3)
+    world = {**WORLDS, "demonstrable": demonstrable}[name](3)
     text = "\n".join(line_of(*line) for line in lines)
     prompts = {prompt_name(role): f"You are the {role}.\n{text}" for role in world.roles}
     tasks = world.val[:8]
@@ -70,6 +71,24 @@ def test_every_rule_raises_the_expected_score_and_the_trap_lowers_it(name: str) 
     trapped = {resource: f"{text}\n{line_of(*TRAP)}" for resource, text in prompts.items()}
     assert world.expected(trapped) < 0.8 * scores[-1]
     assert 0.0 == world.gap_closed({resource: prompt.template for resource, prompt in world.seeds().items()})
+
+
+def test_unsaid_rule_follows_from_an_answer_that_the_prompt_shows_and_from_no_feedback() -> None:
+    world = demonstrable()
+    prompt = world.seeds()["clerk_prompt"].template
+    shown = 'Input: Order train-001. Fields: code.\nOutput: {"code": "upper case", "date": "EUR"}'
+    texts = {name: f"{text}\n{prompt}" for name, text in {"shown": shown, "none": ""}.items()}
+    assert world.expected({"clerk_prompt": texts["none"]}) < world.expected({"clerk_prompt": texts["shown"]})
+    task = {"order": "t", "fields": {"clerk": ["code", "unit", "date"]}, "expected": {"code": "upper case"}}
+    order = order_text("t", ["code", "unit", "date"])
+    quiet = msgspec.structs.replace(world, noise=0.0, nagging=0.0)
+    answers = [complete_order(f"{texts['shown']}\n{order}", world=quiet, seed=f"{n}") for n in range(200)]
+    assert {("upper case", "EUR")} == {(answer["code"], answer["date"]) for answer in answers}
+    assert 60 == pytest.approx(sum(answer["unit"] == "full words" for answer in answers), abs=25)
+    guessed = [complete_order(f"{prompt}\n{order}", world=quiet, seed=f"{n}") for n in range(200)]
+    assert 60 == pytest.approx(sum(answer["code"] == "upper case" for answer in guessed), abs=25)
+    _, said = judge(quiet, task, {"code": PLAIN}, is_short=True, seed="s")
+    assert "[clerk] code: not as it should be." == said
 
 
 def test_distractors_change_nothing_and_a_later_line_counts() -> None:

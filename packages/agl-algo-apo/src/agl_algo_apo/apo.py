@@ -26,6 +26,9 @@ Deviations from ProTeGi, and why:
 - Every change has to earn its place: every `delete_every` steps, where the search is stuck and before its budget ends,
   each new line of the best candidate is taken out alone, and stays out unless that loses something on validation
   tasks. Lines that a merge carried along go this way, and those that only help on training tasks.   (`pruning.py`)
+- Where ``demonstrations`` allows it, every third step draws examples from recorded good runs of training tasks instead
+  of asking critics, as MIPROv2 does (`demonstrator.py`). Its children meet gate 4, gate 5 on failures of the parent
+  that none of them shows, and the race; each example that wins has to earn its place like a line.
 - One question gets both critique and edit, unless `critic` names another model.
 - The rewards that selected the winner flatter it, so it is measured again at the end on fresh rollouts, and those are
   reported (`final_measurement.py`).
@@ -38,6 +41,7 @@ from statistics import fmean
 from agl_algo_apo.budget import BudgetLimits, Prices, Spent
 from agl_algo_apo.candidates import PromptCandidate
 from agl_algo_apo.critics import Assignment, Critics
+from agl_algo_apo.demonstrator import Demonstrator
 from agl_algo_apo.evaluation import MeasureJob
 from agl_algo_apo.optimizer import OptimizerSettings
 from agl_algo_apo.parents import select_parent
@@ -75,6 +79,8 @@ class APO(PromptSearch):
         p_best: How often ``mixed`` takes the best one.
         patience: Steps without an improvement that end the search.
         delete_every: Steps after which changes that have not earned their place are taken out; 0 for never.
+        demonstrations: Most recorded good runs of training tasks that a prompt shows as examples; 0 for none.
+        demonstration_chars: Most characters of all of them in one prompt; longer runs are left out, never cut.
         perfect_score: The best reward that a task can get; a rollout that gets more ends the run with an error.
         failure_reward: The reward of a rollout in which the agent failed or ran out of time.
         reserve: Share of the rollouts that is held back for the final measurement.
@@ -105,6 +111,8 @@ class APO(PromptSearch):
         p_best: float = 0.5,
         patience: int = 10,
         delete_every: int = 6,
+        demonstrations: int = 0,
+        demonstration_chars: int = 4000,
         perfect_score: float = 1.0,
         failure_reward: float = 0.0,
         reserve: float = 0.1,
@@ -130,6 +138,8 @@ class APO(PromptSearch):
             p_best=p_best,
             patience=patience,
             delete_every=delete_every,
+            demonstrations=demonstrations,
+            demonstration_chars=demonstration_chars,
             perfect_score=perfect_score,
             failure_reward=failure_reward,
             reserve=reserve,
@@ -146,6 +156,7 @@ class APO(PromptSearch):
         super().__init__(settings, algorithm="apo", calls=2 if asks_twice else 1)
         self._critics = Critics(self, asks_twice=asks_twice)
         self._pruner = Pruner(self)
+        self._demonstrator = Demonstrator(self)
 
     async def improve(self, step: int) -> None:
         """Take one step, as the module describes it."""
@@ -158,6 +169,10 @@ class APO(PromptSearch):
         failures = await self._failures(parent, step)  # 2
         if not failures:
             await self._check_if_done(parent, step)
+            return
+        drawn = await self._demonstrator.children(parent, failures, step) if self._demonstrator.is_due(step) else []
+        if drawn:
+            await self._race_best(parent, await self._gate(parent, drawn, step), step)
             return
         assignments = self._critics.assign(failures, parent, step)
         pairs = await self._critics.children(parent, assignments, step)  # 3 and 4
@@ -259,11 +274,12 @@ class APO(PromptSearch):
         for child, assignment in pairs:
             gain = gains[child.id]
             gated = self.lineage.put(child.replace(gate=gain))
+            where = "failures of its parent" if child.operator == "demonstrate" else "the tasks it was shown"
             has_passed = gain >= least or (gain == 0 and self._is_floor(parent, assignment.tasks))
             self.note_gate(
                 child.id,
                 parent.id,
-                gate="gate on the tasks it was shown",
+                gate=f"gate on {where}",
                 has_passed=has_passed,
                 split="train",
                 tasks=assignment.tasks,
@@ -272,7 +288,7 @@ class APO(PromptSearch):
             if has_passed:
                 passed.append(gated)
             else:
-                self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on the tasks it was shown"))
+                self.lineage.put(gated.replace(status="beaten", reason=f"gate: {gain:+.3f} on {where}"))
         return passed
 
     def _is_floor(self, parent: PromptCandidate, tasks: Sequence[int]) -> bool:
@@ -308,6 +324,15 @@ class APO(PromptSearch):
         if not await self.contest([child], parent, step=step, purpose="race"):
             await self._race_best_part(parent, parts, step)
 
+    async def _race_best(self, parent: PromptCandidate, passed: Sequence[PromptCandidate], step: int) -> None:
+        """Race the child with the largest gain at the gate alone: of demonstrations, one draw is much like another."""
+        ranked = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)
+        for child in ranked[1:]:
+            reason = f"gate: {child.gate or 0.0:+.3f}, and {ranked[0].gate or 0.0:+.3f} of {ranked[0].id}"
+            self.lineage.put(child.replace(status="beaten", reason=reason))
+        if ranked:
+            await self.contest(ranked[:1], parent, step=step, purpose="race")
+
     async def _race_best_part(self, parent: PromptCandidate, parts: Sequence[PromptCandidate], step: int) -> None:
         """Race the part of a beaten merge that did best on its tasks: another part may have spoilt the merge."""
         best = max(parts, key=lambda part: part.gate or 0.0)
@@ -319,22 +344,22 @@ class APO(PromptSearch):
     ) -> tuple[dict[str, str], Sequence[PromptCandidate], Spent] | None:
         """Return the texts with all changes together, the children that they come from, and what the question cost.
 
-
         Changes are merged line by line; where two conflict, the editor merges the texts of the two best children. Its
         request holds one resource's texts, so the two must have changed the same one.
         """
-        merged = merge_texts(parent.texts, [child.texts for child in passed])
+        merged = merge_texts(parent.instructions, [child.instructions for child in passed])
         if merged is not None:
             return merged, passed, Spent()
         first, second = sorted(passed, key=lambda child: child.gate or 0.0, reverse=True)[:2]
         # The resources that both have changed: neither has the parent's text any more.
-        names = [name for name, text in parent.texts.items() if text not in (first.texts[name], second.texts[name])]
+        ours, theirs = first.instructions, second.instructions
+        names = [name for name, text in parent.instructions.items() if text not in (ours[name], theirs[name])]
         if len(names) != 1:
             return None
         name = names[0]
-        request = self.request("merge", name=name, text=first.texts[name], other=second.texts[name])
+        request = self.request("merge", name=name, text=ours[name], other=theirs[name])
         _, text, spent = (await self.ask_editor([(request, self.question_seed(step, "merge"))]))[0]
-        return None if text is None else ({**first.texts, name: text}, (first, second), spent)
+        return None if text is None else ({**ours, name: text}, (first, second), spent)
 
     async def tidy(self, step: int) -> None:
         """Undo what has not earned its place, before the final measurement."""

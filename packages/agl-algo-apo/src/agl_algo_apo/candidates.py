@@ -12,6 +12,8 @@ import msgspec
 
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource, to_json
+from agl_algo_apo.demonstrations import Demonstration
+from agl_algo_apo.messages import document_of, messages_of, read_document
 
 Status = Literal["pool", "proposed", "rejected", "beaten"]
 """May be a parent; not tried to the end; refused by the static gate; tried and not better than its parent."""
@@ -22,7 +24,7 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
 
     Attributes:
         id: 10 hex digits of the texts' digest.
-        texts: Text by resource name, all tuned resources included.
+        texts: Text by resource name, all tuned resources included, as agents read it.
         versions: Version by resource name, which rollouts pin; empty until the texts are in the store.
         parents: Ids of the candidates that it was made from.
         operator: The way in which it was made, such as ``edit``, ``merge`` or ``delete``; ``seed`` for the first.
@@ -32,6 +34,8 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
         critique: The critic's answer that it was made from.
         tries: How often it was proposed and tried.
         gate: Mean reward difference to its parent on the gate's tasks, ``None`` without one.
+        demonstrations: Demonstrations by resource name, which are part of the texts.
+        bare: The texts without their demonstrations, of the resources that have some.
     """
 
     id: str
@@ -45,6 +49,13 @@ class PromptCandidate(Record, frozen=True, kw_only=True):
     critique: str = ""
     tries: int = 1
     gate: float | None = None
+    demonstrations: dict[str, tuple[Demonstration, ...]] = {}
+    bare: dict[str, str] = {}
+
+    @property
+    def instructions(self) -> dict[str, str]:
+        """The texts without their demonstrations, by resource name: what editors see and change."""
+        return {**self.texts, **self.bare}
 
     def replace(self, **changes: object) -> "PromptCandidate":
         """Return the same candidate with some attributes changed."""
@@ -57,13 +68,15 @@ def candidate_id(texts: Mapping[str, str]) -> str:
 
 
 def text_of(resource: Resource, *, name: str) -> str:
-    """Return the text that is tuned: a template, a JSON string, or another JSON value pretty-printed.
+    """Return the text that is tuned: a template, messages, a JSON string, or another JSON value pretty-printed.
 
     Raises:
         ConfigError: The resource holds no text.
     """
     if isinstance(resource, PromptTemplate):
         return resource.template
+    if messages := messages_of(resource):
+        return document_of(messages)
     if isinstance(resource, JsonResource):
         if isinstance(resource.value, str):
             return resource.value
@@ -75,11 +88,13 @@ def text_of(resource: Resource, *, name: str) -> str:
 
 
 def resource_of(text: str, like: Resource) -> Resource:
-    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` where it must be JSON."""
+    """Return a resource with this text, of the kind of ``like``; raises :class:`ValueError` where it cannot be one."""
     if isinstance(like, PromptTemplate):
         return msgspec.structs.replace(like, template=text)
     if isinstance(like, JsonResource) and isinstance(like.value, str):
         return JsonResource(value=text)
+    if messages_of(like):
+        return read_document(text)
     try:
         return JsonResource(value=msgspec.json.decode(text))
     except msgspec.DecodeError as error:

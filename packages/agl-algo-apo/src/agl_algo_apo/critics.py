@@ -70,7 +70,7 @@ class Critics:
         """Return a critique g_k and a text p_k for each assignment, from one answer each; all are asked at once."""
         questions = [
             (
-                self._search.request("improve", name=a.name, text=parent.texts[a.name], evidence=shown),
+                self._search.request("improve", name=a.name, text=parent.instructions[a.name], evidence=shown),
                 self._search.question_seed(step, f"improve{k}"),
             )
             for k, (a, shown) in enumerate(zip(assignments, evidence, strict=True))
@@ -81,7 +81,7 @@ class Critics:
         self, parent: PromptCandidate, assignments: Sequence[Assignment], evidence: Sequence[str], step: int
     ) -> list[Written]:
         """Return the same from two questions each: to the critic, all at once, and then to the editor."""
-        texts = [parent.texts[assignment.name] for assignment in assignments]
+        texts = [parent.instructions[assignment.name] for assignment in assignments]
         critiques = await self._search.critic.ask_all(  # g_k = critic(p, D_k); None where the model did not answer
             [
                 (
@@ -119,7 +119,7 @@ class Critics:
         runs: Sequence[EvidenceRun],
         step: int,
     ) -> PromptCandidate | None:
-        texts = {**parent.texts, assignment.name: written.text or ""}
+        texts = {**parent.instructions, assignment.name: written.text or ""}
         child = self._search.proposal([parent], texts, step=step, operator="edit", critique=written.critique)
         origin = Origin(
             shown=tuple(task_text(self._search.context.train[task]) for task in assignment.tasks),

@@ -17,6 +17,7 @@ from agl.episodes import Enclosing
 from agl.errors import NotFoundError
 from agl.schemas import PromptTemplate, Record, Resource, Rollout, Span
 from agl.stores import all_spans
+from agl_algo_apo.messages import messages_of
 from agl_algo_apo.scores import Measured
 
 MESSAGE_CHARS = 600
@@ -146,8 +147,10 @@ def rendered(resource: Resource) -> "re.Pattern[str] | None":
     """Return a pattern that recognises a template after its placeholders were filled.
 
     ``None`` for a resource that is no template, or an empty one. Of jinja and plain text it knows the longest literal
-    line only.
+    line only, of several messages the first one.
     """
+    if messages := messages_of(resource):
+        return rendered(PromptTemplate(template=messages[0][1]))
     if not isinstance(resource, PromptTemplate) or not resource.template.strip():
         return None
     if resource.engine != "f-string":

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from agl_algo_apo.candidates import PromptCandidate
+from agl_algo_apo.demonstrations import without_demonstrations
 from agl_algo_apo.evaluation import MeasureJob
 from agl_algo_apo.pruning import Change, changes, without
 from agl_algo_apo.race import Verdict
@@ -23,11 +24,14 @@ class Pruner:
         self._search = search
 
     def unproven(self) -> dict[str, list[Change]]:
-        """Return the changes of the best candidate that have not earned their place, by resource."""
+        """Return the changes and demonstrations of the best candidate that have not earned their place, by resource."""
         if self._search.progress.best in self._search.progress.pruned:
             return {}
         first, proven = self._search.lineage[self._search.progress.seed].texts, self._search.progress.proven
-        found = {name: changes(first[name], text) for name, text in self._search.best.texts.items()}
+        best = self._search.best
+        found = {name: changes(first[name], text) for name, text in best.instructions.items()}
+        for name, shown in best.demonstrations.items():
+            found[name] += [Change(key=each.key, without=best.instructions[name]) for each in shown]
         left = {n: [c for c in known if c.key not in proven.get(n, ())] for n, known in found.items()}
         return {name: unproven for name, unproven in left.items() if unproven}
 
@@ -49,7 +53,7 @@ class Pruner:
         best, undone = self._search.best, dict[str, tuple[str, str]]()
         for name, unproven in self.unproven().items():
             for change in unproven:
-                child = await self._without(best, name, change.without, step)
+                child = await self._without(best, name, change, step)
                 if child is not None:  # else the rest breaks a rule, or was beaten often enough
                     undone[child.id] = (name, change.key)
         entrants = [self._search.lineage[child] for child in undone]
@@ -101,15 +105,18 @@ class Pruner:
             await self._search.evaluator.measure(jobs, step=step, purpose=purpose)
 
     async def _undo(self, useless: Sequence[tuple[str, str]], step: int) -> None:
-        """Race the best candidate without these changes, all undone together, against itself._search."""
+        """Race the best candidate without these changes, all undone together, against itself."""
         best, first = self._search.best, self._search.lineage[self._search.progress.seed].texts
         keys = {name: frozenset(key for owner, key in useless if owner == name) for name in best.texts}
-        texts = {name: without(first[name], text, keys[name]) for name, text in best.texts.items()}
-        child = self._search.proposal([best], texts, step=step, operator="delete")
+        texts = {name: without(first[name], text, keys[name]) for name, text in best.instructions.items()}
+        shown = without_demonstrations(best.demonstrations, keys)
+        child = self._search.proposal([best], texts, step=step, operator="delete", demonstrations=shown)
         if len(useless) > 1 and (admitted := await self._search.admit(child, best)) is not None:
             await self._search.contest([admitted], best, step=step, purpose="delete", may_tie=True)
 
-    async def _without(self, best: PromptCandidate, name: str, text: str, step: int) -> PromptCandidate | None:
-        child = self._search.proposal([best], {**best.texts, name: text}, step=step, operator="delete")
+    async def _without(self, best: PromptCandidate, name: str, change: Change, step: int) -> PromptCandidate | None:
+        texts = {**best.instructions, name: change.without}
+        shown = without_demonstrations(best.demonstrations, {name: (change.key,)})
+        child = self._search.proposal([best], texts, step=step, operator="delete", demonstrations=shown)
         known = self._search.lineage.get(child.id)  # such as the parent that it was better than by chance
         return known if known is not None and known.status == "pool" else await self._search.admit(child, best)

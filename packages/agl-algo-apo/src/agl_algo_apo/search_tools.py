@@ -11,7 +11,9 @@ from agl.contracts import AlgorithmContext
 from agl_algo_apo.answers import before_text, extract
 from agl_algo_apo.budget import Budget, Spent
 from agl_algo_apo.candidates import Lineage, PromptCandidate, candidate_id
+from agl_algo_apo.demonstrations import Demonstrations, demonstrated
 from agl_algo_apo.evaluation import Evaluator, MeasureJob, nothing_scored
+from agl_algo_apo.held_out import HeldOut
 from agl_algo_apo.journal import STATIC, GateReport, Journal, compared
 from agl_algo_apo.optimizer import Optimizer
 from agl_algo_apo.progress import SearchProgress
@@ -82,6 +84,7 @@ class SearchTools:
         self.progress = SearchProgress()
         self.result: Result | None = None
         self._known_by: frozenset[str] | None = None
+        self._marks: HeldOut | None = None
 
     @property
     def journal(self) -> Journal:
@@ -119,7 +122,9 @@ class SearchTools:
                 return None
             return self.lineage.put(known.replace(status="proposed", tries=known.tries + 1))
         known_by = await self._identifiers()
-        broken = [violation(child.texts[r.name], r, shown=origin.shown, identifiers=known_by) for r in self.rules]
+        texts = child.instructions
+        broken = [violation(texts[r.name], r, shown=origin.shown, identifiers=known_by) for r in self.rules]
+        broken.append((await self._held_out()).violation(child.demonstrations) if child.demonstrations else "")
         reason = next((text for text in broken if text), "")
         report = GateReport(gate=STATIC, has_passed=not reason, step=child.step, reason=reason)
         self.journal.met(child.id, report)
@@ -136,11 +141,20 @@ class SearchTools:
         step: int,
         operator: str,
         critique: str = "",
+        demonstrations: Demonstrations | None = None,
     ) -> PromptCandidate:
-        """Return a candidate with these texts, which is not in the lineage yet."""
+        """Return a candidate with these instructions, which is not in the lineage yet.
+
+        Its demonstrations are those of its first parent where none are given.
+        """
+        shown = parents[0].demonstrations if demonstrations is None else {n: d for n, d in demonstrations.items() if d}
+        like = {rules.name: rules.seed for rules in self.rules}
+        whole = {n: demonstrated(text, shown.get(n, ()), like=like[n]) for n, text in texts.items()}
         return PromptCandidate(
-            id=candidate_id(texts),
-            texts=dict(texts),
+            id=candidate_id(whole),
+            texts=whole,
+            demonstrations=shown,
+            bare={name: texts[name] for name in shown},
             parents=tuple(parent.id for parent in parents),
             operator=operator,
             step=step,
@@ -160,7 +174,10 @@ class SearchTools:
 
     def request(self, kind: str, *, name: str, **values: str) -> str:
         """Return a request to the editor about one resource, with the rules that its text must keep."""
-        constraints = "\n".join(next(rules for rules in self.rules if rules.name == name).words())
+        lines = next(rules for rules in self.rules if rules.name == name).words()
+        if self.settings.demonstrations:
+            lines.append("- Write no examples of tasks with their answers: they are chosen and added apart.")
+        constraints = "\n".join(lines)
         return self.requests.text(kind, component=name, constraints=constraints, **values)
 
     def question_seed(self, step: int, purpose: str) -> str:
@@ -253,6 +270,13 @@ class SearchTools:
         again = [entrant for entrant in entrants if entrant.tries > 1]
         known = max((len(self.evaluator.scores.rewards(entrant.id, "val")) for entrant in again), default=0)
         return [rung for rung in self.rungs if len(rung) > known] or self.rungs[-1:]
+
+    async def _held_out(self) -> HeldOut:
+        """Return the marks of the validation tasks, test tasks included."""
+        if self._marks is None:
+            hidden = await self.evaluator.hidden_keys()
+            self._marks = HeldOut.of(self.context.val, self.context.train, hidden=hidden)
+        return self._marks
 
     async def _identifiers(self) -> frozenset[str]:
         """Return the words that belong to one training task each, of what the agent sees of it."""

@@ -30,6 +30,9 @@ FEWEST_FINAL = 8
 """Fewest fresh rollouts of each candidate in the final measurement, where there are so many validation tasks."""
 
 
+_COUNTS = ("beam_rounds", "delete_every", "max_chars", "demonstrations", "demonstration_chars")
+
+
 class SearchSettings(Record, frozen=True, kw_only=True):
     """Parameters of a search; `apo.py` describes them where a person sets them."""
 
@@ -46,6 +49,8 @@ class SearchSettings(Record, frozen=True, kw_only=True):
     p_best: float = 0.5
     patience: int = 10
     delete_every: int = 6
+    demonstrations: int = 0
+    demonstration_chars: int = 4000
     perfect_score: float = 1.0
     failure_reward: float = 0.0
     reserve: float = 0.1
@@ -63,7 +68,7 @@ class SearchSettings(Record, frozen=True, kw_only=True):
         low = {name: getattr(self, name) for name in names if getattr(self, name) < 1}
         if low:
             raise ConfigError(f"{algorithm} got {low}; each must be at least 1")
-        negative = {name: getattr(self, name) for name in ("beam_rounds", "delete_every", "max_chars")}
+        negative = {name: getattr(self, name) for name in _COUNTS}
         if min(negative.values()) < 0:
             raise ConfigError(f"{algorithm} got {negative}; each must be at least 0")
         if not (0.0 <= self.reserve < 1.0 and 0.0 <= self.p_best <= 1.0 and 0.0 <= self.test < 1.0):

@@ -7,13 +7,14 @@ Candidates come from a model and are not trusted, so nothing here formats or ren
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from typing import Any, cast
 
 from agl.errors import ConfigError
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
 from agl_algo_apo.candidates import resource_of, text_of
+from agl_algo_apo.messages import changed_messages, check_messages, messages_of
 
 OVERLAP_WORDS = 8
 """A text with so many words in a row from a shown task counts as a copy of it."""
@@ -41,12 +42,16 @@ class TextRules(Record, frozen=True, kw_only=True):
         """Return the rules as the model that writes reads them, one line each."""
         lines = [f"- Write at most {self.max_chars} characters."] if self.max_chars else []
         names = sorted(placeholders(self.seed, name=self.name))
-        if isinstance(self.seed, PromptTemplate) and self.seed.engine != "plain":
+        messages = messages_of(self.seed)
+        if messages:
+            heads = ", ".join(f"=== {role} ===" for role, _ in messages)
+            lines.append(f"- It is a list of messages: keep these lines in this order, each before its text: {heads}.")
+        if messages or (isinstance(self.seed, PromptTemplate) and self.seed.engine != "plain"):
             shown = ", ".join(names) if names else "none: add none"
             lines.append(f"- Keep exactly these placeholders, written exactly like this: {shown}.")
-        if isinstance(self.seed, PromptTemplate) and self.seed.engine == "f-string":
+        if messages or (isinstance(self.seed, PromptTemplate) and self.seed.engine == "f-string"):
             lines.append("- Write a literal brace twice: {{ or }}.")
-        if isinstance(self.seed, JsonResource) and not isinstance(self.seed.value, str):
+        if isinstance(self.seed, JsonResource) and not isinstance(self.seed.value, str) and not messages:
             keys = ", ".join(sorted(EDITABLE_KEYS))
             lines.append(f"- It is JSON: keep its structure, and change only strings under the keys {keys}.")
         lines += [f"- Keep this, word for word: {invariant}" for invariant in self.invariants]
@@ -55,6 +60,7 @@ class TextRules(Record, frozen=True, kw_only=True):
 
 def check_seed(rules: TextRules) -> None:
     """Check that the first text keeps the rules itself; raises :class:`ConfigError`."""
+    check_messages(rules.name, rules.seed)
     try:
         placeholders(rules.seed, name=rules.name)
     except ValueError as error:
@@ -84,10 +90,13 @@ def violation(
         return f"the text lost {missing[0]!r}, which must stay"
     try:
         resource = resource_of(text, rules.seed)
+        moved = changed_messages(resource, rules.seed) if messages_of(rules.seed) else ""
         kept = placeholders(resource, name=rules.name)
         had = placeholders(rules.seed, name=rules.name)
     except ValueError as error:
         return f"the text is no valid template: {error}"
+    if moved:
+        return moved
     if kept != had:
         return _placeholder_difference(kept, had)
     return _changed_json(resource, rules.seed) or _copied(text, rules, shown) or _named(text, rules, identifiers)
@@ -98,6 +107,8 @@ def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
 
     Raises :class:`ValueError` for a template that cannot be parsed.
     """
+    if messages := messages_of(resource):
+        return frozenset(place for _, text in messages for place in _f_string_placeholders(text))
     if not isinstance(resource, PromptTemplate) or resource.engine == "plain":
         return frozenset()
     if resource.engine == "jinja":
@@ -107,6 +118,8 @@ def placeholders(resource: Resource, *, name: str) -> frozenset[str]:
 
 def field_names(resource: Resource, *, name: str) -> frozenset[str]:
     """Return the names of the values that a template needs."""
+    if messages := messages_of(resource):
+        return frozenset(field for _, text in messages for field in PromptTemplate(template=text).fields)
     if isinstance(resource, PromptTemplate) and resource.engine == "f-string":
         return resource.fields
     return frozenset(field.strip("{} ") for field in placeholders(resource, name=name) if "{{" in field)
@@ -173,7 +186,7 @@ def _placeholder_difference(kept: frozenset[str], had: frozenset[str]) -> str:
 
 
 def _changed_json(resource: Resource, seed: Resource) -> str:
-    if not isinstance(seed, JsonResource) or isinstance(seed.value, str):
+    if not isinstance(seed, JsonResource) or isinstance(seed.value, str) or messages_of(seed):
         return ""
     where = _json_difference(cast("JsonResource", resource).value, seed.value, path="$", may_change=False)
     return f"the JSON differs at {where} from the first version, where nothing may change" if where else ""
@@ -205,10 +218,10 @@ def _is_same(new: object, old: object) -> bool:
 
 def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
     """Return the reason where a run of words comes from a shown task and not from the first version, else ``""``."""
-    known = _runs(text_of(rules.seed, name=rules.name))
-    ours = _runs(text) - known
+    known = runs_of(text_of(rules.seed, name=rules.name))
+    ours = runs_of(text) - known
     for task in shown:
-        copied = ours & _runs(task)
+        copied = ours & runs_of(task)
         if copied:
             return f"the text copies a task that its author was shown: {' '.join(sorted(copied)[0])!r}"
     return ""
@@ -216,7 +229,7 @@ def _copied(text: str, rules: TextRules, shown: Sequence[str]) -> str:
 
 def _named(text: str, rules: TextRules, identifiers: frozenset[str]) -> str:
     """Return the reason where a text names a single training task and the first version does not, else ``""``."""
-    named = sorted((_words(text) - _words(text_of(rules.seed, name=rules.name))) & identifiers)
+    named = sorted((words_of(text) - words_of(text_of(rules.seed, name=rules.name))) & identifiers)
     return f"the text names a single training task: {named[0]!r}" if named else ""
 
 
@@ -231,22 +244,24 @@ def identifiers_of(train: Sequence[Json], others: Sequence[Json], *, hidden: Ite
         others: The tasks that are not trained on.
         hidden: Keys that the agent does not see; it could not recognise a task by them.
     """
-    seen = Counter(word for task in (*train, *others) for word in _words(task_text(_visible(task, set(hidden)))))
-    ours = {word for task in train for word in _words(task_text(_visible(task, set(hidden))))}
+    seen = Counter(word for task in (*train, *others) for word in words_of(task_text(visible(task, set(hidden)))))
+    ours = {word for task in train for word in words_of(task_text(visible(task, set(hidden))))}
     return frozenset(word for word in ours if seen[word] == 1 and len(word) > 1 and any(map(str.isdigit, word)))
 
 
-def _visible(task: Json, hidden: set[str]) -> Json:
+def visible(task: Json, hidden: Collection[str]) -> Json:
+    """Return a task as the agent sees it."""
     if not isinstance(task, dict):
         return task
     return {key: value for key, value in cast("dict[str, Json]", task).items() if key not in hidden}
 
 
-def _words(text: str) -> set[str]:
+def words_of(text: str) -> set[str]:
+    """Return the words of a text without their case; those joined by hyphens, dots and the like are one."""
     return {word.casefold() for word in re.findall(r"\w+(?:[-./:#]\w+)*", text)}
 
 
-def _runs(text: str) -> set[tuple[str, ...]]:
+def runs_of(text: str) -> set[tuple[str, ...]]:
     """Return every run of ``OVERLAP_WORDS`` words, without punctuation and case."""
     words = [word.strip(".,;:!?\"'()[]{}<>").casefold() for word in text.split()]
     words = [word for word in words if word]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agl_run.experiment.fitting import DevResult, FitResult
     from agl_run.experiment.progress import Progress, Quiet
     from agl_run.experiment.trainer import Trainer
+    from agl_run.messages import Messages
     from agl_run.runners.agent import Agent, AgentSpec, LoadedAgent
     from agl_run.runners.attempt import AttemptScope, run_attempt
     from agl_run.runners.local import AsyncRunner
@@ -45,6 +46,7 @@ __all__ = [
     "FitResult",
     "GatewayConfig",
     "LoadedAgent",
+    "Messages",
     "PolicyConfig",
     "Progress",
     "Quiet",
@@ -86,6 +88,7 @@ _HOMES = {
     "agl_run.experiment.fitting": ("DevResult", "FitResult"),
     "agl_run.experiment.progress": ("Progress", "Quiet"),
     "agl_run.experiment.trainer": ("Trainer",),
+    "agl_run.messages": ("Messages",),
     "agl_run.runners.agent": ("Agent", "AgentSpec", "LoadedAgent"),
     "agl_run.runners.attempt": ("AttemptScope", "run_attempt"),
     "agl_run.runners.local": ("AsyncRunner",),

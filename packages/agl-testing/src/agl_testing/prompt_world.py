@@ -14,6 +14,9 @@ and slips now and then. So a prompt is as good as the lines that it holds, whate
 - *Notes* about one order, ``For order train-003 write the date as EUR.``, are obeyed in that order and before any rule.
   They pay on the task that they name and nowhere else: ``memorising`` has an optimiser that writes them.
 - *Local* fields are in training orders only. Rules about them pay there, and are clutter everywhere else.
+- *Unsaid* rules are named by no feedback, so no critic can advise them. The task model gets them right now and then,
+  and always where its prompt shows an answer that does: ``Output:`` and the answer as JSON, after any input. Other
+  fields are written as in such an answer too, where no line says how.
 - *Roles*: a rule belongs to one prompt, and the same line in another prompt does nothing.
 
 All randomness follows from seeds that are passed in, so equal seeds give equal runs whatever the concurrency.
@@ -43,6 +46,7 @@ __all__ = [
     "StyleRule",
     "cluttered",
     "complete_order",
+    "demonstrable",
     "duo",
     "easy",
     "is_brief",
@@ -62,6 +66,12 @@ LINE = re.compile(r"Write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
 
 NOTE = re.compile(r"For order ([a-z]+-[0-9]+) write the ([a-z ]+?) as ([A-Za-z0-9 ]+)\.")
 """A memorised answer that the task model obeys in one order: (order, field, style)."""
+
+OUTPUT = re.compile(r"^Output: (.+)$", re.MULTILINE)
+"""An answer that a prompt shows."""
+
+SHOWN = re.compile(r'"([a-z ]+)": ?"([A-Za-z0-9 ]+)"')
+"""A field in such an answer: (field, style)."""
 
 FIELDS = re.compile(r"Order ([a-z0-9-]+)\. Fields: ([a-z, ]+)\.")
 """The part of a prompt with its order that names the order and the fields to fill in."""
@@ -95,6 +105,8 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
         rules: The rules, which an optimiser has to find out.
         free: Fields that need no rule; they belong to the first role.
         local: Rules about fields that only training orders have; they belong to the first role.
+        unsaid: Fields whose rules no feedback names.
+        knack: Probability that the task model writes an unsaid field right where its prompt does not say how.
         memorises: How often the optimiser of this world writes notes about single orders instead of a rule.
         noise: Probability that a field is written in a random style.
         harm: Probability that a clerk with the trap in the prompt leaves a field out.
@@ -109,6 +121,8 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
     rules: tuple[StyleRule, ...]
     free: tuple[str, ...] = ("note", "city")
     local: tuple[StyleRule, ...] = ()
+    unsaid: tuple[str, ...] = ()
+    knack: float = 0.0
     memorises: float = 0.0
     noise: float = 0.05
     harm: float = 0.4
@@ -162,9 +176,10 @@ class PromptWorld(msgspec.Struct, frozen=True, kw_only=True):
             obeyed = obeyed_styles(prompts[prompt_name(role)], order=task["order"])
             kept = 1.0 - self.harm if is_brief(obeyed) else 1.0
             for field in fields:
-                is_right = obeyed.get(field, PLAIN) == task["expected"][field]
+                is_known = field in self.unsaid and field not in obeyed
+                right = self.knack if is_known else obeyed.get(field, PLAIN) == task["expected"][field]
                 # Right by following the prompt, or by a slip that happens to draw the right style.
-                chances.append(kept * ((1.0 - self.noise) * is_right + self.noise / len(STYLES)))
+                chances.append(kept * ((1.0 - self.noise) * right + self.noise / len(STYLES)))
         # Fields are independent: sparse needs all of them, otherwise the score is the share that is right.
         return prod(chances) if self.is_sparse else sum(chances) / len(chances)
 
@@ -223,6 +238,11 @@ def cluttered(seed: int = 0) -> PromptWorld:
     return PromptWorld(rules=_RULES, local=_LOCAL, seed=seed)
 
 
+def demonstrable(seed: int = 0) -> PromptWorld:
+    """Like ``easy``, with two rules that no feedback names: only examples of good answers can teach them."""
+    return PromptWorld(rules=(*_RULES, *_UNSAID), unsaid=("code", "unit"), knack=0.3, seed=seed)
+
+
 WORLDS = {
     "easy": easy,
     "noisy": noisy,
@@ -231,7 +251,7 @@ WORLDS = {
     "memorising": memorising,
     "cluttered": cluttered,
 }
-"""The settings by name."""
+"""The settings by name in which every optimiser can find all rules; ``demonstrable`` is none of them."""
 
 
 def prompt_name(role: str) -> str:
@@ -252,10 +272,12 @@ def note_of(order: str, field: str, style: str) -> str:
 def obeyed_styles(prompt: str, *, order: str = "") -> dict[str, str]:
     """The style that a prompt asks for, by field; of two lines about one field the later one counts.
 
-    Notes count only for the ``order`` that they name, and there before everything else.
+    Notes count only for the ``order`` that they name, and there before everything else; answers that the prompt shows
+    count where no line does.
     """
     notes = {field: style for named, field, style in NOTE.findall(prompt) if named == order}
-    return {**dict(LINE.findall(prompt)), **notes}
+    shown = dict(SHOWN.findall("\n".join(OUTPUT.findall(prompt))))
+    return {**shown, **dict(LINE.findall(prompt)), **notes}
 
 
 def is_brief(styles: Mapping[str, str]) -> bool:
@@ -273,16 +295,19 @@ def complete_order(text: str, *, world: PromptWorld, seed: str) -> dict[str, str
 
     ``text`` is a prompt with its order. A field that is left out is missing from the result.
     """
-    found = FIELDS.search(text)
-    styles = obeyed_styles(text, order=found[1] if found else "")
-    fields = found[2].split(", ") if found else []
+    found = FIELDS.findall(text)[-1:]  # before the order itself, the prompt may show others
+    order, listed = found[0] if found else ("", "")
+    styles = obeyed_styles(text, order=order)
+    fields = listed.split(", ") if found else []
+    known = {rule.field: rule.style for rule in world.rules if rule.field in world.unsaid}
     answer: dict[str, str] = {}
     for field in fields:
         draw = random.Random(f"{seed}|{field}")
         # All three are drawn whatever the prompt says, so that two prompts meet the same luck on the same field.
         is_slip, slip, is_left_out = draw.random() < world.noise, draw.choice(STYLES), draw.random() < world.harm
+        style = styles.get(field, known[field] if field in known and draw.random() < world.knack else PLAIN)
         if not (is_left_out and is_brief(styles)):
-            answer[field] = slip if is_slip else styles.get(field, PLAIN)
+            answer[field] = slip if is_slip else style
     return answer
 
 
@@ -292,7 +317,9 @@ def judge(world: PromptWorld, task: Any, answer: Mapping[str, str], *, is_short:
     owners = {field: role for role, fields in task["fields"].items() for field in fields}
     wrong = {field: style for field, style in expected.items() if answer.get(field) != style}
     said = [
-        f"[{owners[field]}] {field}: expected {style}, found {answer.get(field, 'nothing')}."
+        f"[{owners[field]}] {field}: not as it should be."
+        if field in world.unsaid
+        else f"[{owners[field]}] {field}: expected {style}, found {answer.get(field, 'nothing')}."
         for field, style in wrong.items()
     ]
     if not is_short and random.Random(f"{seed}|nagging").random() < world.nagging:
@@ -314,4 +341,5 @@ _LOCAL = (
     StyleRule("batch", "digits only"),
     StyleRule("pallet", "full words"),
 )
+_UNSAID = (StyleRule("code", "upper case"), StyleRule("unit", "full words"))
 _SIXTH = StyleRule("street", "upper case")

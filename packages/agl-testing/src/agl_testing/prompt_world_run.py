@@ -20,7 +20,7 @@ import msgspec
 import agl
 from agl import semconv
 from agl.algorithms import ComponentConfig, component
-from agl.schemas import LLM, PromptTemplate, Reward, Rollout, Span
+from agl.schemas import LLM, Reward, Rollout, Span
 from agl_testing.model_server import ModelRequest, Reply, ScriptedModelServer, Step
 from agl_testing.prompt_world import (
     PromptWorld,
@@ -76,8 +76,7 @@ class OrderAgent:
         answer: dict[str, str] = {}
         is_short = False
         for role, fields in task["fields"].items():
-            prompt: PromptTemplate = resources[prompt_name(role)]
-            text = filled(prompt, order_text(task["order"], fields))
+            text = filled(resources[prompt_name(role)], order_text(task["order"], fields))
             is_short = is_short or is_brief(obeyed_styles(text))
             answer |= await ask(text, f"{rollout.rollout_id}|{role}")
         agl.emit_object({"fields": answer, "is_short": is_short}, name="answer")
@@ -126,8 +125,14 @@ def order_reward(world: PromptWorld) -> ComponentConfig:
     return component("agl_testing.prompt_world_run:OrderReward", world=plain)
 
 
-def filled(prompt: PromptTemplate, order: str) -> str:
-    """Return the prompt with the order filled in, or appended where the engine has no placeholders."""
+def filled(prompt: Any, order: str) -> str:
+    """Return the prompt with the order filled in, or appended where the engine has no placeholders.
+
+    Of a prompt of several messages it is the text of all of them.
+    """
+    if isinstance(prompt, list):
+        messages = cast("Any", prompt).format(order=order)
+        return "\n".join(message["content"] for message in messages)
     return f"{prompt.template}\n{order}" if prompt.engine == "plain" else prompt.format(order=order)
 
 

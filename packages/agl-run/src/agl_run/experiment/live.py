@@ -7,7 +7,8 @@ import msgspec
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
-from agl.schemas import LLM, JsonResource, NamedResources, Resource, ResourceVersion, Rollout
+from agl.schemas import LLM, NamedResources, Resource, ResourceVersion, Rollout
+from agl_run.messages import value_for_agent
 
 _CACHED = 256
 """Most versions that a remote worker caches; the rollouts of a step share them."""
@@ -122,5 +123,4 @@ def resource_for_agent(endpoints: Mapping[str, LLM], name: str, version: Resourc
     """Convert a version for an agent: a policy to the LLM that serves it, JSON to its value."""
     if name in endpoints:
         return endpoints[name]
-    resource = version.resource
-    return resource.value if isinstance(resource, JsonResource) else resource
+    return value_for_agent(version.resource)

@@ -15,6 +15,7 @@ from agl.contracts import Tracer
 from agl.errors import AglError
 from agl.tracing import SpanRecorder
 from agl_run.importing import install_tracers
+from agl_run.messages import value_for_agent
 from agl_run.runners.agent import AgentSpec, LoadedAgent
 from agl_run.runners.attempt import AttemptScope, run_attempt
 from agl_run.runners.connections import separate_loops
@@ -88,7 +89,7 @@ async def _serve(
             break
         recorder = SpanRecorder()
         scope = AttemptScope(
-            resources=dict(message.resources),
+            resources={name: value_for_agent(resource) for name, resource in message.resources.items()},
             token=message.token,
             recorder=recorder,
             executor=executor,

@@ -11,6 +11,7 @@ import sys
 from agl.errors import ConfigError, RunError
 from agl.schemas import Claim, ErrorInfo, Outcome
 from agl.tracing import AttemptTokens
+from agl_run.messages import resource_for_child
 from agl_run.replay.script import load_script
 from agl_run.runners.kept import KeptProcess
 from agl_run.runners.pipe import ChildDone, ChildReady, ChildRun, ChildSpans, ChildStart, frame, read_from_child
@@ -53,7 +54,7 @@ class ProcessRunner:
         run = ChildRun(
             rollout=claim.rollout.for_agent,
             attempt=claim.attempt,
-            resources=await setup.resources(claim.rollout),
+            resources={n: resource_for_child(r) for n, r in (await setup.resources(claim.rollout)).items()},
             token=issue_token(self._tokens, claim.rollout, claim.attempt),
             replay=await load_script(setup.store, claim.rollout),
         )
