@@ -57,8 +57,10 @@ class Driver:
         self.session = session
         self.state = state
         self.progress = progress
-        agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial)
-        self.reports = RunReports(failures=FailureReport(), agreement=agreement, sampling=SamplingReport())
+        url = session.store_url
+        agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial, store_url=url)
+        failures, sampling = FailureReport(store_url=url), SamplingReport(store_url=url)
+        self.reports = RunReports(failures=failures, agreement=agreement, sampling=sampling, store_url=url)
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
