@@ -34,7 +34,7 @@ def _store_option(url: str) -> tuple[str, ...]:
     found = _found_without_option()
     if not url or url.startswith(MEMORY) or (found is not None and _place(found) == _place(url)):
         return ()
-    return ("--store", _short(url))
+    return ("--store", _short(without_password(url)))
 
 
 def _found_without_option() -> str | None:
