@@ -12,7 +12,7 @@ from agl.algorithms import algorithm
 from agl.contracts import RolloutQuery
 from agl.errors import ConfigError
 from agl.schemas import PromptTemplate
-from agl_run import Quiet, SQLiteStore
+from agl_run import Progress, Quiet, SQLiteStore
 from agl_run.experiment.state import load_experiment
 from agl_testing.plugins import PluginFolder
 
@@ -91,6 +91,8 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         breaks: dict[str, int] | None = None,
         schedule: str = "sequential",
         folder: str = "work",
+        progress: Progress | None = None,
+        section: dict[str, Any] | None = None,
         **steps: int,
     ) -> Any:
         algorithms = [
@@ -113,7 +115,8 @@ def fit(agl_plugins: PluginFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
             schedule=schedule,
             folder=tmp_path,
             workdir=str(tmp_path / folder),
-            progress=Quiet(),
+            progress=progress or Quiet(),
+            **(section or {}),
         )
         return trainer.fit(letters, ["x"], ["y"], resume=resume)
 
@@ -228,6 +231,42 @@ def test_a_continued_run_that_stops_can_be_resumed_like_any_other(fit: Callable[
     result = fit(a=4, resume=True)
 
     assert "aaaa" == prompt_of(tmp_path, result.resources["prompt"])
+
+
+class Said(Quiet):
+    """Keeps what a run says about settings."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        if "continues after" in text:
+            self.lines.append(text)
+
+
+def test_a_resumed_run_names_the_settings_that_changed(fit: Callable[..., Any]) -> None:
+    said = Said()
+    fit(a=1)
+    fit(a=2, breaks={"a": 9}, section={"penalty": -1.0, "failed": "penalise"}, resume=True, progress=said)
+    assert [
+        'a: continues after step 1 with other settings: experiment.failed "penalise" (was "drop"), '
+        "experiment.penalty -1.0 (was 0.0), steps 2 (was 1), breaks_at 9 (was 0)"
+    ] == said.lines
+
+
+def test_a_resumed_run_without_other_settings_says_only_where_it_continues(fit: Callable[..., Any]) -> None:
+    said = Said()
+    with pytest.raises(RuntimeError, match="stopped on purpose"):
+        fit(a=2, breaks={"a": 2})
+    with pytest.raises(RuntimeError, match="stopped on purpose"):
+        fit(a=2, breaks={"a": 2}, resume=True, progress=said)
+    assert ["a: continues after step 1"] == said.lines
+
+
+def test_an_algorithm_of_another_kind_under_the_same_name_is_refused(fit: Callable[..., Any]) -> None:
+    fit(a=1)
+    with pytest.raises(ConfigError, match=r"'a' of .* began as \"longer\" and its use is now \"fixed\""):
+        fit(a=2, use="fixed", resume=True)
 
 
 def test_the_reward_before_is_not_made_up_where_its_rollouts_were_removed(

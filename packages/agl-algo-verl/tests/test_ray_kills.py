@@ -159,7 +159,7 @@ class Stage:
         wait_for(lambda: bool(self.attempts(step)), run)
         kill(run, name)
         assert 0 != run.wait(PATIENCE_S)
-        assert "agl run --resume" in self.log()
+        assert "continue with --resume (resume=True)" in self.log()
         assert "Traceback" not in self.log()
 
     def _answers(self) -> bool:

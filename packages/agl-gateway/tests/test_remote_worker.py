@@ -6,7 +6,7 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 
-from agl.errors import CaptureError, ConfigError, GatewayLostError, NotFoundError
+from agl.errors import CaptureError, ConfigError, GatewayLostError, NotFoundError, TokenError
 from agl.schemas import Attempt, Claim, ErrorInfo, Outcome, Rollout, new_rollout_id
 from agl.stores import MemoryStore
 from agl_gateway.client import HttpStore
@@ -165,6 +165,27 @@ async def test_worker_gives_back_what_its_gateway_lost() -> None:
     assert {"lost"} == {attempt.status for attempt in attempts[:4]}
     assert [None] * 4 == [attempt.error for attempt in attempts[:4]]
     await store.close()
+
+
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("AGL_TOKEN", "is not an agl token .*Set AGL_TOKEN to the token in `agl serve`'s token file"),
+        ("AGL_SECRET", "the token signed with this machine's AGL_SECRET: .*Set AGL_SECRET to the secret that it runs"),
+    ],
+)
+async def test_refused_token_of_a_store_is_answered_with_the_way_to_a_good_one(
+    stage: StageFactory, monkeypatch: pytest.MonkeyPatch, variable: str, advice: str
+) -> None:
+    for name in ("AGL_TOKEN", "AGL_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, OTHER.decode())
+    async with stage() as it:
+        store = HttpStore(it.url)
+        with pytest.raises(TokenError, match=advice) as caught:
+            await store.cursor()
+        await store.close()
+        assert "attempt" not in str(caught.value)
 
 
 async def test_shared_secret_opens_the_store_of_a_running_experiment(

@@ -40,7 +40,7 @@ class Serve:
 
     def start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-c", "from agl_run.cli.main import main; main()", "serve"]
-        command += ["--store", "sqlite:///served.db", "--port", str(self.port), *self.options]
+        command += ["--store", "served.db", "--port", str(self.port), *self.options]
         environment = {**os.environ, "AGL_TOKEN": TOKEN, "AGL_SECRET": SECRET}
         process = subprocess.Popen(
             command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -4,7 +4,8 @@ from agl import semconv
 from agl.episodes._forest import ForestOptions
 from agl.episodes._scores import ScoreOptions
 from agl.episodes._transitions import EpisodeOptions, build_episode
-from agl.schemas import Attempt
+from agl.schemas import Attempt, Reward
+from agl.tracing import make_reward_span
 from agl_run.explain import explain
 from agl_testing.cases import ATTEMPT, ROLLOUT, agent_span, call_span, plain_span, reward_span
 
@@ -27,6 +28,25 @@ def test_explain_says_what_became_of_every_call() -> None:
     assert "call c3 (agent 'writer', turn 1, p, 4 + 1 tokens): row 1 at 4; drift: " in text
     assert "call c2 (no agent, turn 0, p, 0 + 1 tokens): rejected, missing_token_ids: the backend returned none" in text
     assert "missing_token_ids: Ask the backend for token ids" in text
+
+
+def test_explain_names_each_reward_with_its_parts_and_the_words_of_its_judge() -> None:
+    judged = Reward(value=0.5, name="judge", dimensions={"style": 1.0}, source="evaluator", feedback="too long")
+    step = Reward(value=1.0, name="step", scope="turn", span_id="c1")
+    spans = [call_span(1), *(make_reward_span(ROLLOUT.rollout_id, ATTEMPT.attempt_id, each) for each in (judged, step))]
+    text = explain(build_episode(ROLLOUT, ATTEMPT, spans), spans)
+    assert "recorded reward 'judge' 0.5 (style 1) by evaluator; feedback: too long" in text
+    assert "recorded reward 'step' 1 by environment about turn c1" in text
+
+
+def test_explain_does_not_alarm_where_the_model_gives_no_token_ids_at_all() -> None:
+    missing = {"ids_missing": "the backend returned none", "prompt_ids": b""}
+    spans = [call_span(1, **missing), call_span(2, **missing), reward_span(3, 1.0)]
+    text = "\n".join(explain(build_episode(ROLLOUT, ATTEMPT, spans), spans))
+    assert "call c1 (no agent, turn 0, p, 0 + 1 tokens): recorded without token ids" in text
+    assert "missing_token_ids: The model gave no token ids. Measuring, prompt search and export need none" in text
+    assert "calls recorded without token ids, none rejected" in text
+    assert "rejected, " not in text
 
 
 def test_explain_counts_late_rewards_and_trusts_where_told() -> None:

@@ -27,6 +27,11 @@ def solve(task):
 """
 
 
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 def tasks(*kinds: str) -> list[dict[str, Any]]:
     return [{"do": kind, "n": n} for n, kind in enumerate(kinds)]
 

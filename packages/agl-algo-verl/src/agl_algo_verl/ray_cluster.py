@@ -205,7 +205,7 @@ def _one_machine(ranks: int) -> dict[str, Any]:
 def _trainer_error(error: BaseException) -> AglError:
     return AglError(
         f"VERL's trainer on Ray ended with an error: {_last_line(error)} Every finished step is kept. Mend the "
-        "cause unless it was an accident, and continue with: agl run --resume"
+        "cause unless it was an accident, and continue with --resume (resume=True)"
     )
 
 

@@ -148,7 +148,7 @@ class RayVERL:
         if request is None or request.step != step - self._base:
             raise AglError(
                 f"VERL asked for its step {request.step if request else 'none'} where agl is at step {step}; "
-                "continue with agl run --resume"
+                "continue with --resume (resume=True)"
             )
         started = time.perf_counter()
         supplied = await self._while_served(cluster, self._supply.take(step))
@@ -241,7 +241,7 @@ class RayVERL:
         await cluster.start(self._config)
         self._request = await cluster.request()
         if self._request is None:
-            raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with agl run --resume")
+            raise AglError(f"VERL's trainer ended before step {self._step + 1}; continue with --resume (resume=True)")
         await self._attach(self._request)
         return cluster
 
@@ -272,7 +272,7 @@ class RayVERL:
             await asyncio.gather(task, *gone, return_exceptions=True)
         raise cluster.failure() or AglError(
             "none of VERL's replicas answers any more. Every finished step is kept, and rollouts that were under way "
-            "are repeated: continue with agl run --resume"
+            "are repeated: continue with --resume (resume=True)"
         )
 
     async def _attach(self, request: StepRequest) -> None:

@@ -17,7 +17,7 @@ from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
 from agl_run import load_secret, state_dir
-from agl_run.commands import manager_of, seconds_of
+from agl_run.commands import as_url, command, manager_of, seconds_of
 
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
@@ -27,7 +27,7 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
 
 
 @click.command()
-@click.option("--store", "url", required=True, help="The store's URL, such as sqlite:///runs.db.")
+@click.option("--store", "url", required=True, help="The store's URL, or a SQLite file such as runs.db.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=4747, show_default=True, help="Port to listen on; 0 takes any free one.")
 @click.option(
@@ -82,7 +82,7 @@ def serve(
     **settings: Any,
 ) -> None:
     """Serve a store and a gateway to other processes."""
-    manager = manager_of(ctx)
+    manager, url = manager_of(ctx), as_url(url)
     parsed = [parse_upstream(text) for text in upstreams]
     split = parse_split(split_text) if split_text else None
     admin_key, source = admin_key_of(token_file)
@@ -177,7 +177,10 @@ async def _serve(service: GatewayService, store_url: str, token_source: str, spl
     _on_signals(stopping)
     try:
         url = await service.start()
-        for line in [*_banner(service, url, store_url, token_source), *_conversation_banner(service, url, split)]:
+        for line in [
+            *_banner(service, url, store_url, token_source),
+            *_conversation_banner(service, url, split, store_url),
+        ]:
             click.echo(line)
         click.echo("stop with Ctrl-C")
         while not stopping.is_set():
@@ -225,10 +228,10 @@ def _banner(service: GatewayService, url: str, store_url: str, token_source: str
     ]
 
 
-def _conversation_banner(service: GatewayService, url: str, split: Split | None) -> list[str]:
+def _conversation_banner(service: GatewayService, url: str, split: Split | None, store_url: str) -> list[str]:
     clients = f"  clients      OPENAI_BASE_URL={url}/v1, OPENAI_API_KEY=<{_CLIENT_ENV}, or the admin token>"
     if split is None:
         return [clients] if service.has_conversations else []
     shares = ", ".join(f"{label} {share:g}" for label, share in split.shares.items())
-    report = f"{shares}; the report is {url}/split, or: agl resources split {' '.join(split.shares)}"
-    return [f"  split        {report}", clients]
+    report = command("resources", "split", *split.shares, store_url=store_url)
+    return [f"  split        {shares}; the report is {url}/split, or: {report}", clients]

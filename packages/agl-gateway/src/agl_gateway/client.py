@@ -24,7 +24,7 @@ from agl.contracts import (
     Trained,
     VersionScore,
 )
-from agl.errors import ConfigError, StoreError
+from agl.errors import ConfigError, StoreError, TokenError
 from agl.schemas import Attempt, Claim, Outcome, ResourceVersion, Rollout, Span, new_trace_id
 from agl.stores import without_credentials
 from agl.tracing import AdminKey
@@ -331,7 +331,21 @@ class HttpStore:
                 f"{self._url} answered HTTP {status} with {start!r}, which is not a store's answer; "
                 "check that this is the address of `agl serve`, and that both are of the same release"
             ) from error
-        raise error_of(fault)
+        raise self._refused(fault) if status == 401 else error_of(fault)
+
+    def _refused(self, fault: Fault) -> TokenError:
+        """Return the error for a token that the server does not accept, with the way to a good one."""
+        reason = fault.message.split(". ")[0]
+        if self._own_key is not None:
+            return TokenError(
+                f"the store {self._url} refuses the token signed with this machine's {SECRET_ENV}: {reason}. Set "
+                f"{SECRET_ENV} to the secret that it runs with, or AGL_TOKEN to the token in `agl serve`'s token file"
+            )
+        return TokenError(
+            f"the store {self._url} refuses the token in AGL_TOKEN or in its URL: {reason}. Set AGL_TOKEN to the token "
+            f"in `agl serve`'s token file, which it names as it starts, or unset it and set {SECRET_ENV} to the secret "
+            "that it runs with"
+        )
 
     def _unreachable(self, name: str, error: Exception) -> StoreError:
         if self._is_closed:

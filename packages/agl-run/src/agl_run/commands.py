@@ -14,13 +14,17 @@ from agl_run.cli.query import (
     rewards_of,
     seconds_of,
 )
+from agl_run.experiment.hints import command
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
+from agl_run.experiment.store_url import as_url
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "LABEL",
+    "as_url",
+    "command",
     "filter_options",
     "find_ids",
     "is_counted",

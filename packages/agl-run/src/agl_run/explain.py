@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from agl import semconv
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
-from agl.schemas import Episode, LooseCall, RejectReason, Span, Transition
+from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
 
 _NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -41,22 +41,53 @@ _DRIFT = (
 )
 
 
+_WITHOUT_IDS = (
+    "The model gave no token ids. Measuring, prompt search and export need none; to train weights, serve the model "
+    "with agl's torch policy or vLLM, and send the calls through the gateway."
+)
+
+
 def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | None = None) -> list[str]:
     """Explain an episode in lines: the outcome, each call with its row or reject reason, and next steps.
 
     ``spans`` and ``scores`` are those from which the episode was built. Each next step is printed once.
     """
-    lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions()), *_agreement(episode)]
+    lines = [_outcome(episode), *_reward(episode, spans, scores or ScoreOptions())]
+    lines += [_reported(reward) for reward in episode.rewards if _is_named(reward)]
+    lines += _agreement(episode)
     if not episode.transitions:
         return [*lines, _NO_CALLS]
     recorded = {span.span_id: span for span in spans if span.call is not None}
     lines.append(_summary(episode))
-    lines.extend(_call(call, recorded.get(call.span_id)) for call in episode.transitions)
+    is_without_ids = _is_without_ids(episode)
+    lines.extend(_call(call, recorded.get(call.span_id), is_without_ids=is_without_ids) for call in episode.transitions)
     reasons = {call.reject for call in episode.transitions}
-    lines.extend(f"{reason}: {step}" for reason, step in _NEXT_STEP.items() if reason in reasons)
+    steps = {**_NEXT_STEP, "missing_token_ids": _WITHOUT_IDS} if is_without_ids else _NEXT_STEP
+    lines.extend(f"{reason}: {step}" for reason, step in steps.items() if reason in reasons)
     if any(call.detail and not call.reject for call in episode.transitions):
         lines.append(_DRIFT)
     return lines
+
+
+def _is_without_ids(episode: Episode) -> bool:
+    """Return true if no call has token ids: the model gives none, which only the training of weights needs."""
+    reasons = [call.reject for call in episode.transitions]
+    return "missing_token_ids" in reasons and "" not in reasons
+
+
+def _is_named(reward: Reward) -> bool:
+    """Return true if a reward says more than its value."""
+    return bool(reward.name or reward.dimensions or reward.feedback or reward.span_id)
+
+
+def _reported(reward: Reward) -> str:
+    """Describe a recorded reward: its name, value, parts and source, the call it is about, and the words given."""
+    parts = ", ".join(f"{name} {_number(value)}" for name, value in reward.dimensions.items())
+    name = f" {reward.name!r}" if reward.name else ""
+    about = f" about {reward.scope} {reward.span_id or ''}".rstrip() if reward.scope != "rollout" else ""
+    words = f"; feedback: {reward.feedback}" if reward.feedback else ""
+    value = f"{_number(reward.value)} ({parts})" if parts else _number(reward.value)
+    return f"recorded reward{name} {value} by {reward.source}{about}{words}"
 
 
 def _outcome(episode: Episode) -> str:
@@ -106,6 +137,9 @@ def _summary(episode: Episode) -> str:
     rejected = sum(1 for call in episode.transitions if call.reject)
     drifted = sum(1 for call in episode.transitions if call.detail and not call.reject)
     tokens = sum(row.mask.count(1) for row in episode.rows)
+    if _is_without_ids(episode):
+        other = sum(1 for call in episode.transitions if call.reject != "missing_token_ids")
+        return f"{rejected - other} calls recorded without token ids, {other or 'none'} rejected"
     line = (
         f"{len(episode.transitions)} calls recorded, {rejected} rejected; {len(episode.rows)} rows, "
         f"{tokens} tokens train"
@@ -128,16 +162,17 @@ def tokens_of(span: Span) -> tuple[int, int]:
     return prompt or 0, response or 0
 
 
-def _call(call: Transition, span: Span | None) -> str:
+def _call(call: Transition, span: Span | None, *, is_without_ids: bool) -> str:
     who = f"agent {call.agent!r}" if call.agent else "no agent"
     tokens = (token_counts(span) if span else "") or "no token counts"
     served = call.policy or (span.call.model if span and span.call else "")
     head = f"call {call.span_id} ({who}, turn {call.turn}, {served}, {tokens})"
+    own = f", own reward {_number(call.reward)}" if call.reward is not None else ""
+    if call.reject == "missing_token_ids" and is_without_ids:
+        return f"{head}: recorded without token ids{own}"
     if call.reject:
         return f"{head}: rejected, {call.reject}: {call.detail}"
-    line = f"{head}: row {call.branch} at {call.start}"
-    if call.reward is not None:
-        line += f", own reward {_number(call.reward)}"
+    line = f"{head}: row {call.branch} at {call.start}{own}"
     return f"{line}; {call.detail}" if call.detail else line
 
 

@@ -237,8 +237,8 @@ class Store(Protocol):
 
         Waits up to ``wait_s`` seconds for the first one. The same non-empty ``claim_id`` again returns the
         attempts that are still running under it, so that a lost answer loses no rollout. A caller that is cancelled
-        leaves the rollouts queued; with a ``claim_id`` the attempts stay open for a repetition until their leases
-        lapse.
+        leaves the rollouts queued; with a ``claim_id`` the attempts stay open for a repetition, which returns all of
+        them whatever its ``limit``, until their leases lapse.
         """
         ...
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from agl import PluginManager
+from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.experiment.build import check_components
@@ -26,10 +27,10 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None
     plan = make_trainer(file, settings, manager=manager).plan()
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val)]  # before components import frameworks
     asyncio.run(check_components(plan))
-    click.echo(_summary(plan, file, warnings))
+    click.echo(_summary(plan, warnings, again=run_again(file, settings)))
 
 
-def _summary(plan: Plan, file: Path, warnings: Sequence[str]) -> str:
+def _summary(plan: Plan, warnings: Sequence[str], *, again: str) -> str:
     config = plan.config
     lines = [f"{plan.name}: {len(plan.train)} training and {len(plan.val)} validation tasks"]
     lines.append(f"agent: {plan.agent.path or ' '.join(plan.agent.command)}; runner {config.runner.use}")
@@ -37,5 +38,5 @@ def _summary(plan: Plan, file: Path, warnings: Sequence[str]) -> str:
         agents = f", agents {algorithm.agents!r}" if algorithm.agents else ""
         lines.append(f"{algorithm.name}: {algorithm.use} tunes {', '.join(algorithm.tunes)}{agents}")
     lines += [f"warning: {text}" for text in warnings]
-    lines.append(f"no {'error' if warnings else 'problem'} found; start with: agl run {file}")
+    lines.append(f"no {'error' if warnings else 'problem'} found; start with: {again}")
     return "\n".join(lines)

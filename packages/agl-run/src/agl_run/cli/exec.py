@@ -18,6 +18,7 @@ from agl.errors import ConfigError
 from agl_run.cli.context import pass_manager
 from agl_run.experiment.command_recording import RecordedRun, StopRequest, record_command
 from agl_run.experiment.episode_checks import ATTRIBUTE, UNATTRIBUTED, UNSEEN, describe_calls
+from agl_run.experiment.hints import proposal
 from agl_run.experiment.store_url import as_url, refuse_directory
 
 DEFAULT_STORE = "sqlite:///runs/agl.db"
@@ -64,14 +65,14 @@ def exec_(
         click.echo(f"agl: {_stopped(number.name)} before the recording was complete", err=True)
         sys.exit(128 + number)
     seconds = time.monotonic() - started
+    look = proposal("look with", "show", run.rollout_id, store_url=store_url)
+    look = f";{look}" if look else ""
     if run.stopped_by:
-        kept = f"{run.calls} model calls are recorded; look with: agl show {run.rollout_id}"
+        kept = f"{run.calls} model calls are recorded{look}"
         click.echo(f"agl: {_stopped(run.stopped_by)} after {seconds:.1f} s; {kept}", err=True)
         sys.exit(run.exit_code)
-    click.echo(
-        f"agl: recorded {run.calls} model calls in {seconds:.1f} s; look with: agl show {run.rollout_id}", err=True
-    )
-    for line in _missed(run):
+    click.echo(f"agl: recorded {run.calls} model calls in {seconds:.1f} s{look}", err=True)
+    for line in _missed(run, store_url):
         click.echo(f"agl: {line}", err=True)
     sys.exit(run.exit_code)
 
@@ -80,12 +81,13 @@ def _stopped(by: str) -> str:
     return "stopped by Ctrl-C" if by == "SIGINT" else f"stopped by {by}"
 
 
-def _missed(run: RecordedRun) -> Iterator[str]:
+def _missed(run: RecordedRun, store_url: str) -> Iterator[str]:
     """Describe the model calls that the record lacks, and those that it cannot attribute."""
     unseen, unattributed = run.agreement.unseen, run.agreement.unattributed
+    see = proposal("See", "why", run.rollout_id, store_url=store_url)
     if unseen:
-        yield f"there are {describe_calls(unseen, UNSEEN)}. {_RECORDED} See: agl why {run.rollout_id}"
+        yield f"there are {describe_calls(unseen, UNSEEN)}. {_RECORDED}{see}"
     elif not run.calls:
         yield f"no model call was seen. {_RECORDED}"
     if unattributed:
-        yield f"there are {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}. See: agl why {run.rollout_id}"
+        yield f"there are {describe_calls(unattributed, UNATTRIBUTED)}. {ATTRIBUTE}.{see}"

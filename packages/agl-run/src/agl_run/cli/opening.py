@@ -10,7 +10,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl_run.experiment.store_url import SQLITE, as_url, refuse_directory
+from agl_run.experiment.store_url import SQLITE, as_url, refuse_directory, stores_in
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ def resolve_url(url: str | None, folder: Path = Path()) -> str:
 
 
 def _only_file(folder: Path) -> str:
-    files = sorted((folder / "runs").glob("*.db"))
+    files = stores_in(folder)
     if not files:
         raise ConfigError(
             "nothing is recorded in this folder yet (found 0 of runs/*.db); run an experiment here, or name a store "

@@ -8,11 +8,14 @@ from types import FrameType
 import click
 
 from agl import PluginManager
+from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.cli.output import json_option, print_json
 from agl_run.experiment.fitting import FitResult
+from agl_run.experiment.hints import MEMORY, command
 from agl_run.experiment.progress import Quiet
+from agl_run.experiment.store_url import located, without_password
 
 STOPPED = 130
 """Exit status after an interrupt, by the shells' convention."""
@@ -42,29 +45,37 @@ def run(
     try:
         result = trainer.fit(resume=resume, fresh=fresh)
     except KeyboardInterrupt:
-        click.echo(
-            f"\nstopped; everything up to the last step is kept. Continue with: agl run {file} --resume", err=True
-        )
+        again = run_again(file, settings, "--resume")
+        click.echo(f"\nstopped; everything up to the last step is kept. Continue with: {again}", err=True)
         sys.exit(STOPPED)
     if as_json:
         print_json(result)
         return
-    click.echo(_summary(result))
+    url = located(trainer.config.experiment.store, file.absolute().parent)
+    click.echo(_summary(result, store_url=without_password(url)))
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _summary(result: FitResult) -> str:
+def _summary(result: FitResult, *, store_url: str) -> str:
     lines = [f"finished {result.experiment} in {result.seconds:.0f} s"]
     if result.before is not None and result.after is not None:
         lines.append(f"validation reward: {result.before:.3f} before, {result.after:.3f} after")
         lines += _loss(result)
     lines += [f"{name}: {version}" for name, version in sorted(result.resources.items())]
     lines.append(f"metrics and checkpoints: {result.workdir}")
-    lines.append("look at the runs with: agl runs, agl show ROLLOUT, agl why ROLLOUT, agl export")
+    if not store_url.startswith(MEMORY):
+        lines.append(f"look at the runs with: {', '.join(_commands(result, store_url))}")
     return "\n".join(lines)
+
+
+def _commands(result: FitResult, store_url: str) -> list[str]:
+    """Return the commands that show the run; a curve needs a step."""
+    looks = [("runs",), ("show", "latest"), ("why", "latest"), ("export", "--output", "runs.jsonl")]
+    curves = [("plot", result.experiment)] if any(result.steps.values()) else []
+    return [command(*words, store_url=store_url) for words in (*looks, *curves)]
 
 
 def _loss(result: FitResult) -> list[str]:

@@ -52,7 +52,8 @@ def why(
             | {"reject": call.reject, "detail": call.detail, "reward": call.reward}
             for call in episode.transitions
         ]
-        print_json({"rollout_id": episode.rollout.rollout_id, "reward": episode.reward, "calls": calls, "text": lines})
+        found = {"rollout_id": episode.rollout.rollout_id, "reward": episode.reward, "rewards": episode.rewards}
+        print_json({**found, "calls": calls, "text": lines})
         return
     for line in lines:
         echo(line)

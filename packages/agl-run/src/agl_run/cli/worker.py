@@ -18,8 +18,7 @@ from agl_run.cli.output import json_option, print_json
 from agl_run.experiment.config import RunnerConfig
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
-from agl_run.experiment.session import resolve_store_url
-from agl_run.experiment.store_url import as_url
+from agl_run.experiment.store_url import as_url, located
 from agl_run.experiment.worker_admission import make_worker_plan
 
 _SQLITE = "sqlite:///"
@@ -81,7 +80,7 @@ def _stop_on_sigterm() -> None:
 
 def _open(plan: Plan, given: str | None) -> Store:
     """Open the experiment's store; raises :class:`ConfigError` for one that another process cannot share."""
-    url = resolve_store_url(as_url(given) if given else plan.config.experiment.store, plan)
+    url = located(as_url(given) if given else plan.config.experiment.store, plan.folder)
     if url.startswith("memory:"):
         raise ConfigError(
             f"the experiment's store is {url}, which only its own process can open; set [experiment] store to a URL "

@@ -19,6 +19,7 @@ from agl.stores import read_recordings
 from agl_run.experiment.counterfactual import Replays
 from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
 from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
+from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
@@ -137,11 +138,13 @@ class RunReports:
         failures: Counts the rollouts that failed.
         agreement: Reports the model calls that are missing from the records.
         sampling: Counts the training calls that ask for less than the policy's full distribution.
+        store_url: Where the rollouts are stored, for the commands in messages.
     """
 
     failures: FailureReport
     agreement: AgreementPolicy
     sampling: SamplingReport
+    store_url: str = ""
 
 
 class Collector:
@@ -189,6 +192,7 @@ class Collector:
         self._failures = reports.failures
         self._agreement = reports.agreement
         self._sampling = reports.sampling
+        self._store_url = reports.store_url
         self._credit = credit if isinstance(credit, CounterfactualCredit) else None
         self._log = log
         self._asked: int = 0
@@ -228,7 +232,7 @@ class Collector:
             return Collected(episodes=tuple(episodes))
         kept, dropped = self._apply_policies(episodes)
         if episodes and not kept:
-            raise RunError(_nothing_left(episodes, dropped))
+            raise RunError(_nothing_left(episodes, dropped, store_url=self._store_url))
         if self._needs_ids:
             _check_trainable(episodes)
         if self._credit is not None:
@@ -453,7 +457,7 @@ def _with_reward(episode: Episode, reward: float) -> Episode:
     return msgspec.structs.replace(episode, reward=reward)
 
 
-def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> str:
+def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int], *, store_url: str) -> str:
     first = episodes[0]
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items()))
     errors = RolloutCounts(_ended(episodes))
@@ -461,10 +465,8 @@ def _nothing_left(episodes: Sequence[Episode], dropped: Mapping[str, int]) -> st
     disagreed = next((kind for kind in (UNSEEN, UNATTRIBUTED) if kind in dropped), "")
     if disagreed:
         why = f"There are {describe(episodes, disagreed)}"
-    return (
-        f"none of {len(episodes)} rollouts can be used: {counts}. {why}. "
-        f"Look at one with: agl show {errors.example or first.rollout.rollout_id}"
-    )
+    look = proposal("Look at one with", "show", errors.example or first.rollout.rollout_id, store_url=store_url)
+    return f"none of {len(episodes)} rollouts can be used: {counts}. {why}.{look}"
 
 
 def _without_reward(episodes: Iterable[Episode]) -> str:

@@ -16,6 +16,7 @@ from agl_run.experiment import state as saved
 from agl_run.experiment.collect import cancel_unfinished
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.settings import refuse_other_kind
 from agl_run.experiment.state import AlgorithmState
 from agl_run.runners.liveness import worker_name
 
@@ -93,6 +94,8 @@ async def _reopened(store: Store, plan: Plan, previous: ExperimentRecord) -> dic
         config.name: await saved.load_algorithm(store, plan.name, previous.run, config.name) or AlgorithmState()
         for config in configs
     }
+    for config in configs:
+        refuse_other_kind(plan.name, config, states[config.name].settings)
     going_on = {name for name, state in states.items() if not state.is_finished}
     for _ in configs:  # until nothing changes: an algorithm continues if one that it learns from does
         going_on |= {c.name for c in configs if c.name not in going_on and _has_more(plan, c, states, going_on)}

@@ -33,6 +33,7 @@ from agl_run.experiment.progress import Progress
 from agl_run.experiment.recorded import SourceReader, Sources
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.session import Session
+from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 
@@ -56,8 +57,10 @@ class Driver:
         self.session = session
         self.state = state
         self.progress = progress
-        agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial)
-        self.reports = RunReports(failures=FailureReport(), agreement=agreement, sampling=SamplingReport())
+        url = session.store_url
+        agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial, store_url=url)
+        failures, sampling = FailureReport(store_url=url), SamplingReport(store_url=url)
+        self.reports = RunReports(failures=failures, agreement=agreement, sampling=sampling, store_url=url)
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -218,6 +221,7 @@ class DrivenAlgorithm:
         self._config = config
         self._state = state
         self._credit = driver.credit(config)
+        self._settings = training_settings(driver.session.plan.config, config)
         self._algorithm: Algorithm | None = None
         self._trained: set[str] = set()
         self._published: list[str] = []
@@ -260,7 +264,9 @@ class DrivenAlgorithm:
             await algorithm.setup(self._context())
         if self._state.step:
             await algorithm.restore(self._state.state)
-            self._driver.progress.say(f"{name}: continues after step {self._state.step}")
+            changed = ", ".join(changed_settings(self._state.settings, self._settings))
+            other = f" with other settings: {changed}" if changed else ""
+            self._driver.progress.say(f"{name}: continues after step {self._state.step}{other}")
         self._trained = await saved.trained_rollouts(session.store, self._driver.name, self._driver.state.run, name)
         self._times = StepTimes()
         self._driver.progress.update(f"{name} steps", self._state.step, self._total)
@@ -288,6 +294,7 @@ class DrivenAlgorithm:
             is_finished=report.is_finished,
             stop_reason=report.stop_reason,
             state=dict(self._algorithm.state()),
+            settings=self._settings,
         )
         report = msgspec.structs.replace(report, published=tuple(self._published) or report.published)
         await self._driver.commit(name, self._state, report)

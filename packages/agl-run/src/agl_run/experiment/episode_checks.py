@@ -13,6 +13,7 @@ from agl.episodes import Verdict
 from agl.errors import ConfigError, RunError
 from agl.schemas import Episode, LooseCall, Transition
 from agl_run.experiment.config import ExperimentSection
+from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import Plan
 
 _LOG = logging.getLogger("agl_run.experiment")
@@ -41,9 +42,11 @@ class AgreementPolicy:
     Args:
         section: Has the two settings.
         is_trial: Report only, whatever the settings are.
+        store_url: Where the rollouts are stored, for the commands in the reports.
     """
 
-    def __init__(self, section: ExperimentSection, *, is_trial: bool = False) -> None:
+    def __init__(self, section: ExperimentSection, *, is_trial: bool = False, store_url: str = "") -> None:
+        self._store_url = store_url
         self._settings = {UNSEEN: section.unseen_calls, UNATTRIBUTED: section.unattributed_calls}
         self._is_trial = is_trial
         self._told: set[tuple[str, bool]] = set()
@@ -75,10 +78,10 @@ class AgreementPolicy:
             _LOG.warning(
                 "%d of %d rollouts made no recorded model call. If their agent calls a model, let its client call over "
                 "HTTP with httpx, as the openai and anthropic clients do, or give it the base URL and key of the "
-                "resource. See: agl show %s",
+                "resource.%s",
                 len(silent),
                 len(episodes),
-                silent[0].rollout.rollout_id,
+                self._see("show", silent[0]),
             )
 
     def _report(self, kind: str, concerned: Sequence[Episode], *, of: int, trains: bool) -> None:
@@ -90,7 +93,10 @@ class AgreementPolicy:
             if not any(_counts(episode, kind) for episode in concerned):
                 setting = "accept"
             fate = _fate_in_training(setting) if trains else _fate(kind, setting)
-            _LOG.warning("%s; %s. See: agl why %s", text, fate, concerned[0].rollout.rollout_id)
+            _LOG.warning("%s; %s.%s", text, fate, self._see("why", concerned[0]))
+
+    def _see(self, name: str, episode: Episode) -> str:
+        return proposal("See", name, episode.rollout.rollout_id, store_url=self._store_url)
 
     def _is_new(self, kind: str, *, trains: bool) -> bool:
         """Return true the first time."""

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from agl.errors import RunError
 from agl.schemas import Attempt, Rollout
+from agl_run.experiment.hints import proposal
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -71,9 +72,14 @@ class RolloutCounts:
 
 
 class FailureReport:
-    """Counts all rollouts of a run, and reports at its end those that failed."""
+    """Counts all rollouts of a run, and reports at its end those that failed.
 
-    def __init__(self) -> None:
+    Args:
+        store_url: Where they are stored, for the commands in the report.
+    """
+
+    def __init__(self, *, store_url: str = "") -> None:
+        self._store_url = store_url
         self._all = RolloutCounts()
         self._training = RolloutCounts()
 
@@ -93,13 +99,16 @@ class FailureReport:
             if counts.all_failed:
                 raise RunError(
                     f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent or the "
-                    f"reward, then run it again with --fresh (fresh=True). Look at one with: agl show {counts.example}"
+                    f"reward, then run it again with --fresh (fresh=True).{self._look_at(counts)}"
                 )
         if self._all.failed:
             found = (
                 f"{self._all.failed} of {self._all.total} rollouts failed, most often with {self._all.most_frequent}"
             )
-            _LOG.warning("%s. Look at one with: agl show %s", found, self._all.example)
+            _LOG.warning("%s.%s", found, self._look_at(self._all))
+
+    def _look_at(self, counts: RolloutCounts) -> str:
+        return proposal("Look at one with", "show", counts.example, store_url=self._store_url)
 
 
 def _error_of(rollout: Rollout, attempt: Attempt | None) -> str:

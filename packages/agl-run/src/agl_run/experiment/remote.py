@@ -120,10 +120,7 @@ class RemoteWorker:
                 if serving is None and await self._check_finished():
                     return None
             except TokenError as error:
-                raise ConfigError(
-                    f"the store refuses this machine: {error} Set AGL_SECRET to the same value there and here, or for "
-                    "a store of `agl serve` AGL_TOKEN to its admin token"
-                ) from error
+                raise ConfigError(str(error)) from error
             except StoreError as error:
                 self._say_once("waiting", f"the store does not answer; waiting: {error}")
                 await asyncio.sleep(LOOK_S)

@@ -13,6 +13,7 @@ from agl import semconv
 from agl.errors import ConfigError
 from agl.schemas import Span
 from agl_run.experiment.config import PolicyConfig
+from agl_run.experiment.hints import proposal
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -32,9 +33,10 @@ _TOLD = {
 
 
 class SamplingReport:
-    """The counts of a run, by algorithm and by policy."""
+    """The counts of a run, by algorithm and by policy; ``store_url`` is for the commands in its reports."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, store_url: str = "") -> None:
+        self._store_url = store_url
         self._counts: dict[str, Counter[str]] = {}
         self._told: set[tuple[str, str, str]] = set()
         self._total: Counter[str] = Counter()
@@ -68,7 +70,8 @@ class SamplingReport:
         self._told.update((policy, attribute, text.split(" ")[0]) for text in new)
         if new:
             told = _TOLD[attribute] % policy
-            _LOG.warning("the agent asks for %s; %s. See: agl show %s", ", ".join(new), told, span.rollout_id)
+            see = proposal("See", "show", span.rollout_id, store_url=self._store_url)
+            _LOG.warning("the agent asks for %s; %s.%s", ", ".join(new), told, see)
 
 
 def check_rules(policies: Mapping[str, PolicyConfig], *, trained: Iterable[str]) -> None:

@@ -19,12 +19,14 @@ from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import build_exporters, no_token_ids
 from agl_run.experiment.collect import FinishFeed
 from agl_run.experiment.exporting import Exporting
+from agl_run.experiment.hints import address_of
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
 from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, withdraw
+from agl_run.experiment.store_url import located, without_password
 from agl_run.experiment.waiting import loading, told
 from agl_run.experiment.worker_setup import WorkerContext, make_tracers, worker_setup
 from agl_run.experiment.worker_watch import WorkerWatch
@@ -79,6 +81,12 @@ class Session:
         self._ownership = await self._stack.enter_async_context(ownership)
         self.store = ownership.store
         return self.store
+
+    @property
+    def store_url(self) -> str:
+        """The store's address without passwords; ``""`` where it does not say."""
+        given = self.plan.store
+        return without_password(store_url_of(self.plan)) if given is None else address_of(given)
 
     async def start(self, state: ExperimentRecord, *, say: Callable[[str], None] | None = None) -> None:
         """Start the other parts: the policies at their live versions, the gateway and the worker.
@@ -331,13 +339,10 @@ def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 def open_store(plan: Plan) -> Any:
     """Open the store of an experiment."""
-    url = resolve_store_url(plan.config.experiment.store, plan)
+    url = store_url_of(plan)
     return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
 
 
-def resolve_store_url(url: str, plan: Plan) -> str:
-    """Resolve a relative SQLite path against the experiment's folder."""
-    prefix = "sqlite:///"
-    if not url.startswith(prefix) or url.startswith(f"{prefix}/"):
-        return url
-    return f"{prefix}{(plan.folder / url.removeprefix(prefix)).absolute()}"
+def store_url_of(plan: Plan) -> str:
+    """Return the URL of the experiment's store; a relative SQLite path is taken from the experiment's folder."""
+    return located(plan.config.experiment.store, plan.folder)

@@ -13,12 +13,16 @@ from agl.schemas import Json, Record
 
 
 class AlgorithmState(Record, frozen=True, kw_only=True):
-    """The state of an algorithm between two steps."""
+    """The state of an algorithm between two steps.
+
+    ``settings`` are those of its last step, see :func:`~agl_run.experiment.settings.training_settings`.
+    """
 
     step: int = 0
     is_finished: bool = False
     stop_reason: str = ""
     state: dict[str, Json] = {}
+    settings: dict[str, str] = {}
 
 
 def algorithm_key(name: str, run: int, algorithm: str) -> str:

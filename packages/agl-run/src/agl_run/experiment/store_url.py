@@ -1,8 +1,10 @@
-"""Checks the URL of an experiment's store before the store is opened."""
+"""Checks the URL of an experiment's store before the store is opened, and finds the stores of a folder."""
 
+import re
 from pathlib import Path
 
 from agl.errors import ConfigError
+from agl.stores import shown_url
 
 SQLITE = "sqlite:///"
 
@@ -36,3 +38,22 @@ def refuse_directory(url: str, folder: Path) -> None:
 def as_url(text: str) -> str:
     """Return what a command line gives as a store, a URL or the path of a SQLite file, as a URL."""
     return text if "://" in text else f"{SQLITE}{text}"
+
+
+def stores_in(folder: Path) -> list[Path]:
+    """Return the SQLite files that commands look for in a folder: those in its ``runs/``."""
+    return sorted((folder / "runs").glob("*.db"))
+
+
+def located(url: str, folder: Path) -> str:
+    """Return the URL with a relative SQLite path taken from ``folder``."""
+    if not url.startswith(SQLITE) or url.startswith(f"{SQLITE}/"):
+        return url
+    return f"{SQLITE}{(folder / url.removeprefix(SQLITE)).absolute()}"
+
+
+def without_password(url: str) -> str:
+    """Return the URL without passwords and tokens, still with the user of a database."""
+    user = re.match(r"postgres\w*://([\w.-]+)(:[^@/]*)?@", url)
+    shown = re.sub(r"(?<=[?&])password=[*]{3}&?", "", shown_url(url)).rstrip("?&")
+    return shown.replace("://", f"://{user[1]}@", 1) if user else shown

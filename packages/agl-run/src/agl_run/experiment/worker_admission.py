@@ -89,6 +89,8 @@ async def try_gateway(serving: Serving, gateway: RemoteGateway, *, is_given: boo
         return JoinProblem(kind="gateway", text=str(error))
     if not problem:
         return None
+    if gateway.is_refused:
+        return JoinProblem(kind="gateway", text=f"{where} {problem}")
     return JoinProblem(
         kind="gateway",
         text=f"{where} {problem}. Check that the port is open from here, and [gateway] advertise there, which says "

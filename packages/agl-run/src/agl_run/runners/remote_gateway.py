@@ -37,12 +37,14 @@ class RemoteGateway:
         patience_s: Seconds without an answer after which the gateway counts as gone.
 
     Attributes:
+        is_refused: True if it answered last that it does not accept this machine's tokens.
         lost: Set once the gateway is gone, or another one answers in its place.
     """
 
     def __init__(self, url: str, *, secret: bytes, patience_s: float = PATIENCE_S) -> None:
         self.url = url
         self.lost = asyncio.Event()
+        self.is_refused = False
         self._patience_s = patience_s
         self._key = AdminKey(secret)
         self._id = ""
@@ -60,7 +62,8 @@ class RemoteGateway:
             self._recognise(answer)
             return ""
         self._failed_at = time.monotonic()
-        if status == 401:
+        self.is_refused = status == 401
+        if self.is_refused:
             return (
                 "refuses this machine's tokens: it signs with another secret. Set AGL_SECRET to the same value where "
                 "`agl run` runs and here"

@@ -7,7 +7,9 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -29,6 +31,9 @@ LEASE_S = 30.0
 
 CLAIM_WAIT_S = 20.0
 """Longest wait of one claim in the store, in seconds; arriving work ends it early."""
+
+GIVE_BACK_S = 5.0
+"""Longest wait of a stopping worker for the answer to its last claim, in seconds."""
 
 
 def _ignore(*_: object) -> None:
@@ -111,20 +116,29 @@ class Worker:
             self.failure.set_exception(error)
 
     async def _claim_loop(self) -> None:
-        setup = self._setup
         while True:
-            capacity = await self._wait_for_capacity()
-            claims = await setup.store.claim(
-                worker=self._name,
-                limit=capacity,
-                lease_s=LEASE_S,
-                wait_s=CLAIM_WAIT_S,
-                experiment=setup.experiment,
-                claim_id=new_trace_id(),
-            )
+            claims = await self._claim(limit=await self._wait_for_capacity())
             was_careful, self._is_careful = self._is_careful, any(_is_suspect(claim.rollout) for claim in claims)
             for claim in claims:
                 self._launch(claim, is_declined=_is_suspect(claim.rollout) and not was_careful)
+
+    async def _claim(self, *, limit: int) -> list[Claim]:
+        """Wait for rollouts; a stop gives back what the store had already handed out, though its answer is lost."""
+        claim = partial(
+            self._setup.store.claim,
+            worker=self._name,
+            lease_s=LEASE_S,
+            experiment=self._setup.experiment,
+            claim_id=new_trace_id(),
+        )
+        try:
+            return await claim(limit=limit, wait_s=CLAIM_WAIT_S)
+        except asyncio.CancelledError:
+            with suppress(StoreError, TimeoutError):  # the leases lapse
+                async with asyncio.timeout(GIVE_BACK_S):
+                    for taken in await claim(limit=1):
+                        await self._give_back(taken)
+            raise
 
     async def _wait_for_capacity(self) -> int:
         """Return the number of attempts that may start; after a suspect that is one, once nothing else runs."""

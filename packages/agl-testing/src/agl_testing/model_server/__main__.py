@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 import threading
 from collections.abc import Sequence
 
@@ -9,8 +10,21 @@ from agl_testing.model_server import CannedModelServer, CannedReply, Reply, Scri
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; the first line on standard output is the base URL."""
+    """Serve until interrupted; the first line on standard output is the base URL.
+
+    A port that cannot be opened ends it with one line on standard error and exit status 1.
+    """
     options = _parser().parse_args(arguments)
+    try:
+        _serve(options)
+    except OSError as error:
+        sys.exit(
+            f"port {options.port} cannot be opened ({error.strerror or error}); stop the program that uses it, give "
+            "another with --port, or leave --port out for any free one"
+        )
+
+
+def _serve(options: argparse.Namespace) -> None:
     if options.text is not None:
         with ScriptedModelServer(default=Reply(text=options.text), port=options.port) as server:
             print(server.base_url, flush=True)
@@ -34,7 +48,8 @@ async def _serve_canned(options: argparse.Namespace) -> None:
     serving = asyncio.create_task(server.serve(started))
     while not started.is_set() and not serving.done():
         await asyncio.sleep(0.01)
-    print(server.base_url, flush=True)
+    if started.is_set():
+        print(server.base_url, flush=True)
     await serving
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from agl.contracts import RolloutQuery, Store
 from agl.errors import FencedError, StoreError
-from agl.schemas import Claim, RetryPolicy
+from agl.schemas import Claim, Outcome, RetryPolicy
 from agl_testing.conformance.store.case import store_test
 from agl_testing.stores.samples import (
     TWO_ATTEMPTS,
@@ -182,6 +182,19 @@ class LeaseTests:
         while len(taken) < len(asked):
             await take(wait_s=1)
         assert sorted(asked) == sorted(claim.rollout.rollout_id for claim in taken)
+
+    @store_test
+    async def test_repeated_claim_id_returns_what_a_cancelled_claim_took(self, store: Store) -> None:
+        draw = random.Random(11)
+        await store.enqueue([make_rollout() for _ in range(3)])
+        for number in range(20):
+            claiming = asyncio.create_task(store.claim(worker="w", limit=3, lease_s=600, claim_id=f"c{number}"))
+            await asyncio.sleep(draw.uniform(0, 0.005))
+            claiming.cancel()
+            await asyncio.gather(claiming, return_exceptions=True)
+            taken = await store.claim(worker="w", claim_id=f"c{number}")
+            await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="lost") for claim in taken])
+            assert ["queued"] * 3 == [rollout.status for rollout in await store.rollouts(RolloutQuery())]
 
     @store_test
     async def test_close_ends_waiting_calls(self, store: Store) -> None:
