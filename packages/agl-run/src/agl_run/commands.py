@@ -1,4 +1,4 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, labels, retention and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
@@ -16,11 +16,14 @@ from agl_run.cli.query import (
 )
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
+from agl_run.experiment.retaining import retaining
+from agl_run.experiment.retention import RetentionLimits
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "LABEL",
+    "RetentionLimits",
     "filter_options",
     "find_ids",
     "is_counted",
@@ -33,6 +36,7 @@ __all__ = [
     "pass_manager",
     "print_json",
     "print_table",
+    "retaining",
     "rewards_of",
     "seconds_of",
     "store_option",

@@ -4,7 +4,6 @@ Removal is always explicit. It never touches a rollout that is not finished, or 
 resumed.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,11 +21,9 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.copying import copy
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
-from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, pages, seconds_of
+from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, seconds_of
+from agl_run.experiment.retention import LEAST_FREED, GarbageReport, RetentionLimits, compacted, remove_old
 from agl_run.experiment.state import unfinished_experiments
-from agl_run.sql import Compactable, Compaction
-
-_BATCH = 500
 
 _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] = {
     **{"id": "rollout_id", "created": "created_at", "finished": "finished_at", "status": "status"}
@@ -40,20 +37,6 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     rollout: Rollout
     reward: float | None
-
-
-class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of ``gc``: removed ids (or those to remove), and the number kept for running experiments.
-
-    Attributes:
-        compaction: The store's size before and after; ``None`` if nothing was removed, or where another process serves
-            the store.
-    """
-
-    removed: list[str]
-    kept_for_experiments: int
-    is_dry_run: bool
-    compaction: Compaction | None = None
 
 
 @click.group(invoke_without_command=True)
@@ -156,19 +139,19 @@ def collect_garbage(
     as_json: bool,
 ) -> None:
     """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
-    if older_than is None and keep is None:
+    limits = RetentionLimits.of(older_than, keep)
+    if limits is None:
         raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, or both")
-    before = time.time() - (older_than or 0.0)
-    query = make_query(experiment, ("succeeded", "failed", "cancelled"), None)
+    query = RolloutQuery(experiment=experiment)
     url = store_url or ctx.meta["store_url"]
-    done = with_store(manager, url, lambda store: _collect(store, query, before, keep or 0, is_dry_run=dry_run))
+    done = with_store(manager, url, lambda store: _collect(store, query, limits, is_dry_run=dry_run))
     if as_json:
         print_json(done)
         return
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
     if done.kept_for_experiments:
         click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
-    if done.compaction is not None and done.compaction.before - done.compaction.after >= 1 << 20:
+    if done.compaction is not None and done.compaction.before - done.compaction.after >= LEAST_FREED:
         sizes = done.compaction.after / (1 << 20), done.compaction.before / (1 << 20)
         click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
 
@@ -208,18 +191,5 @@ async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
     return await store.delete(rollout_ids)
 
 
-async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, *, is_dry_run: bool) -> GarbageReport:
-    running = await unfinished_experiments(store)
-    finished = [rollout async for page in pages(store, query) for rollout in page]
-    finished.sort(key=lambda rollout: rollout.finished_at)
-    old = [rollout for rollout in finished[: max(0, len(finished) - keep)] if rollout.finished_at <= before]
-    chosen = [rollout.rollout_id for rollout in old if rollout.experiment not in running]
-    for start in range(0, 0 if is_dry_run else len(chosen), _BATCH):
-        await store.delete(chosen[start : start + _BATCH])
-    is_changed = bool(chosen) and not is_dry_run
-    return GarbageReport(
-        removed=chosen,
-        kept_for_experiments=len(old) - len(chosen),
-        is_dry_run=is_dry_run,
-        compaction=await store.compact() if is_changed and isinstance(store, Compactable) else None,
-    )
+async def _collect(store: Store, query: RolloutQuery, limits: RetentionLimits, *, is_dry_run: bool) -> GarbageReport:
+    return await compacted(store, await remove_old(store, query, limits, is_dry_run=is_dry_run))
