@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from agl.contracts import Store, Upstream
+from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.stores import shown_url
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
 from agl_run import load_secret, state_dir
-from agl_run.commands import RetentionLimits, manager_of, retaining, seconds_of
+from agl_run.commands import RetentionLimits, build_store, manager_of, retaining, seconds_of
 
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
@@ -97,7 +97,7 @@ def serve(
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
     found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), **settings)
-    store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
+    store = build_store(manager, url)
 
     async def run() -> None:
         service = GatewayService(

@@ -18,12 +18,14 @@ from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining
 from agl_run.experiment.retention import RetentionLimits
+from agl_run.store_contract import build_store
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "LABEL",
     "RetentionLimits",
+    "build_store",
     "filter_options",
     "find_ids",
     "is_counted",

@@ -31,6 +31,7 @@ from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.runners.worker import Worker
 from agl_run.secret import load_secret
+from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -72,7 +73,7 @@ class Session:
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
-        store = self.plan.store or open_store(self.plan)
+        store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
         ownership = Ownership(store, self.plan.name, workdir=self.plan.workdir)
@@ -329,10 +330,10 @@ def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     return dict(params)
 
 
-def open_store(plan: Plan) -> Any:
+def open_store(plan: Plan) -> Store:
     """Open the store of an experiment."""
     url = resolve_store_url(plan.config.experiment.store, plan)
-    return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
+    return build_store(plan.manager, url)
 
 
 def resolve_store_url(url: str, plan: Plan) -> str:
