@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
@@ -25,9 +25,14 @@ from agl_run.cli.query import check_experiment, filter_options, find_ids, make_q
 from agl_run.experiment.retention import LEAST_FREED, GarbageReport, RetentionLimits, compacted, remove_old
 from agl_run.experiment.state import unfinished_experiments
 
+_PAGE = 500
+
 _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] = {
     **{"id": "rollout_id", "created": "created_at", "finished": "finished_at", "status": "status"}
 }
+
+_REWARD = "reward"
+"""Sorts by what no store keeps for a rollout, so that the command does it; rollouts without a reward come last."""
 
 _own_store_option = click.option("--store", "store_url", help="As for agl runs.")
 
@@ -52,10 +57,10 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.option("--contains", default="", metavar="TEXT", help="Only rollouts with this in their id or task.")
 @click.option(
     "--sort",
-    type=click.Choice(tuple(_SORTS)),
+    type=click.Choice((*_SORTS, _REWARD)),
     default="id",
     show_default=True,
-    help="By what to sort; the last ones come first.",
+    help="By what to sort; the last ones come first. By reward, all that match are read.",
 )
 @click.option("--ascending", is_flag=True, help="Let the first ones come first.")
 @click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
@@ -83,10 +88,12 @@ def runs(
     query = msgspec.structs.replace(
         make_query(experiment, status, mode, limit=limit),
         contains=contains,
-        sort=_SORTS[sort],
+        sort=_SORTS.get(sort, "rollout_id"),
         is_newest_first=not ascending,
     )
-    found, total = with_store(manager, store_url, lambda store: _listed(store, query, counts=counts))
+    found, total = with_store(
+        manager, store_url, lambda store: _listed(store, query, counts=counts, by_reward=sort == _REWARD)
+    )
     if as_json or counts:
         print_json(total if counts else found)
         return
@@ -156,18 +163,42 @@ def collect_garbage(
         click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
 
 
-async def _listed(store: Store, query: RolloutQuery, *, counts: bool) -> tuple[list[ListedRollout], int]:
+async def _listed(
+    store: Store, query: RolloutQuery, *, counts: bool, by_reward: bool
+) -> tuple[list[ListedRollout], int]:
     """Return one page of rollouts, none where they are only counted, and the number on all pages."""
     found: list[ListedRollout] = []
     await check_experiment(store, query.experiment)
     total = await store.count_rollouts(query)
     if counts:
         return found, total
+    if by_reward:
+        return await _best(store, query), total
     async for recording in read_recordings(store, query):
         found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
         if len(found) == query.limit:
             break
     return found, total
+
+
+async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
+    """Return the first rollouts by reward, highest first unless asked otherwise, of which twice the limit is held."""
+    found: list[ListedRollout] = []
+    every = msgspec.structs.replace(query, limit=_PAGE)
+    async for recording in read_recordings(store, every, spans=SpanQuery(kind="reward", limit=10_000)):
+        found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
+        if len(found) >= 2 * query.limit:
+            found = _first(found, query)
+    return _first(found, query)
+
+
+def _first(found: Sequence[ListedRollout], query: RolloutQuery) -> list[ListedRollout]:
+    sign = -1 if query.is_newest_first else 1
+
+    def place(item: ListedRollout) -> tuple[bool, float]:
+        return item.reward is None, sign * (item.reward or 0.0)
+
+    return sorted(found, key=place)[: query.limit]
 
 
 def _row(item: ListedRollout) -> tuple[str, ...]:
