@@ -22,7 +22,18 @@ from typing import Any
 from agl.contracts import Store
 from agl.schemas import Rollout, Span, encode
 from benchmarks._harness import Figure, Prepared, component, interleave, rate_figure
-from benchmarks.bench_store import BATCH, Bench, MakeSpan, append_all, claiming, llm_span, small_span, start
+from benchmarks.bench_store import (
+    BATCH,
+    LISTING_INDEXES,
+    Bench,
+    MakeSpan,
+    append_all,
+    claiming,
+    index_figures,
+    llm_span,
+    small_span,
+    start,
+)
 
 CLAIM_RAW = (
     b"UPDATE bare.queue SET status = 'running' WHERE id = (SELECT id FROM bare.queue WHERE status = 'queued' "
@@ -144,6 +155,21 @@ def wake_figure(bench: Bench, store: Store, other: Store, *, repeats: int) -> Fi
     )  # fmt: skip
 
 
+def without_listing_indexes(url: str, db: Any) -> Store:
+    """A store in a database of its own, without the indexes for sorted lists."""
+    import psycopg
+
+    db.execute(b"CREATE DATABASE unindexed")
+    url = url.rpartition("/")[0] + "/unindexed"
+    store: Store = component("store", "postgresql", url=url)
+    asyncio.run(store.cursor())
+    with psycopg.connect(url, autocommit=True) as other:
+        (schema,) = other.execute(b"SELECT schemaname FROM pg_indexes WHERE indexname = 'rollouts_created'").fetchone()
+        for index in LISTING_INDEXES:
+            other.execute(f'DROP INDEX "{schema}"."{index}"'.encode())
+    return store
+
+
 def figures(programs: Path, *, repeats: int) -> list[Figure]:
     """All figures of the PostgreSQL store."""
     import psycopg
@@ -157,13 +183,15 @@ def figures(programs: Path, *, repeats: int) -> list[Figure]:
             db.execute(b"ALTER TABLE bare.spans ALTER COLUMN data SET STORAGE EXTERNAL")
             db.execute(b"CREATE TABLE bare.queue (id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, status text)")
             db.execute(b"CREATE INDEX ON bare.queue (id) WHERE status = 'queued'")
+            unindexed = without_listing_indexes(url, db)
             found = [
                 *span_figures(bench, store, db, title="spans of 10 attributes", make=small_span, repeats=repeats),
                 *span_figures(bench, store, db, title="spans of 700 packed values", make=llm_span, repeats=repeats),
                 *claim_figures(bench, store, db, repeats=repeats),
+                *index_figures(bench, "PostgreSQL", indexed=store, bare=unindexed, repeats=repeats),
                 wake_figure(bench, store, other, repeats=repeats),
             ]
-        for each in (store, other):
+        for each in (store, other, unindexed):
             bench.runner.run(each.close())
         bench.close()
     return found

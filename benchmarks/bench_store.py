@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agl.contracts import Store
-from agl.schemas import ModelCall, Rollout, Span, decode, encode, pack_floats, pack_ids
+from agl.schemas import ModelCall, Outcome, Rollout, Span, decode, encode, pack_floats, pack_ids
 from agl.stores import MemoryStore
 from agl_run import SQLiteStore
 from benchmarks._harness import Case, Figure, Prepared, interleave, rate_figure, table
@@ -36,7 +36,7 @@ CLAIM_RAW = (
 COPY_ROLLOUT = (
     """WITH RECURSIVE n(at) AS (SELECT 2 UNION ALL SELECT at + 1 FROM n WHERE at < :rollouts)
     INSERT INTO rollouts SELECT at, printf('ro-copy%020x', at), experiment, mode, group_id, status, stage, attempts,
-    at << 14 | 1, started_at, finished_at, data, failures, losses FROM n, rollouts WHERE seq = 1""",
+    at << 14 | 1, started_at, finished_at, data, failures, losses, created_at FROM n, rollouts WHERE seq = 1""",
     """INSERT INTO attempts SELECT attempt, a.status, a.claim_id, a.deadline, a.data FROM rollouts, attempts a
     WHERE seq > 1 AND a.id = (1 << 14 | 1)""",
     """INSERT INTO spans SELECT (attempt << 24) + (key & 0xffffff), span_id, s.data FROM rollouts CROSS JOIN spans s
@@ -44,6 +44,11 @@ COPY_ROLLOUT = (
 )
 VOCABULARY = ["".join(random.Random(at).choices("etaoinshrdlcumwfgypbvk", k=1 + at % 9)) for at in range(5000)]
 WEIGHTS = [1 / (rank + 3) for rank in range(5000)]
+
+LISTING_INDEXES = ("rollouts_created", "rollouts_finished")
+"""The indexes that serve sorted lists of rollouts and retention."""
+
+STAGES = ("enqueue", "claim", "finish")
 
 T = TypeVar("T")
 MakeSpan = Callable[[str, int], Span]
@@ -288,6 +293,76 @@ def claim_figures(bench: Bench, *, repeats: int) -> list[Figure]:
     ]
 
 
+def going(bench: Bench, store: Store, stage: str, *, total: int, size: int = 500) -> Prepared:
+    """Take rollouts through one stage in batches; the stages before it come first and do not count."""
+    parts = [range(at, min(at + size, total)) for at in range(0, total, size)]
+
+    async def enqueue(_: object) -> int:
+        for part in parts:
+            await store.enqueue([Rollout(rollout_id=f"ro-{next(_fresh):024x}", task={"n": at}) for at in part])
+        return total
+
+    async def claim(_: object) -> int:
+        return sum([len(await store.claim(worker="bench", limit=size, lease_s=3600)) for _ in parts])
+
+    async def finish(ids: list[str]) -> int:
+        for at in range(0, total, size):
+            await store.finish([Outcome(attempt_id=each, status="succeeded") for each in ids[at : at + size]])
+        return total
+
+    async def prepare() -> list[str]:
+        if stage == "enqueue":
+            return []
+        await enqueue(None)
+        if stage == "claim":
+            return []
+        claims = [claim for _ in parts for claim in await store.claim(worker="bench", limit=size, lease_s=3600)]
+        return [claim.attempt.attempt_id for claim in claims]
+
+    return bench.case(prepare, {"enqueue": enqueue, "claim": claim, "finish": finish}[stage])
+
+
+def index_figures(
+    bench: Bench, name: str, *, indexed: Store, bare: Store, repeats: int, total: int = 5000
+) -> list[Figure]:
+    """Rollouts queued, claimed and finished, next to the same in a store without the indexes for sorted lists."""
+    found: list[Figure] = []
+    for stage in STAGES:
+        cases = {key: going(bench, store, stage, total=total) for key, store in (("with", indexed), ("bare", bare))}
+        samples = interleave(cases, repeats=repeats)
+        for store in (indexed, bare):
+            bench.runner.run(emptied(store))
+        title, base = f"rollouts through {stage}, {name}", "the same without the indexes of sorted lists"
+        found.append(rate_figure(title, samples["with"], bar=None, baseline=samples["bare"], baseline_name=base))
+    return found
+
+
+async def emptied(store: Store) -> None:
+    """Finish what earlier cases left in the queue."""
+    while claims := await store.claim(worker="bench", limit=500, lease_s=3600):
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded") for claim in claims])
+
+
+def without_listing_indexes(bench: Bench) -> Store:
+    """A second SQLite store, without the indexes for sorted lists."""
+    path = bench.folder / "unindexed.db"
+    bench.runner.run(SQLiteStore(f"sqlite:///{path}").close())
+    raw = sqlite3.connect(path)
+    for index in LISTING_INDEXES:
+        raw.execute(f"DROP INDEX {index}")
+    raw.close()
+    return SQLiteStore(f"sqlite:///{path}")
+
+
+def sqlite_index_figures(bench: Bench, *, repeats: int) -> list[Figure]:
+    """What the indexes for sorted lists cost the SQLite store."""
+    indexed, bare = SQLiteStore(f"sqlite:///{bench.folder}/indexed.db"), without_listing_indexes(bench)
+    found = index_figures(bench, "SQLite", indexed=indexed, bare=bare, repeats=repeats)
+    for store in (indexed, bare):
+        bench.runner.run(store.close())
+    return found
+
+
 def read_figure(bench: Bench, *, spans: int, repeats: int) -> Figure:
     """One rollout of 20 spans, 4 of them model calls, out of a big store, next to one out of a small store."""
     big = bench.runner.run(filled(bench.folder / "big.db", spans))
@@ -389,10 +464,11 @@ def figures(*, spans: int = 1_000_000, repeats: int = 5) -> list[Figure]:
         small = span_figure(bench, title="spans of 10 attributes", make=small_span, bar=60_000, repeats=repeats)
         llm = span_figure(bench, title="spans of 700 packed values", make=llm_span, bar=15_000, repeats=repeats)
         claims = claim_figures(bench, repeats=repeats)
+        indexes = sqlite_index_figures(bench, repeats=repeats)
         sizes = size_figures(bench)
         read = read_figure(bench, spans=spans, repeats=repeats)
         bench.close()
-    return [*small, *llm, *claims, read, *sizes]
+    return [*small, *llm, *claims, *indexes, read, *sizes]
 
 
 def run(*, quick: bool) -> list[Figure]:

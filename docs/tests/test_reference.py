@@ -30,6 +30,7 @@ RECORDS: dict[str, Any] = {
     "`[[reward]]`": ComponentConfig,
     "`[gateway]`": config.GatewayConfig,
     "`[[exporter]]`": ComponentConfig,
+    "`[retention]`": config.RetentionConfig,
 }
 NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 

@@ -17,11 +17,13 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from agl.contracts import RolloutQuery
 from agl.errors import ConfigError, StoreError
-from agl.schemas import Rollout, Span, new_rollout_id, new_span_id
+from agl.schemas import Outcome, Rollout, Span, new_rollout_id, new_span_id
 from agl.tracing import AttemptTokens
 from agl_gateway.cli import admin_key_of, parse_upstream
 from agl_gateway.client import HttpStore
+from agl_run.commands import RetentionLimits, retaining
 from agl_testing.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-0123456789"
@@ -120,6 +122,34 @@ async def test_signal_ends_the_server_cleanly(tmp_path, number):
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await store.close()
+
+
+async def test_server_removes_old_rollouts_by_itself_and_through_a_client(tmp_path):
+    serve = Serve(tmp_path)
+    process = serve.start()
+    store = HttpStore(serve.url, token=TOKEN)
+    for number in range(5):
+        await store.enqueue([Rollout(rollout_id=f"ro-{number}", task=1)])
+        (claim,) = await store.claim(worker="test")
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded")])
+    said: list[str] = []
+    async with retaining(store, RetentionLimits(keep=4), say=said.append):
+        await eventually(lambda: bool(said))
+    assert ["retention: removed 1 old rollout; new ones take their space"] == said
+    process.terminate()
+    await asyncio.to_thread(process.communicate, timeout=20)
+
+    serve.options = ("--keep", "2", "--older-than", "0s")
+    process = serve.start()
+    await eventually(lambda: _has(store, "ro-3", "ro-4"))
+    process.terminate()
+    out, _ = await asyncio.to_thread(process.communicate, timeout=20)
+    assert "retention: removed 2 old rollouts; new ones take their space\n" in out
+    await store.close()
+
+
+async def _has(store: HttpStore, *rollout_ids: str) -> bool:
+    return [*rollout_ids] == [rollout.rollout_id for rollout in await store.rollouts(RolloutQuery())]
 
 
 def test_second_server_on_the_port_says_what_to_do(tmp_path):

@@ -131,6 +131,31 @@ def test_runs_lists_newest_first_with_reward(store_of):
     assert '{"q":"2+3"}' in lines[2]
 
 
+async def fill_with_rewards(store: Store, rewards: dict[str, float | None]) -> None:
+    """Record finished rollouts with these rewards by id."""
+    await store.enqueue([Rollout(rollout_id=rollout_id, task={}, experiment="r") for rollout_id in rewards])
+    for claim in await store.claim(worker="w", limit=len(rewards)):
+        value = rewards[claim.rollout.rollout_id]
+        ids = {"rollout_id": claim.rollout.rollout_id, "attempt_id": claim.attempt.attempt_id}
+        reward = Reward(value=value, source="evaluator")
+        spans = () if value is None else (Span(**ids, span_id="e" * 16, name="reward", reward=reward),)
+        await store.finish([Outcome(attempt_id=claim.attempt.attempt_id, status="succeeded", spans=spans)])
+
+
+def test_runs_sorts_by_reward(store_of):
+    store_of(fill_with_rewards, {"a": 0.5, "b": None, "c": -1.0, "d": 2.0, "e": 0.5, "f": 0.0})
+
+    def listed(*options: str) -> str:
+        found = json.loads(invoke("runs", "--sort", "reward", "--json", *options).output)
+        return "".join(item["rollout"]["rollout_id"] for item in found)
+
+    assert "d" == listed("--limit", "1")
+    assert "deafcb" == listed()
+    assert "cfaedb" == listed("--ascending")
+    assert "cf" == listed("--ascending", "--limit", "2")
+    assert "" == listed("--status", "failed")
+
+
 def test_runs_filters_and_limits(store_of):
     store_of(fill, 3)
     store_of(fill, 1, experiment="other")

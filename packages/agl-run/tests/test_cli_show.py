@@ -11,13 +11,16 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 
 from agl import Reward, Rollout, Span, semconv
-from agl.contracts import Store
+from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.schemas import Claim, ErrorInfo, ModelCall, Outcome
+from agl.stores import MemoryStore
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
 from agl_run.cli.output import print_table
+from agl_run.cli.span_reader import SpanReader
 
 ASKED = {"role": "user", "content": "What is 2+3? Use the tool."}
 CALLED = {
@@ -228,11 +231,24 @@ main()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the most memory of a process from /proc")
-@pytest.mark.parametrize("command", [("show",), ("show", "--json"), ("show", "--kind", "call"), ("why",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("show",),
+        ("show", "--json"),
+        ("show", "--kind", "call"),
+        ("show", "--agent", "solver"),
+        ("export", "--format", "spans", "--agent", "solver"),
+        ("why",),
+    ],
+    ids=" ".join,
+)
 def test_rollout_of_many_long_calls_is_read_in_little_memory(record: Callable[..., None], command: tuple[str, ...]):
     messages = [{"role": "user", "content": f"{number}: {'x' * 1000}"} for number in range(400)]
     answer = {"role": "assistant", "content": "yes"}
-    record(*(chat(number, messages[: number + 1], answer) for number in range(350, 400) for _ in range(6)))
+    agent = {semconv.AGENT_NAME: "solver"}
+    calls = [chat(number, messages[: number + 1], answer, attributes=agent) for number in range(350, 400)]
+    record(*(call for call in calls for _ in range(6)))
 
     words = [sys.executable, "-c", AGL, *command, "ro-shown"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -240,3 +256,52 @@ def test_rollout_of_many_long_calls_is_read_in_little_memory(record: Callable[..
     assert len(done.stdout) > 30_000
     most_kib = next(int(line.split()[1]) for line in done.stderr.splitlines() if line.startswith("VmHWM"))
     assert most_kib / 1024 < 200
+
+
+class Watched(MemoryStore):
+    """Counts the spans that its callers let it look through."""
+
+    seen = 0
+
+    async def spans(self, *args: Any, **options: Any) -> list[Span]:
+        found = await super().spans(*args, **options)
+        self.seen += len(found)
+        return found
+
+    async def recordings(self, *args: Any, spans: Any = "deciding", **options: Any) -> list[Recording]:
+        found = await super().recordings(*args, spans=spans, **options)
+        every = replace(spans, agent="", kind="", limit=100_000) if isinstance(spans, SpanQuery) else "all"
+        whole = await super().recordings(*args, spans=every, **options)
+        self.seen += sum(len(recording.spans) for recording in whole)
+        return found
+
+
+def in_teams(claim: Claim, count: int) -> list[Span]:
+    """Return calls of two agents in turn, each below a node of its agent."""
+    agents = [span(claim, at, name="agent", attributes={semconv.AGENT_NAME: f"solver{at}"}) for at in (1, 2)]
+    nodes = [
+        span(claim, at + 2, parent_id=agent.span_id, attributes={semconv.NODE: "node"}, name="node")
+        for at, agent in enumerate(agents, 1)
+    ]
+    calls = [span(claim, at, parent_id=nodes[at % 2].span_id, **chat(at, [ASKED], SAID)) for at in range(5, 5 + count)]
+    return [*agents, *nodes, *calls]
+
+
+def test_spans_of_an_agent_are_found_without_looking_through_the_rollout_for_each_page() -> None:
+    async def body() -> None:
+        store = Watched()
+        await store.enqueue([Rollout(rollout_id="ro-many", task=1)])
+        (claim,) = await store.claim(worker="w")
+        spans = in_teams(claim, 600)
+        await store.append_spans(spans)
+        for query in (SpanQuery(agent="solver2"), SpanQuery(agent="solver1", kind="call"), SpanQuery(agent="no")):
+            (expected,) = await store.recordings(RolloutQuery(ids=("ro-many",)), spans=replace(query, limit=1000))
+            store.seen = 0
+            reader = SpanReader(store, "ro-many", None, chosen=query)
+            found = [each async for each in reader]
+            assert expected.spans == found
+            assert found == [await reader.at(each.sequence) for each in found]
+            assert store.seen <= 4 * len(spans) or query.kind
+            assert expected.spans[7:] == [each async for each in reader.behind(found[6].sequence if found else 0)]
+
+    asyncio.run(body())

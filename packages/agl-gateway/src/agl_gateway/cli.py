@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from agl.contracts import Store, Upstream
+from agl.contracts import Upstream
 from agl.errors import ConfigError
 from agl.stores import shown_url
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
 from agl_gateway.splits import Split, parse_split
 from agl_run import load_secret, state_dir
-from agl_run.commands import as_url, command, manager_of, seconds_of
+from agl_run.commands import RetentionLimits, as_url, build_store, command, manager_of, retaining, seconds_of
 
 _ENV = "AGL_TOKEN"
 _CLIENT_ENV = "AGL_CLIENT_TOKEN"
@@ -69,6 +69,13 @@ _UPSTREAM_KEYS = {"model", "key_env", "aliases", "trained", "version"}
     metavar="NAME",
     help="Host name for which both answer without a token.",
 )
+@click.option(
+    "--older-than",
+    type=seconds_of,
+    metavar="DURATION",
+    help="Remove rollouts that finished longer ago, such as 30d: at the start, and every hour.",
+)
+@click.option("--keep", type=click.IntRange(min=0), help="Keep this many of the newest finished rollouts, likewise.")
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -79,6 +86,8 @@ def serve(
     split_text: str | None,
     idle_s: float,
     token_file: Path | None,
+    older_than: float | None,
+    keep: int | None,
     **settings: Any,
 ) -> None:
     """Serve a store and a gateway to other processes."""
@@ -88,7 +97,7 @@ def serve(
     admin_key, source = admin_key_of(token_file)
     tokens = AttemptTokens(load_secret())
     found = Settings(host=host, port=port, conversation_idle_s=_idle(idle_s), **settings)
-    store: Store = manager.build(manager.store_entry(url.partition("://")[0]), url=url)
+    store = build_store(manager, url)
 
     async def run() -> None:
         service = GatewayService(
@@ -101,7 +110,7 @@ def serve(
             arms=True,
             split=split,
         )
-        await _serve(service, url, source, split)
+        await _serve(service, url, source, split, retention=RetentionLimits.of(older_than, keep))
 
     try:
         asyncio.run(run())
@@ -171,7 +180,14 @@ def _idle(seconds: float) -> float:
     return seconds
 
 
-async def _serve(service: GatewayService, store_url: str, token_source: str, split: Split | None) -> None:
+async def _serve(
+    service: GatewayService,
+    store_url: str,
+    token_source: str,
+    split: Split | None,
+    *,
+    retention: RetentionLimits | None,
+) -> None:
     """Serve until a signal arrives, then write what is recorded."""
     stopping = asyncio.Event()
     _on_signals(stopping)
@@ -183,8 +199,9 @@ async def _serve(service: GatewayService, store_url: str, token_source: str, spl
         ]:
             click.echo(line)
         click.echo("stop with Ctrl-C")
-        while not stopping.is_set():
-            await _wait(stopping)
+        async with retaining(service.store, retention, say=click.echo):
+            while not stopping.is_set():
+                await _wait(stopping)
     finally:
         await service.stop()
         await service.store.close()

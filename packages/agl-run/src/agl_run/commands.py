@@ -1,4 +1,4 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, labels, retention and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
@@ -17,13 +17,18 @@ from agl_run.cli.query import (
 from agl_run.experiment.hints import command
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
+from agl_run.experiment.retaining import retaining
+from agl_run.experiment.retention import RetentionLimits
 from agl_run.experiment.store_url import as_url
+from agl_run.store_contract import build_store
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
     "LABEL",
+    "RetentionLimits",
     "as_url",
+    "build_store",
     "command",
     "filter_options",
     "find_ids",
@@ -37,6 +42,7 @@ __all__ = [
     "pass_manager",
     "print_json",
     "print_table",
+    "retaining",
     "rewards_of",
     "seconds_of",
     "store_option",

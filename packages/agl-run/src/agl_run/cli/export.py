@@ -35,6 +35,7 @@ from agl_run.cli.lineage import shown, text_of
 from agl_run.cli.models import copy_model
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.query import check_experiment, deciding, filter_options, find_ids, make_query, span_options
+from agl_run.cli.span_reader import CHOSEN_PAGE, SpanReader
 
 
 class ExportedRollout(Record, frozen=True, kw_only=True):
@@ -167,17 +168,17 @@ def _target(output: Path | None) -> Generator[BinaryIO]:
 
 
 async def _write_spans(store: Store, query: RolloutQuery, spans: SpanQuery, target: BinaryIO) -> int:
-    """Write the spans that fit, of which one page is in memory; returns their number."""
+    """Write the spans that fit, of which a few pages are in memory; returns their number."""
     count = 0
-    async for recording in read_recordings(store, query, spans=spans):
-        page, one = recording, RolloutQuery(ids=(recording.rollout.rollout_id,))
-        while True:
-            target.writelines(to_json(span) + b"\n" for span in page.spans)
-            count += len(page.spans)
-            if page.is_whole:
-                break
-            rest = msgspec.structs.replace(spans, after=page.spans[-1].sequence)
-            (page,) = await store.recordings(one, spans=rest)
+    first = msgspec.structs.replace(spans, limit=CHOSEN_PAGE)
+    async for recording in read_recordings(store, query, spans=first):
+        target.writelines(to_json(span) + b"\n" for span in recording.spans)
+        count += len(recording.spans)
+        if not recording.is_whole:
+            reader = SpanReader(store, recording.rollout.rollout_id, spans.attempt_id, chosen=spans)
+            async for span in reader.behind(recording.spans[-1].sequence):
+                target.write(to_json(span) + b"\n")
+                count += 1
     return count
 
 

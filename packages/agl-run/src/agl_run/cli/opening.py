@@ -11,6 +11,7 @@ from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl_run.experiment.store_url import SQLITE, as_url, refuse_directory, stores_in
+from agl_run.store_contract import build_store
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ def with_store(manager: PluginManager, url: str | None, work: Callable[[Store], 
     result: list[T] = []
 
     async def use() -> None:
-        store = _open(manager, found)
+        store = build_store(manager, found)
         try:
             result.append(await work(store))
         finally:
@@ -46,11 +47,7 @@ def new_store(manager: PluginManager, url: str, *, other_than: str) -> Store:
     refuse_directory(found, Path())
     if _place(found) == _place(other_than):
         raise ConfigError(f"{url} is the store to copy from; name another one to copy to")
-    return _open(manager, found)
-
-
-def _open(manager: PluginManager, url: str) -> Store:
-    return manager.build(manager.store_entry(url.partition("://")[0]), url=url)
+    return build_store(manager, found)
 
 
 def _place(url: str) -> str:

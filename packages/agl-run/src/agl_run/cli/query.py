@@ -1,6 +1,5 @@
 """Selects the rollouts of a command: filters as options, and paging through a store."""
 
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import wraps
@@ -15,6 +14,7 @@ from agl.errors import ConfigError, NotFoundError
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
 from agl_run.cli.completion import LATEST, complete_experiment
+from agl_run.experiment.retention import parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,15 +30,13 @@ CONVERSATIONS = "served-conversations"
 COUNTED: tuple[RolloutStatus, ...] = ("running", "succeeded", "failed")
 """States in which a rollout counts for its versions; ``running`` counts for conversations only."""
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-
 
 def seconds_of(text: str) -> float:
     """Parse a duration such as ``7d``, ``12h`` or ``90`` into seconds; the type of a command's option."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no duration; write 30m, 12h, 7d or 2w")
-    return float(match[1]) * _SECONDS[match[2] or "s"]
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def filter_options(command: F) -> F:

@@ -4,7 +4,6 @@ Removal is always explicit. It never touches a rollout that is not finished, or 
 resumed.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,7 +11,7 @@ import click
 import msgspec
 
 from agl import PluginManager
-from agl.contracts import RolloutQuery, Store
+from agl.contracts import RolloutQuery, SpanQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError, ConflictError
 from agl.schemas import Record, Rollout
@@ -22,15 +21,18 @@ from agl_run.cli.context import pass_manager
 from agl_run.cli.copying import copy
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import json_option, print_json, print_table, short, when
-from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, pages, seconds_of
+from agl_run.cli.query import check_experiment, filter_options, find_ids, make_query, seconds_of
+from agl_run.experiment.retention import LEAST_FREED, GarbageReport, RetentionLimits, compacted, remove_old
 from agl_run.experiment.state import unfinished_experiments
-from agl_run.sql import Compactable, Compaction
 
-_BATCH = 500
+_PAGE = 500
 
 _SORTS: dict[str, Literal["rollout_id", "created_at", "finished_at", "status"]] = {
     **{"id": "rollout_id", "created": "created_at", "finished": "finished_at", "status": "status"}
 }
+
+_REWARD = "reward"
+"""Sorts by what no store keeps for a rollout, so that the command does it; rollouts without a reward come last."""
 
 _own_store_option = click.option("--store", "store_url", help="As for agl runs.")
 
@@ -40,20 +42,6 @@ class ListedRollout(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     rollout: Rollout
     reward: float | None
-
-
-class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """The result of ``gc``: removed ids (or those to remove), and the number kept for running experiments.
-
-    Attributes:
-        compaction: The store's size before and after; ``None`` if nothing was removed, or where another process serves
-            the store.
-    """
-
-    removed: list[str]
-    kept_for_experiments: int
-    is_dry_run: bool
-    compaction: Compaction | None = None
 
 
 @click.group(invoke_without_command=True)
@@ -69,10 +57,10 @@ class GarbageReport(Record, frozen=True, kw_only=True, omit_defaults=False):
 @click.option("--contains", default="", metavar="TEXT", help="Only rollouts with this in their id or task.")
 @click.option(
     "--sort",
-    type=click.Choice(tuple(_SORTS)),
+    type=click.Choice((*_SORTS, _REWARD)),
     default="id",
     show_default=True,
-    help="By what to sort; the last ones come first.",
+    help="By what to sort; the last ones come first. By reward, all that match are read.",
 )
 @click.option("--ascending", is_flag=True, help="Let the first ones come first.")
 @click.option("--count", "counts", is_flag=True, help="Only say how many there are.")
@@ -100,10 +88,12 @@ def runs(
     query = msgspec.structs.replace(
         make_query(experiment, status, mode, limit=limit),
         contains=contains,
-        sort=_SORTS[sort],
+        sort=_SORTS.get(sort, "rollout_id"),
         is_newest_first=not ascending,
     )
-    found, total = with_store(manager, store_url, lambda store: _listed(store, query, counts=counts))
+    found, total = with_store(
+        manager, store_url, lambda store: _listed(store, query, counts=counts, by_reward=sort == _REWARD)
+    )
     if as_json or counts:
         print_json(total if counts else found)
         return
@@ -156,35 +146,59 @@ def collect_garbage(
     as_json: bool,
 ) -> None:
     """Remove old finished rollouts, never those that an unfinished experiment needs, and return their space."""
-    if older_than is None and keep is None:
+    limits = RetentionLimits.of(older_than, keep)
+    if limits is None:
         raise ConfigError("gc needs a limit: pass --older-than 7d, --keep 1000, or both")
-    before = time.time() - (older_than or 0.0)
-    query = make_query(experiment, ("succeeded", "failed", "cancelled"), None)
+    query = RolloutQuery(experiment=experiment)
     url = store_url or ctx.meta["store_url"]
-    done = with_store(manager, url, lambda store: _collect(store, query, before, keep or 0, is_dry_run=dry_run))
+    done = with_store(manager, url, lambda store: _collect(store, query, limits, is_dry_run=dry_run))
     if as_json:
         print_json(done)
         return
     click.echo(f"{'would remove' if dry_run else 'removed'} {len(done.removed)} rollouts")
     if done.kept_for_experiments:
         click.echo(f"kept {done.kept_for_experiments} of experiments that are not finished")
-    if done.compaction is not None and done.compaction.before - done.compaction.after >= 1 << 20:
+    if done.compaction is not None and done.compaction.before - done.compaction.after >= LEAST_FREED:
         sizes = done.compaction.after / (1 << 20), done.compaction.before / (1 << 20)
         click.echo("the store has {:.1f} MiB instead of {:.1f} MiB".format(*sizes))
 
 
-async def _listed(store: Store, query: RolloutQuery, *, counts: bool) -> tuple[list[ListedRollout], int]:
+async def _listed(
+    store: Store, query: RolloutQuery, *, counts: bool, by_reward: bool
+) -> tuple[list[ListedRollout], int]:
     """Return one page of rollouts, none where they are only counted, and the number on all pages."""
     found: list[ListedRollout] = []
     await check_experiment(store, query.experiment)
     total = await store.count_rollouts(query)
     if counts:
         return found, total
+    if by_reward:
+        return await _best(store, query), total
     async for recording in read_recordings(store, query):
         found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
         if len(found) == query.limit:
             break
     return found, total
+
+
+async def _best(store: Store, query: RolloutQuery) -> list[ListedRollout]:
+    """Return the first rollouts by reward, highest first unless asked otherwise, of which twice the limit is held."""
+    found: list[ListedRollout] = []
+    every = msgspec.structs.replace(query, limit=_PAGE)
+    async for recording in read_recordings(store, every, spans=SpanQuery(kind="reward", limit=10_000)):
+        found.append(ListedRollout(rollout=recording.rollout, reward=episode_reward(recording.spans)))
+        if len(found) >= 2 * query.limit:
+            found = _first(found, query)
+    return _first(found, query)
+
+
+def _first(found: Sequence[ListedRollout], query: RolloutQuery) -> list[ListedRollout]:
+    sign = -1 if query.is_newest_first else 1
+
+    def place(item: ListedRollout) -> tuple[bool, float]:
+        return item.reward is None, sign * (item.reward or 0.0)
+
+    return sorted(found, key=place)[: query.limit]
 
 
 def _row(item: ListedRollout) -> tuple[str, ...]:
@@ -208,18 +222,5 @@ async def _remove(store: Store, names: Sequence[str], *, force: bool) -> int:
     return await store.delete(rollout_ids)
 
 
-async def _collect(store: Store, query: RolloutQuery, before: float, keep: int, *, is_dry_run: bool) -> GarbageReport:
-    running = await unfinished_experiments(store)
-    finished = [rollout async for page in pages(store, query) for rollout in page]
-    finished.sort(key=lambda rollout: rollout.finished_at)
-    old = [rollout for rollout in finished[: max(0, len(finished) - keep)] if rollout.finished_at <= before]
-    chosen = [rollout.rollout_id for rollout in old if rollout.experiment not in running]
-    for start in range(0, 0 if is_dry_run else len(chosen), _BATCH):
-        await store.delete(chosen[start : start + _BATCH])
-    is_changed = bool(chosen) and not is_dry_run
-    return GarbageReport(
-        removed=chosen,
-        kept_for_experiments=len(old) - len(chosen),
-        is_dry_run=is_dry_run,
-        compaction=await store.compact() if is_changed and isinstance(store, Compactable) else None,
-    )
+async def _collect(store: Store, query: RolloutQuery, limits: RetentionLimits, *, is_dry_run: bool) -> GarbageReport:
+    return await compacted(store, await remove_old(store, query, limits, is_dry_run=is_dry_run))

@@ -20,6 +20,7 @@ from agl_run.experiment.plan import Plan
 from agl_run.experiment.remote import RemoteWorker
 from agl_run.experiment.store_url import as_url, located
 from agl_run.experiment.worker_admission import make_worker_plan
+from agl_run.store_contract import build_store
 
 _SQLITE = "sqlite:///"
 
@@ -91,7 +92,7 @@ def _open(plan: Plan, given: str | None) -> Store:
             f"there is no store {url} on this machine. Where the experiment runs elsewhere, give --store "
             "http://HOST:PORT of its gateway or of `agl serve`; where it runs here, start it first"
         )
-    return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
+    return build_store(plan.manager, url)
 
 
 def _tell_text(event: str, text: str, **values: Any) -> None:

@@ -21,6 +21,7 @@ from agl_run.experiment.finished import PREFIX, experiment_of
 from agl_run.experiment.frameworks import check_frameworks
 from agl_run.experiment.own_rewards import check_known
 from agl_run.experiment.plan import MAX_NAME, NAME, VALIDATION, Plan, load_agent
+from agl_run.experiment.retention import limits_of
 from agl_run.experiment.roles import check_patterns
 from agl_run.experiment.sampling import check_rules
 from agl_run.experiment.store_url import check_store_url
@@ -124,6 +125,7 @@ def _check_section(plan: Plan) -> None:
         raise ConfigError(f'schedule.every is ignored in mode {config.schedule.mode!r}; use mode = "alternate"')
     _check_first(config)
     _check_runner(plan)
+    limits_of(config.retention)
     if config.schedule.every < 1:
         raise ConfigError(f"schedule.every is {config.schedule.every}; it must be at least 1")
     _check_workdir(plan)

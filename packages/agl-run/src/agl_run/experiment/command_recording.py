@@ -39,6 +39,7 @@ from agl_run.runners.setup import client_environment
 from agl_run.runners.spool import Spool
 from agl_run.runners.tokens import issue_token
 from agl_run.secret import load_secret
+from agl_run.store_contract import build_store
 
 LEASE_S = 60.0
 
@@ -122,7 +123,7 @@ async def record_command(
     request = request or StopRequest()
     request.listen()
     async with AsyncExitStack() as stack:
-        store: Store = manager.build(manager.store_entry(store_url.partition("://")[0]), url=store_url)
+        store = build_store(manager, store_url)
         stack.push_async_callback(store.close)
         claim = await _claim(store, command, timeout_s)
         remove_abandoned()

@@ -114,6 +114,21 @@ class GatewayConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     params: dict[str, Json] = {}
 
 
+class RetentionConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[retention]``: old rollouts that a run removes once it has ended; without a limit it removes none.
+
+    Attributes:
+        older_than: Age from which a finished rollout is old, such as ``30d``; see ``agl runs gc``.
+        keep: Number of the newest finished rollouts, which stay whatever their age.
+        experiments: ``own`` for rollouts of earlier runs of this experiment, ``all`` for those of every experiment in
+            the store.
+    """
+
+    older_than: str = ""
+    keep: int | None = None
+    experiments: Literal["own", "all"] = "own"
+
+
 class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[experiment]``: the agent, its tasks and the store.
 
@@ -173,6 +188,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
         reward: Reward emitters, run after every attempt.
         gateway: The capture proxy.
         exporter: Destinations of finished rollouts, such as a tracing backend.
+        retention: Old rollouts that the run removes once it has ended.
         tracers: Names of tracers of frameworks; ``otel``, ``wire`` and ``unrecorded`` are always on.
         plugins: ``{ disabled = ["name"] }``.
     """
@@ -187,6 +203,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     reward: tuple[ComponentConfig, ...] = ()
     gateway: GatewayConfig = GatewayConfig()
     exporter: tuple[ComponentConfig, ...] = ()
+    retention: RetentionConfig = RetentionConfig()
     tracers: tuple[str, ...] = ()
     plugins: dict[Literal["disabled"], tuple[str, ...]] = {}
 

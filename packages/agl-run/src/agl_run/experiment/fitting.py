@@ -12,9 +12,11 @@ from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
+from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
+from agl_run.experiment.retention import retain_after_run
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
 from agl_run.experiment.waiting import told
@@ -100,7 +102,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         driver.reports.sampling.conclude()
         driver.reports.failures.conclude()
         best, best_step = await _best(driver, before, after)
-        return FitResult(
+        result = FitResult(
             experiment=plan.name,
             before=before,
             after=after,
@@ -111,9 +113,24 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             workdir=str(plan.workdir),
             seconds=time.monotonic() - started,
         )
+        await _retain(driver)
+        return result
     finally:
         progress.close()
         await session.close()
+
+
+async def _retain(driver: Driver) -> None:
+    """Remove the old rollouts that the configuration names, once everything is saved."""
+    config = driver.session.plan.config
+    await retain_after_run(
+        driver.session.store,
+        config.retention,
+        name=driver.name,
+        run=driver.state.run,
+        sources={experiment_of(source) for algorithm in config.algorithm for source in algorithm.source} - {""},
+        say=driver.progress.say,
+    )
 
 
 def _algorithms(plan: Plan) -> str:

@@ -100,8 +100,7 @@ class Ownership:
         self.store = cast("Store", _OwnedStore(store, self))
         self._plain, self._name, self._lease_s, self._beat_s = store, name, lease_s, beat_s
         self._owner, self._token = owner, msgspec.json.encode(owner)
-        self._key = f"experiment/{name}/owner"
-        self._beat_key = f"{self._key}/beat"
+        self._key, self._beat_key = _keys(name)
         self._beats = 0
         self._renewed_at = 0.0
         self._loss: FencedError | None = None
@@ -142,14 +141,14 @@ class Ownership:
         try:
             await self._plain.save_state(states, expected={**(expected or {}), self._key: self._token}, **rest)
         except FencedError as error:
-            held = await self._look()
+            held = await _held(self._plain, self._name)
             if held.token == self._token:
                 raise
             raise self._lose(held) from error
 
     async def _take(self) -> bool:
         """Take the experiment; returns false if it changed hands meanwhile."""
-        held = await self._look()
+        held = await _held(self._plain, self._name)
         if held.token and not self._has_ended(held.owner) and not await self._outwait(held):
             return False
         states = {self._key: self._token, self._beat_key: b"0"}
@@ -160,10 +159,6 @@ class Ownership:
             return False
         self._renewed_at = started
         return True
-
-    async def _look(self) -> _Held:
-        states = await self._plain.load_state(self._key)
-        return _Held(token=states.get(self._key, b""), beat=states.get(self._beat_key, b""))
 
     def _has_ended(self, owner: Owner) -> bool:
         """Return true if an owner has certainly ended, on this machine; false if unknown."""
@@ -181,7 +176,7 @@ class Ownership:
         end = time.monotonic() + self._lease_s
         while time.monotonic() < end:
             await asyncio.sleep(_LOOK_S)
-            now = await self._look()
+            now = await _held(self._plain, self._name)
             if now.token != held.token:
                 return False
             if now.beat != held.beat:
@@ -218,6 +213,23 @@ class Ownership:
             )
             self.on_loss(self._loss)
         return self._loss
+
+
+async def is_owned(store: Store, name: str) -> bool:
+    """Return true if an experiment has a trainer, unless that has certainly ended on this machine."""
+    held = await _held(store, name)
+    return bool(held.token) and not worker_is_dead(held.owner.worker)
+
+
+async def _held(store: Store, name: str) -> _Held:
+    key, beat_key = _keys(name)
+    states = await store.load_state(key)
+    return _Held(token=states.get(key, b""), beat=states.get(beat_key, b""))
+
+
+def _keys(name: str) -> tuple[str, str]:
+    """Return the keys of an experiment's owner and of its beat."""
+    return f"experiment/{name}/owner", f"experiment/{name}/owner/beat"
 
 
 class _OwnedStore:

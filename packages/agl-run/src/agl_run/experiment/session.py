@@ -33,6 +33,7 @@ from agl_run.experiment.worker_watch import WorkerWatch
 from agl_run.runners.liveness import worker_is_dead
 from agl_run.runners.worker import Worker
 from agl_run.secret import load_secret
+from agl_run.store_contract import build_store, checked_store
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -74,7 +75,7 @@ class Session:
         lock = ExperimentLock(self.plan.workdir)
         lock.acquire()
         self._stack.callback(lock.release)
-        store = self.plan.store or open_store(self.plan)
+        store = checked_store(self.plan.store) if self.plan.store else open_store(self.plan)
         if self.plan.store is None:
             self._stack.push_async_callback(store.close)
         ownership = Ownership(store, self.plan.name, workdir=self.plan.workdir)
@@ -337,10 +338,9 @@ def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     return dict(params)
 
 
-def open_store(plan: Plan) -> Any:
+def open_store(plan: Plan) -> Store:
     """Open the store of an experiment."""
-    url = store_url_of(plan)
-    return plan.manager.build(plan.manager.store_entry(url.partition("://")[0]), url=url)
+    return build_store(plan.manager, store_url_of(plan))
 
 
 def store_url_of(plan: Plan) -> str:

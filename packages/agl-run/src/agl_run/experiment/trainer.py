@@ -21,6 +21,7 @@ from agl_run.experiment.config import (
     GatewayConfig,
     PolicyConfig,
     ResourceConfig,
+    RetentionConfig,
     RunnerConfig,
     ScheduleConfig,
     checked,
@@ -62,6 +63,7 @@ class Trainer:
         gateway: ``auto``, ``none``, or a ``GatewayConfig``.
         exporters: Destinations of finished rollouts: names, or components such as
             ``agl.algorithms.component("otlp", endpoint="http://127.0.0.1:6006")``.
+        retention: Old rollouts that ``fit`` removes once it has ended, such as ``RetentionConfig(older_than="30d")``.
         disabled_plugins: Names of plugins or distributions to leave out; ignored if ``plugins`` is given.
         progress: Shows the progress; bars or lines by default.
         plugins: The plugin manager; by default one with the installed plugins.
@@ -90,6 +92,7 @@ class Trainer:
         schedule: str | ScheduleConfig = "sequential",
         gateway: str | GatewayConfig = "auto",
         exporters: str | ComponentConfig | Sequence[str | ComponentConfig] = (),
+        retention: RetentionConfig = RetentionConfig(),  # noqa: B008  # frozen
         disabled_plugins: str | Sequence[str] = (),
         progress: Progress | None = None,
         plugins: PluginManager | None = None,
@@ -110,6 +113,7 @@ class Trainer:
                 reward=tuple(_reward(item) for item in _several(rewards)),
                 gateway=GatewayConfig(use=gateway) if isinstance(gateway, str) else gateway,
                 exporter=tuple(_component(item) for item in _several(exporters)),
+                retention=retention,
                 tracers=listed(tracers),
                 plugins={"disabled": listed(disabled_plugins)} if disabled_plugins else {},
             )
@@ -148,6 +152,7 @@ class Trainer:
             schedule=config.schedule,
             gateway=config.gateway,
             exporters=config.exporter,
+            retention=config.retention,
             disabled_plugins=config.plugins.get("disabled", ()),
             progress=progress,
             plugins=plugins,

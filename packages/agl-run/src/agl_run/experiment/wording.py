@@ -11,6 +11,7 @@ from agl.errors import ConfigError
 EXAMPLES = {
     "agent": 'write "module:attribute", such as agent = "agent:solve", or a command as an array of words: '
     'agent = ["python", "agent.py"]',
+    "older_than": 'write a duration in quotes, such as older_than = "30d"',
     "plugins": 'write plugins = { disabled = ["NAME"] }, the only key of it',
     "reward_weights": "write the weights by reward: reward_weights = { NAME = 1.0 }",
     "timeout_s": "write a number of seconds without quotes, such as timeout_s = 60",

@@ -1,0 +1,65 @@
+"""Removes old finished rollouts by itself while a store is served; of several servers of a store one at a time."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agl.contracts import RolloutQuery, Store
+from agl.errors import AglError, ConfigError
+from agl_run.experiment.ownership import Ownership
+from agl_run.experiment.retention import GarbageReport, RetentionLimits, removal_text, remove_old
+from agl_run.runners.liveness import worker_name
+
+EVERY_S = 3600.0
+"""Seconds between two removals."""
+
+_TURN = ".retention"
+"""The name under which servers take turns; no experiment can have it."""
+
+_LOG = logging.getLogger("agl_run.experiment")
+
+
+@asynccontextmanager
+async def retaining(
+    store: Store, limits: RetentionLimits | None, *, say: Callable[[str], None], every_s: float = EVERY_S
+) -> AsyncGenerator[None]:
+    """Remove what exceeds the limits at the start and every ``every_s`` seconds; of several servers one at a time.
+
+    Files are not written anew, which would hold up what is being recorded: new rollouts take the space.
+    """
+    if limits is None:
+        yield
+        return
+    task = asyncio.create_task(_keep_removing(store, limits, say=say, every_s=every_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _keep_removing(store: Store, limits: RetentionLimits, *, say: Callable[[str], None], every_s: float) -> None:
+    while True:
+        try:
+            report = await _in_turn(store, limits)
+        except AglError as error:
+            _LOG.warning("old rollouts could not be removed, which is tried again in %g s: %s", every_s, error)
+        else:
+            if report is not None and report.removed:
+                say(f"retention: {removal_text(report)}")
+        await asyncio.sleep(every_s)
+
+
+async def _in_turn(store: Store, limits: RetentionLimits) -> GarbageReport | None:
+    """Remove what exceeds the limits; returns ``None`` while another server does."""
+    turn = Ownership(store, _TURN, workdir=Path(worker_name()))
+    try:
+        await turn.__aenter__()
+    except ConfigError:
+        return None
+    try:
+        return await remove_old(turn.store, RolloutQuery(), limits)
+    finally:
+        await turn.__aexit__()
