@@ -67,20 +67,20 @@ class Installation:
         file: The experiment's file; the store is a URL in it.
         served: URL of the store that ``agl serve`` opens.
         port: The port at which it is served.
+        gateway: The port of the trainer's gateway, at which workers reach it from every machine.
         variables: Environment of the programs.
         lease_s: Seconds of the programs' leases; ``None`` leaves them as they are.
         pace: Share of the usual time that each program works before it is killed.
-        reach: Options with which workers reach the trainer's gateway from another machine.
     """
 
     forks: Forks
     file: Path
     port: int
+    gateway: int
     served: str
     variables: dict[str, str]
     lease_s: float | None = None
     pace: float = 1.0
-    reach: tuple[str, ...] = ()
     homes: dict[str, Path] = field(default_factory=dict[str, Path])
 
     @property
@@ -107,6 +107,11 @@ class Installation:
         """Return true if the experiment has ended well."""
         saved = self.look(lambda store: load_experiment(store, "toy"))
         return saved is not None and saved.status == "finished"
+
+    def step(self) -> int:
+        """Return the algorithm's last finished step."""
+        state = self.look(lambda store: load_algorithm(store, "toy", 1, "counter"))
+        return state.state["step"] if state else 0
 
     def lost(self) -> list[str]:
         """Return what was acknowledged to the writers and is not in the store, or is there in another state."""
@@ -168,7 +173,8 @@ class Installation:
 
     def _work(self, runner: str, host: str) -> BaseProcess:
         file = self._home(f"worker-{host}-{runner}")
-        words = ("worker", str(file), "--set", f"runner.use={runner}", "--concurrency", "2", "--stay", *self.reach)
+        words = ("worker", str(file), "--set", f"runner.use={runner}", "--concurrency", "2", "--stay")
+        words += ("--gateway", f"http://127.0.0.1:{self.gateway}")
         name = "worker" if runner == "async" else "worker with processes"
         return self._start(run_agl, words, name=name, host=host, folder=file.parent)
 
@@ -213,9 +219,9 @@ async def trained_twice(store: Store) -> int:
     return round(state.state["sum"]) - len(await trained_rollouts(store, "toy", 1, "counter")) if state else 0
 
 
-def use_store(file: Path, url: str, *, port: int = 0) -> None:
-    """Let the experiment in ``file`` use the store at ``url``, give rollouts one attempt, and listen at ``port``."""
+def use_store(file: Path, url: str, *, gateway: int) -> None:
+    """Let the experiment in ``file`` use the store at ``url``, one attempt for each rollout and that gateway's port."""
     text = file.read_text().replace('"sqlite:///runs/toy.db"', json.dumps(url))
     text = text.replace("concurrency = 3", "concurrency = 2\nmax_attempts = 1\nmax_losses = 1000")
-    params = f'{{ host = "0.0.0.0", port = {port} }}'
+    params = f'{{ host = "0.0.0.0", port = {gateway} }}'
     file.write_text(f'{text}\n[gateway]\nparams = {params}\nadvertise = "127.0.0.1"\n')

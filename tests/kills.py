@@ -24,8 +24,8 @@ EARLY = 0.2
 ORPHANS_S = 5.0
 """Seconds after which nothing that a killed program started may run."""
 
-PATIENCE_S = 400.0
-"""Seconds for which the experiment may take to finish after the last kill."""
+PATIENCE_S = 300.0
+"""Seconds without a further step after which an experiment counts as one that cannot go on."""
 
 COLUMNS = ("kills", "elsewhere", "lost", "twice", "stuck", "alive")
 
@@ -162,16 +162,25 @@ class Campaign:
                 self._note_end(program)
                 program.begin()
         try:
-            wait_until(lambda: self._is_finished(programs), within_s=PATIENCE_S, every_s=0.2)
-        except AssertionError:
-            self.last_words |= {program.name: program.output()[-2000:] for program in programs}
-            return False
+            before = -1
+            while not self._finishes(programs):
+                last, before = before, self.installation.step()
+                if before <= last:
+                    self.last_words |= {program.name: program.output()[-2000:] for program in programs}
+                    return False
         finally:
             for program in reversed(programs):
                 if program.is_alive() and not program.is_kept:
                     self._families.append((time.monotonic() + ORPHANS_S, program.name, program.kill()))
             wait_until(lambda: self._look_for_orphans() or not self._families)
         return True
+
+    def _finishes(self, programs: list[Program]) -> bool:
+        """Return true if the experiment finishes within the patience for one step."""
+        try:
+            return wait_until(lambda: self._is_finished(programs), within_s=PATIENCE_S, every_s=0.5)
+        except AssertionError:
+            return False
 
     def _is_finished(self, programs: list[Program]) -> bool:
         """Return true once the trainer has ended well; what ended otherwise is started again."""
