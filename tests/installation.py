@@ -160,7 +160,7 @@ class Installation:
 
     def _writer(self, name: str, url: str) -> Program:
         words = (url, str(self._reports / name.replace(" ", "-")))
-        return self._program(name, "wrote", lambda host: self._start(write_on, words, name=name), lives_s=6)
+        return self._program(name, "wrote", lambda host: self._start(write_on, words, name=name, host=host), lives_s=6)
 
     def _serve(self, host: str) -> BaseProcess:
         words = ("serve", "--store", self.served, "--port", str(self.port))
@@ -206,7 +206,8 @@ async def missing_of(store: Store, lines: list[list[str]], *, writer: str) -> li
     missing = list[str]()
     for kind, name in lines:
         rollout = rollouts.get(name)
-        names = [] if rollout is None or kind == "enqueued" else [span.name for span in await store.spans(name)]
+        tries = [] if rollout is None or kind == "enqueued" else await store.attempts(name)
+        names = [span.name for one in tries for span in await store.spans(name, attempt_id=one.attempt_id)]
         kept = {"enqueued": rollout is not None, "appended": "work" in names, "finished": ["work", "last"] == names}
         if not kept[kind] or (kind == "finished" and rollout is not None and rollout.status != "succeeded"):
             missing.append(f"{kind} {name}: {rollout and rollout.status}, {names}")

@@ -1,5 +1,6 @@
 """``kill -9`` of everything in turn, late returns and returns as another machine: nothing acknowledged is lost."""
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from agl.schemas import Rollout
+from agl.stores import MemoryStore
 from agl_testing.plugins import PluginFolder
+from agl_testing.stores.samples import make_span
 
 from .conftest import AGENT
 from .database import PostgresInstallation, server_module
-from .installation import Installation, use_store
+from .installation import Installation, missing_of, use_store
 from .kills import Campaign
 from .programs import Forks
 from .test_crash import check_end
@@ -93,6 +97,22 @@ def check(campaign: Campaign, *, steps: int) -> None:
     assert {} == {name: row for name, row in campaign.rows.items() if row.findings()}, campaign.orphans
     assert [] == installation.lost()
     check_end(installation.file, steps=steps, url=installation.served)
+
+
+def test_span_of_an_attempt_whose_lease_lapsed_is_kept_and_one_that_was_never_written_is_missing() -> None:
+    now = [1000.0]
+
+    async def missing() -> list[str]:
+        store = MemoryStore(clock=lambda: now[0])
+        await store.enqueue([Rollout(rollout_id="r", task=None, experiment="writer-w")])
+        (claim,) = await store.claim(worker="w", lease_s=1)
+        await store.append_spans([make_span(claim, name="work")])
+        now[0] += 60
+        (again,) = await store.claim(worker="w", lease_s=1)
+        assert 2 == again.attempt.number
+        return await missing_of(store, [["enqueued", "r"], ["appended", "r"], ["finished", "r"]], writer="w")
+
+    assert ["finished r: running, ['work']"] == asyncio.run(missing())
 
 
 @pytest.mark.parametrize(("on", "kills"), [("on_sqlite", 50), ("on_postgres", 50)])
