@@ -31,6 +31,7 @@ PYTHONS = ["3.11", "3.12", "3.13"]
 TORCH = "torch==2.13.0"
 MUTMUT = "mutmut>=3.8.1,<3.9"
 TEST_TOOLS = ["pytest>=9,<10", "pytest-timeout>=2.4,<3", "pytest-xdist>=3.8,<4", "hypothesis>=6.150,<7"]
+SCHEMATHESIS = "schemathesis>=4.32,<5"
 CHECKERS = ["ruff==0.17.*", "import-linter==2.16", "pyright==1.1.414"]
 CLIENTS = ["openai>=3,<4", "anthropic>=0.80", "jinja2", "httpx>=0.28,<1"]
 UNRECORDED = ["requests>=2.32,<3", "aiohttp>=3.11,<4", "botocore>=1.40,<2"]
@@ -296,7 +297,7 @@ def example(session: nox.Session, name: str) -> None:
 def gateway(session: nox.Session) -> None:
     """The gateway."""
     exporter = "opentelemetry-exporter-otlp-proto-http>=1.38,<2"
-    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, exporter])
+    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, *CLIENTS, exporter, SCHEMATHESIS])
     pytest(session, tools, "packages/agl-gateway/tests")
 
 
@@ -351,9 +352,9 @@ def integration(session: nox.Session) -> None:
     """Experiments as a whole: kill -9 and resume, notebooks, the command line, the demo's parts."""
     notebooks = ("nbclient>=0.10,<1", "ipykernel>=6.29,<8", "nbformat>=5.10,<6")
     needs = [
-        *ours(*LIGHT, "agl-credit"),
+        *ours(*LIGHT, "agl-credit", "agl-store-postgres"),
         *TEST_TOOLS,
-        "openai>=3,<4",
+        *PLUGINS["agl-store-postgres"],
         *UNRECORDED,
         *notebooks,
         "pyyaml>=6,<7",
@@ -451,8 +452,10 @@ def bench(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Long runs that the ordinary tests leave out; VERL's are ``nox -s verl-3.11 -- -m soak``."""
-    tools = environment(session, [*ours(*LIGHT), *TEST_TOOLS, "openai>=3,<4"])
-    folders = ["tests", *(f"packages/{name}/tests" for name in ("agl-core", "agl-run", "agl-gateway"))]
+    needs = [*ours(*LIGHT, "agl-store-postgres"), *TEST_TOOLS, *PLUGINS["agl-store-postgres"], SCHEMATHESIS]
+    tools = environment(session, needs)
+    packages = ("agl-core", "agl-run", "agl-gateway", "agl-store-postgres")
+    folders = ["tests", *(f"packages/{name}/tests" for name in packages)]
     pytest(session, tools, *folders, "-m", "soak", "-n0")
 
 

@@ -13,9 +13,10 @@ import pytest
 
 from agl.contracts import RolloutQuery
 from agl.schemas import to_json
-from agl_run import SQLiteStore
 from agl_run.experiment.state import load_algorithm, load_experiment, trained_rollouts
 from agl_testing.waiting import wait_until
+
+from .installation import open_store
 
 StartAgl = Callable[..., "subprocess.Popen[str]"]
 
@@ -24,11 +25,11 @@ STEPS = 15
 ROLLOUTS_PER_STEP = 6
 
 
-def check_end(file: Path, *, steps: int) -> None:
+def check_end(file: Path, *, steps: int, url: str = "") -> None:
     """The finished experiment trained every rollout exactly once, and the sum is that of an unbroken run."""
 
     async def work() -> None:
-        store = SQLiteStore(f"sqlite:///{file.parent / 'runs' / 'toy.db'}")
+        store = open_store(url or f"sqlite:///{file.parent / 'runs' / 'toy.db'}")
         experiment = await load_experiment(store, "toy")
         assert experiment is not None
         assert "finished" == experiment.status

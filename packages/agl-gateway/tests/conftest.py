@@ -112,10 +112,10 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
     """Makes a service in the test's own event loop: ``async with serving(backend=..., max_body=...) as it``."""
 
     @asynccontextmanager
-    async def make(*, backend: str = "", **settings: Any) -> AsyncIterator[GatewayService]:
-        store = MemoryStore()
+    async def make(*, backend: str = "", store: Store | None = None, **settings: Any) -> AsyncIterator[GatewayService]:
+        used = store or MemoryStore()
         service = GatewayService(
-            store=store,
+            store=used,
             upstreams=[Upstream(name="main_llm", base_url=backend or server.base_url, model="scripted")],
             tokens=AttemptTokens(SECRET),
             settings=Settings(**settings),
@@ -126,6 +126,6 @@ def serving(server: ScriptedModelServer) -> ServiceFactory:
             yield service
         finally:
             await service.stop()
-            await store.close()
+            await used.close()
 
     return make

@@ -2,19 +2,24 @@
 
 import asyncio
 import contextlib
+import gc
 import gzip
+import itertools
 import json
 import random
 import re
+import resource
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from agl.schemas import Rollout, new_rollout_id
+from agl.schemas import Attempt, Rollout, new_rollout_id
 from agl_gateway.contract import METHODS
 from agl_gateway.service import GatewayService
+from agl_run import SQLiteStore
 from agl_testing.waiting import stopwatch
 
 ADMIN = "an-admin-token-of-the-tests"
@@ -143,34 +148,73 @@ async def backend() -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
 
 
-SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
+@contextlib.asynccontextmanager
+async def probing(service: GatewayService) -> AsyncIterator[list[float]]:
+    """Ask for ``/healthz`` every 100 ms; the list has the seconds that the process took over each answer."""
+    waits: list[float] = []
 
-
-@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=SOAK)])
-async def test_no_mutated_request_is_answered_with_500_or_holds_up_others(serving, count: int):
-    async with backend() as url, serving(backend=url, headers_s=1.0, body_s=1.0) as service:
-        await service.store.enqueue([Rollout(rollout_id=new_rollout_id(), task={})])
-        attempt = (await service.store.claim(worker="w", lease_s=3600))[0].attempt
-        token = service.tokens.issue(attempt.rollout_id, attempt.attempt_id, expires_at=time.time() + 3600)
-        mutator = Mutator(seed=count, token=token)
-        known = samples(attempt.rollout_id, attempt.attempt_id)
-        requests = iter([(mutator, known[number % len(known)]) for number in range(count)])
-        failed: list[tuple[bytes, bytes]] = []
-        waits: list[float] = []
-
-        async def send() -> None:
-            for own, sample in requests:
-                request = own.request(sample)
-                answer, _ = await exchange(service, request)
-                if b" 500 " in answer[:20]:
-                    failed.append((request[:500], answer[-500:]))
-
-        sending = [asyncio.create_task(send()) for _ in range(AT_ONCE)]
-        while not all(task.done() for task in sending):
+    async def probe() -> None:
+        while True:
             answer, wait_s = await exchange(service, b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 200")
             waits.append(wait_s)
             await asyncio.sleep(0.1)
-        await asyncio.gather(*sending)
+
+    task = asyncio.create_task(probe())
+    try:
+        yield waits
+    finally:
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def attempt_token(service: GatewayService) -> tuple[Attempt, str]:
+    """An attempt that runs, and its token."""
+    await service.store.enqueue([Rollout(rollout_id=new_rollout_id(), task={})])
+    attempt = (await service.store.claim(worker="w", lease_s=3600))[0].attempt
+    token = service.tokens.issue(attempt.rollout_id, attempt.attempt_id, expires_at=time.time() + 3600)
+    return attempt, token
+
+
+async def fuzz(service: GatewayService, requests: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
+    """Send the requests, several at once; returns those that were answered with 500, with the answers."""
+    left, failed = iter(requests), list[tuple[bytes, bytes]]()
+
+    async def send() -> None:
+        for request in left:
+            answer, _ = await exchange(service, request)
+            if b" 500 " in answer[:20]:
+                failed.append((request[:500], answer[-500:]))
+
+    await asyncio.gather(*(send() for _ in range(AT_ONCE)))
+    return failed
+
+
+def memory() -> int:
+    """Bytes of memory that this process has, after a collection."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+SOAK = (pytest.mark.soak, pytest.mark.timeout(3600))
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=SOAK)])
+async def test_no_mutated_request_is_answered_with_500_or_holds_up_others(serving, tmp_path: Path, count: int):
+    store = SQLiteStore(f"sqlite:///{tmp_path}/fuzzed.db")
+    async with backend() as url, serving(backend=url, store=store, headers_s=1.0, body_s=1.0) as service:
+        attempt, token = await attempt_token(service)
+        mutator, known = Mutator(seed=count, token=token), samples(attempt.rollout_id, attempt.attempt_id)
+        requests = (mutator.request(known[number % len(known)]) for number in range(count))
+        async with probing(service) as waits:
+            failed = await fuzz(service, itertools.islice(requests, count // 5))
+            before = memory()
+            failed += await fuzz(service, requests)
+        after = memory()
+        report = f"{count} mutated requests: {len(failed)} answers of 500, {len(waits)} probes, the longest waited "
+        print(f"{report}{max(waits):.3f} s, memory {before >> 20} MiB after a fifth and {after >> 20} MiB in the end")
         assert [] == failed
         assert max(waits) < MAX_WAIT_S
+        assert after < 1.1 * before

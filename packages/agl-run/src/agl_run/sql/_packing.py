@@ -85,6 +85,7 @@ class Packer:
             ) from error
 
     def _pack_call(self, span: Span, call: ModelCall, attempt: object, sequence: int) -> bytes:
+        encode((call.request, call.response))  # refuses integers beyond 64 bits, which the JSON below would take
         text, rest = _split(call.request)
         prompt, reply = call.prompt_ids, call.response_ids
         share = self._marks.add(attempt, sequence, prompt=prompt, response=reply, text=text)

@@ -111,6 +111,20 @@ class SpanTests:
         assert 1 == len(await store.spans(rollout.rollout_id, attempt_id=""))
 
     @store_test
+    async def test_call_with_an_integer_beyond_64_bits_is_refused(self, store: Store) -> None:
+        claim = await start_one(store)
+        for number in (2**64, -(2**63) - 1):
+            for part in (
+                {"request": {"messages": [number]}},
+                {"request": [number]},
+                {"response": {"choices": [number]}},
+            ):
+                call = msgspec.structs.replace(make_call([1], [2]), **part)
+                with pytest.raises(StoreError):
+                    await store.append_spans([make_span(claim, call=call)])
+        assert [] == await store.spans(claim.rollout.rollout_id)
+
+    @store_test
     async def test_spans_of_unknown_rollouts_are_refused_by_name(self, store: Store) -> None:
         claim = await start_one(store)
         stray = msgspec.structs.replace(make_span(claim), rollout_id="ro-nobody", attempt_id="ro-nobody.1")
