@@ -1,4 +1,4 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, labels, keys and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
@@ -16,11 +16,15 @@ from agl_run.cli.query import (
 )
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
+from agl_run.runners.refusals import KEY_ADVICE
+from agl_run.runners.setup import PLACEHOLDER_KEY
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
+    "KEY_ADVICE",
     "LABEL",
+    "PLACEHOLDER_KEY",
     "filter_options",
     "find_ids",
     "is_counted",

@@ -17,7 +17,7 @@ Ended: TypeAlias = tuple[Rollout, Attempt | None]
 MOST_FREQUENT = 3
 """Errors that a message names."""
 
-MAX_ERROR = 200
+MAX_ERROR = 500
 """Characters of an error's first line that a message shows."""
 
 
