@@ -23,6 +23,7 @@ from agl.contracts import (
 from agl.errors import AglError, ConfigError
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
+from agl_run.experiment.agent_patterns import PatternReport
 from agl_run.experiment.collect import Collector, RunReports
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.episode_checks import AgreementPolicy
@@ -57,7 +58,9 @@ class Driver:
         self.state = state
         self.progress = progress
         agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial)
-        self.reports = RunReports(failures=FailureReport(), agreement=agreement, sampling=SamplingReport())
+        self.reports = RunReports(
+            failures=FailureReport(), agreement=agreement, sampling=SamplingReport(), patterns=PatternReport()
+        )
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()

@@ -98,6 +98,7 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         driver, turns = await _start(session, beginning, progress)
         before, after = await _run(driver, turns)
         driver.reports.sampling.conclude()
+        driver.reports.patterns.conclude()
         driver.reports.failures.conclude()
         best, best_step = await _best(driver, before, after)
         return FitResult(
@@ -142,6 +143,7 @@ async def dev_plan(
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
         collected = await collect(chosen, step=0, mode=mode, keeps_all=True)
+        driver.reports.patterns.conclude()
         return DevResult(episodes=collected.episodes)
     finally:
         progress.close()
