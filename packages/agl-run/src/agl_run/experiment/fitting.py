@@ -1,5 +1,6 @@
 """Runs a plan: the whole experiment with validation before and after, or a few tasks without training."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -17,7 +18,10 @@ from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
+from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.waiting import told
+
+_LOG = logging.getLogger("agl_run.experiment")
 
 
 class FitResult(Record, frozen=True, kw_only=True):
@@ -96,6 +100,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
+        for text in unused_credits(plan):
+            _LOG.warning("%s", text)
         before, after = await _run(driver, turns)
         driver.reports.sampling.conclude()
         driver.reports.patterns.conclude()
