@@ -1,13 +1,13 @@
 """Counts the rollouts of a run, and reports the errors of those that failed."""
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from agl.errors import RunError
 from agl.schemas import Attempt, Rollout
+from agl_run.runners.repeats import kind_of
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -62,7 +62,7 @@ class RolloutCounts:
             self.total += 1
             if rollout.status != "succeeded":
                 text = _error_of(rollout, attempt)
-                kind = re.sub(r"\w*\d\w*", "#", text)
+                kind = kind_of(text)
                 self._errors[kind] += 1
                 self._first.setdefault(kind, (text, rollout.rollout_id))
 
