@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from agl.errors import RunError
-from agl.schemas import Attempt, Rollout
+from agl.schemas import Attempt, Episode, Rollout
 from agl_run.runners.repeats import kind_of
 
 _LOG = logging.getLogger("agl_run.experiment")
@@ -61,10 +61,26 @@ class RolloutCounts:
         for rollout, attempt in ended:
             self.total += 1
             if rollout.status != "succeeded":
-                text = _error_of(rollout, attempt)
+                text = error_of(rollout, attempt)
                 kind = kind_of(text)
                 self._errors[kind] += 1
                 self._first.setdefault(kind, (text, rollout.rollout_id))
+
+    @property
+    def summary(self) -> str:
+        """A sentence with the number of failed rollouts, their most frequent errors and an example; ``""`` if none."""
+        if not self.failed:
+            return ""
+        if self.all_failed:
+            found = f"none of {self.total} rollouts succeeded: {self.errors}"
+        else:
+            found = f"{self.failed} of {self.total} rollouts failed, most often with {self.most_frequent}"
+        return f"{found}. Look at one with: agl show {self.example}"
+
+    def warn(self) -> None:
+        """Log the summary as a warning, if any rollout failed."""
+        if self.failed:
+            _LOG.warning("%s", self.summary)
 
     def _named(self, limit: int) -> str:
         return ", ".join(f"{self._first[kind][0]} ({count})" for kind, count in self._errors.most_common(limit))
@@ -83,6 +99,11 @@ class FailureReport:
         if not is_validation:
             self._training.add(ended)
 
+    @property
+    def counts(self) -> RolloutCounts:
+        """The rollouts so far."""
+        return self._all
+
     def conclude(self) -> None:
         """Log a warning if some rollouts failed.
 
@@ -95,15 +116,16 @@ class FailureReport:
                     f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent or the "
                     f"reward, then run it again with --fresh (fresh=True). Look at one with: agl show {counts.example}"
                 )
-        if self._all.failed:
-            found = (
-                f"{self._all.failed} of {self._all.total} rollouts failed, most often with {self._all.most_frequent}"
-            )
-            _LOG.warning("%s. Look at one with: agl show %s", found, self._all.example)
+        self._all.warn()
 
 
-def _error_of(rollout: Rollout, attempt: Attempt | None) -> str:
-    """Return an error's type and the first line of its message."""
+def warn_of_failures(episodes: Iterable[Episode]) -> None:
+    """Log how many rollouts failed and why, for scripts that do not print their result."""
+    RolloutCounts((episode.rollout, episode.attempt) for episode in episodes).warn()
+
+
+def error_of(rollout: Rollout, attempt: Attempt | None) -> str:
+    """Return the type of a failed rollout's error and the first line of its message."""
     error = attempt.error if attempt else None
     if error is None:
         return f"{rollout.status} without an error"

@@ -13,6 +13,7 @@ from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
+from agl_run.experiment.failures import error_of
 from agl_run.experiment.plan import VALIDATION, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
@@ -37,6 +38,8 @@ class FitResult(Record, frozen=True, kw_only=True):
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
         seconds: Wall time of this process's part.
+        failed: Rollouts of this process's part that failed.
+        errors: Their most frequent errors with counts, ``""`` if none failed.
     """
 
     experiment: str
@@ -48,6 +51,8 @@ class FitResult(Record, frozen=True, kw_only=True):
     resources: dict[str, str] = {}
     workdir: str = ""
     seconds: float = 0.0
+    failed: int = 0
+    errors: str = ""
 
     def __repr__(self) -> str:
         return as_text(*self._table())
@@ -56,12 +61,14 @@ class FitResult(Record, frozen=True, kw_only=True):
         return as_html(*self._table(), has_head=False)
 
     def _table(self) -> tuple[str, Rows]:
+        failed = (("failed", f"{self.failed} rollouts: {self.errors}"),) if self.failed else ()
         rows = (
             ("validation reward", reward_text(self.before, self.after, self.best, self.best_step)),
             ("steps", pairs(self.steps)),
             ("resources", pairs(self.resources)),
             ("folder", self.workdir),
             ("seconds", f"{self.seconds:.0f}"),
+            *failed,
         )
         return f"FitResult of {self.experiment!r}", rows
 
@@ -74,6 +81,12 @@ class DevResult(Record, frozen=True, kw_only=True):
     """
 
     episodes: tuple[Episode, ...] = ()
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The error of each rollout that failed, by its id: the type and the first line of the message."""
+        failed = [episode for episode in self.episodes if episode.rollout.status != "succeeded"]
+        return {episode.rollout.rollout_id: error_of(episode.rollout, episode.attempt) for episode in failed}
 
     def __repr__(self) -> str:
         return as_text(*self._table())
@@ -117,6 +130,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             resources=session.live.versions(),
             workdir=str(plan.workdir),
             seconds=time.monotonic() - started,
+            failed=driver.reports.failures.counts.failed,
+            errors=driver.reports.failures.counts.errors,
         )
     finally:
         progress.close()

@@ -27,6 +27,7 @@ from agl_run.experiment.config import (
     listed,
     policy,
 )
+from agl_run.experiment.failures import warn_of_failures
 from agl_run.experiment.fitting import DevResult, FitResult, dev_plan, fit_plan
 from agl_run.experiment.own_rewards import given_rewards, name_of
 from agl_run.experiment.plan import Plan
@@ -231,8 +232,9 @@ class Trainer:
     ) -> DevResult:
         """Run the agent on a few tasks without training; blocks, in a script and in a notebook.
 
-        Shows the calls, rewards and rows of each rollout, and the reason why a call is in no row. The rollouts belong
-        to an experiment of their own, so that a trainer may run at the same time.
+        Returns the calls, rewards and rows of each rollout, the error of each that failed, and the reason why a call is
+        in no row; logs a warning with the errors. The rollouts belong to an experiment of their own, so that a trainer
+        may run at the same time.
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
@@ -247,7 +249,11 @@ class Trainer:
         """
         require_blocking("dev")
         plan = self.plan(agent, train_dataset)
-        return run_blocking(lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode))
+        result = run_blocking(
+            lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
+        )
+        warn_of_failures(result.episodes)
+        return result
 
     async def dev_async(
         self,
@@ -260,9 +266,11 @@ class Trainer:
     ) -> DevResult:
         """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
         plan = self.plan(agent, train_dataset)
-        return await run_beside(
+        result = await run_beside(
             lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
         )
+        warn_of_failures(result.episodes)
+        return result
 
     def _shown(self) -> Progress:
         return self._progress or default_progress()
