@@ -12,6 +12,7 @@ from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, componen
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
+from agl_run.experiment.arguments import check_arguments
 from agl_run.experiment.blocking import require_blocking, run_beside, run_blocking
 from agl_run.experiment.checks import make_plan
 from agl_run.experiment.config import (
@@ -97,6 +98,7 @@ class Trainer:
         folder: str | Path = ".",
         **settings: Any,
     ) -> None:
+        check_arguments(locals())
         resources = dict(initial_resources or {})
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
         self._config = checked(
