@@ -208,6 +208,92 @@ def test_a_pattern_that_matches_nobody_is_refused_with_the_names_that_were_seen(
     assert "'critic', 'report', 'rewrite', 'write'" in result.output
 
 
+def warned(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+SEEN = "these were seen: 'critic', 'report', 'rewrite', 'write'. Correct the pattern"
+
+
+def test_name_in_a_pattern_that_matches_nobody_in_the_whole_run_is_told(folder, server, caplog):
+    result = CliRunner().invoke(cli, ["run", str(experiment(folder, server, writer="write|author|rewrite|editor"))])
+    assert 0 == result.exit_code, result.output
+    setting = "[policy.writer] agents = 'write|author|rewrite|editor'"
+    assert [f"{setting}: 'author', 'editor' matched no agent, node or role in this run; {SEEN}"] == warned(caplog)
+
+
+def test_dev_tells_patterns_that_match_nobody(folder, server, caplog):
+    result = CliRunner().invoke(cli, ["dev", str(experiment(folder, server, writer="author"))])
+    assert 0 == result.exit_code, result.output
+    setting = "[policy.writer] agents = 'author'"
+    assert [f"{setting} matched none of the agents, nodes and roles of the first rollouts; {SEEN}"] == warned(caplog)
+
+
+PROMPTS = """
+import agl
+from agl.contracts import StepReport
+
+
+class Prompts:
+    needs_token_ids = False
+
+    async def setup(self, context):
+        self._context = context
+
+    async def step(self):
+        await self._context.collect(self._context.train, step=1, keeps_all=True)
+        return StepReport(step=1, is_finished=True)
+
+    def state(self):
+        return {}
+
+    async def restore(self, state):
+        pass
+
+    async def close(self):
+        pass
+
+
+@agl.hookimpl
+def agl_algorithms():
+    yield agl.AlgorithmEntry(name="prompts", factory=Prompts, tunes=("prompt_template",), needs_token_ids=False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("agents", "told"),
+    [
+        ("author", [f"algorithm 'prompts': agents = 'author' matched no agent, node or role; {SEEN}"]),
+        ("author|write", ["algorithm 'prompts': agents = 'author|write': 'author' matched no agent, node or role in"]),
+        ("critic|write", []),
+    ],
+)
+def test_algorithm_on_prompts_tells_agents_that_match_nobody(folder, server, agl_plugins, caplog, agents, told):
+    agl_plugins.install(PROMPTS, name="prompts-toy")
+    file = folder / "prompts.toml"
+    file.write_text(f"""
+[experiment]
+name = "prompts"
+agent = "three_agents:solve"
+train = "train.jsonl"
+trust_agent_rewards = true
+[policy.main]
+use = "openai"
+base_url = "{server.base_url}"
+model = "m"
+aliases = ["gpt-*"]
+[resource.text]
+template = "hi"
+[[algorithm]]
+use = "prompts"
+agents = "{agents}"
+""")
+    result = CliRunner().invoke(cli, ["run", str(file)])
+    assert 0 == result.exit_code, result.output
+    assert len(told) == len(warned(caplog))
+    assert all(text in warning for text, warning in zip(told, warned(caplog), strict=True))
+
+
 def test_overlapping_patterns_are_refused_before_the_first_rollout(folder, server):
     result = CliRunner().invoke(cli, ["check", str(experiment(folder, server, reviewer="critic|rewrite"))])
     assert 0 != result.exit_code

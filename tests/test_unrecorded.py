@@ -1,5 +1,6 @@
 """Agents whose clients are not recorded: every command that runs them names the clients and the way out."""
 
+import json
 import sys
 
 import pytest
@@ -11,6 +12,10 @@ from agl_testing.model_server import Reply, ScriptedModelServer
 AGENT = """
 import asyncio
 import json
+import os
+import subprocess
+import sys
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import aiohttp
@@ -57,6 +62,45 @@ def half_requests(task):
 
 def only_aiohttp(task):
     over_aiohttp(URL, JSON)
+    return task["question"]
+
+
+def with_the_environments_key(post):
+    headers = {{"authorization": f"Bearer {{os.environ['OPENAI_API_KEY']}}", **JSON}}
+    return post(f"{{os.environ['OPENAI_BASE_URL']}}/chat/completions", headers)
+
+
+def environment_requests(task):
+    requests.post(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json=ASKED,
+        headers={{"authorization": f"Bearer {{os.environ['OPENAI_API_KEY']}}"}},
+        timeout=30,
+    ).raise_for_status()
+    return task["question"]
+
+
+def environment_urllib(task):
+    try:
+        with_the_environments_key(urllib)
+    except HTTPError as error:
+        error.close()
+        raise
+    return task["question"]
+
+
+def environment_aiohttp(task):
+    answer = json.loads(with_the_environments_key(over_aiohttp))
+    return answer["choices"][0]["message"]["content"]
+
+
+def environment_body(task):
+    raise RuntimeError(with_the_environments_key(posted))
+
+
+def environment_program(task):
+    words = [sys.executable, "-c", "import toy_agent; toy_agent.environment_urllib({{'question': ''}})"]
+    subprocess.run(words, check=True, capture_output=True, cwd=os.path.dirname(__file__))
     return task["question"]
 
 
@@ -136,6 +180,57 @@ def test_calls_to_a_model_behind_a_tool_are_reported_and_the_rollout_trains(unre
 @pytest.mark.parametrize("runner", ["async", "process"])
 def test_calls_at_the_gateway_are_recorded_and_not_reported(unrecorded, caplog, runner):
     result = CliRunner().invoke(cli, ["run", str(unrecorded("at_the_gateway", trains=True, runner=runner))])
+    assert 0 == result.exit_code, result.output
+    assert [] == warnings(caplog)
+
+
+KEY_ADVICE = (
+    'pass base_url and api_key of the agent\'s argument llm to the client, or set [runner] use = "process", where the '
+    "environment has the attempt's own key"
+)
+
+
+@pytest.mark.parametrize("client", ["requests", "urllib", "aiohttp"])
+def test_failed_rollout_says_how_a_client_gets_a_key(unrecorded, client, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    result = CliRunner().invoke(cli, ["dev", "-n", "1", str(unrecorded(f"environment_{client}"))])
+    assert 1 == result.exit_code
+    assert f"(the key that {client} sent is of no attempt; {KEY_ADVICE})" in result.output
+
+
+@pytest.mark.parametrize("key", ["", "sk-own"])
+def test_failed_run_says_how_a_client_gets_a_key(unrecorded, key, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY") if not key else monkeypatch.setenv("OPENAI_API_KEY", key)
+    result = CliRunner().invoke(cli, ["run", str(unrecorded("environment_requests"))])
+    text = " ".join(result.output.split())
+    assert 1 == result.exit_code
+    assert "none of 7 rollouts succeeded" in text
+    assert f"the key that requests sent is of no attempt; {KEY_ADVICE}) (7)" in text
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("", "the API key is the placeholder 'agl-no-key-needed'"), ("sk-own", "is not an agl token")]
+)
+def test_gateways_answer_says_how_a_client_gets_a_key(unrecorded, key, said, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY") if not key else monkeypatch.setenv("OPENAI_API_KEY", key)
+    result = CliRunner().invoke(cli, ["dev", "-n", "1", str(unrecorded("environment_body"))])
+    _, body = result.output.split("RuntimeError: ", 1)
+    message = json.JSONDecoder().raw_decode(body)[0]["error"]["message"]
+    assert said in message
+    assert KEY_ADVICE in message
+
+
+def test_refused_call_of_an_agents_program_is_told_once(unrecorded, caplog, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    result = CliRunner().invoke(cli, ["dev", str(unrecorded("environment_program"))])
+    assert 1 == result.exit_code
+    [warning] = warnings(caplog)
+    assert warning.startswith("An agent's model call was refused: the API key is the placeholder")
+    assert warning.endswith(KEY_ADVICE)
+
+
+def test_environments_key_of_a_process_is_the_attempts_own(unrecorded, caplog):
+    result = CliRunner().invoke(cli, ["run", str(unrecorded("environment_requests", runner="process"))])
     assert 0 == result.exit_code, result.output
     assert [] == warnings(caplog)
 

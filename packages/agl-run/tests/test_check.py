@@ -200,3 +200,56 @@ def test_tasks_that_are_no_objects_are_a_warning(tmp_path: Path) -> None:
     assert 0 == result.exit_code, result.output
     assert "warning: the task 'what is 2?' is no object; rewards and prompts that read a key" in result.output
     assert "no error found; start with: agl run" in result.output
+
+
+TUNER = """
+from agl import AlgorithmEntry, CreditEntry, hookimpl
+
+class Tuner:
+    async def close(self):
+        pass
+
+@hookimpl
+def agl_algorithms():
+    yield AlgorithmEntry(name="tuner", factory=Tuner, tunes=("prompt_template",), needs_token_ids=False)
+
+@hookimpl
+def agl_credits():
+    yield CreditEntry(name="even", factory=object)
+"""
+
+CREDIT = '[credit]\nuse = "even"\n'
+NO_EFFECT = "[credit] use = 'even' has no effect: a credit spreads rewards over the calls that train weights, and no"
+
+
+def test_credit_without_an_algorithm_that_trains_weights_is_a_warning(
+    tmp_path: Path, install_plugin: Callable[..., None]
+) -> None:
+    install_plugin("agl-tuner", TUNER, entry="tuner")
+    result = check(tmp_path, CREDIT)
+
+    assert 0 == result.exit_code, result.output
+    assert f"warning: {NO_EFFECT} algorithm here does that; remove it" in result.output
+    assert "warning" not in check(tmp_path, '[credit]\nuse = "episode"\n').output
+
+
+def test_run_says_once_that_its_credit_has_no_effect(
+    tmp_path: Path, install_plugin: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    install_plugin("agl-tuner", TUNER, entry="tuner")
+    assert 0 == check(tmp_path, CREDIT, train='{"q": 1}\n{"q": 2}\n').exit_code
+    result = CliRunner().invoke(cli, ["run", str(tmp_path / "e.toml")])
+
+    assert 0 == result.exit_code, result.output
+    said = [record.getMessage() for record in caplog.records if "[credit]" in record.getMessage()]
+    assert [True] == [text.startswith(NO_EFFECT) for text in said]
+
+
+def test_credit_of_an_algorithm_on_prompts_is_a_warning(tmp_path: Path, install_plugin: Callable[..., None]) -> None:
+    install_plugin("agl-tuner", TUNER, entry="tuner")
+    own = '[resource.text]\ntemplate = "hi"\n[[algorithm]]\nuse = "tuner"\ncredit = { use = "even" }\n'
+    result = check(tmp_path, own)
+
+    assert 0 == result.exit_code, result.output
+    assert "warning: credit of the algorithm 'tuner' has no effect" in result.output
+    assert "this one tunes text; remove it" in result.output

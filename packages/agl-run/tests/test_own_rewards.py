@@ -237,3 +237,37 @@ def test_reward_is_found_beside_an_experiment_whose_agent_comes_from_elsewhere(t
     (tmp_path / "beside_the_experiment.py").write_text(JUDGE)
 
     assert [None, None] == rewards_of(in_file(tmp_path, "beside_the_experiment:silent"))
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "could not be run or judged" in record.getMessage()]
+
+
+def test_reward_that_always_raises_is_told_once_and_counted_while_the_store_keeps_each_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(rollout: Rollout, spans: Sequence[Span]) -> float:
+        raise KeyError(f"anser {rollout.task['number']}")
+
+    tasks = [{"number": number} for number in range(12)]
+    trainer = Trainer(rewards=broken, store="memory://", progress=Quiet())
+    result = trainer.dev(double, tasks, tasks=12)
+
+    errors = [episode.attempt.error.message for episode in result.episodes if episode.attempt and episode.attempt.error]
+    assert [f"the reward 'broken' raised KeyError: 'anser {n}'" for n in range(12)] == [
+        error.partition(" at ")[0] for error in errors
+    ]
+    first, tenth, last = told(caplog)
+    assert first.startswith("attempt ")
+    assert tenth.startswith("10 attempts by now could not be run or judged for one reason: the reward 'broken' raised")
+    assert last.startswith("12 attempts in all could not be run or judged for one reason: the reward 'broken' raised")
+
+
+def test_errors_of_rewards_that_differ_are_told_each(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(rollout: Rollout, spans: Sequence[Span]) -> float:
+        raise ValueError(["no answer", "no question"][rollout.task["number"]])
+
+    trainer = Trainer(rewards=broken, store="memory://", progress=Quiet())
+    trainer.dev(double, [{"number": 0}, {"number": 1}])
+
+    assert ["attempt", "attempt"] == [text.partition(" ")[0] for text in told(caplog)]

@@ -1,6 +1,10 @@
 """Results in terminals and notebooks."""
 
 import re
+import subprocess
+import sys
+
+import msgspec
 
 import agl
 from agl_run import DevResult, FitResult, Quiet
@@ -58,3 +62,44 @@ def test_long_trial_is_cut_with_the_number_of_the_rest():
     result = agl.Trainer(store="memory://", name="long", progress=Quiet()).dev(solve, [1] * 22, tasks=22)
     assert "and 2 more" == repr(result).splitlines()[-1]
     assert 23 == len(repr(DevResult(episodes=result.episodes)).splitlines())
+
+
+def fail(task):
+    raise ValueError(["no answer", "no question\nat all"][task])
+
+
+def test_result_of_a_trial_has_the_error_of_each_failed_rollout():
+    result = agl.Trainer(store="memory://", name="failing", progress=Quiet()).dev(fail, [0, 1], tasks=2)
+    first, second = (episode.rollout.rollout_id for episode in result.episodes)
+    assert {first: "ValueError: no answer", second: "ValueError: no question"} == result.errors
+    _, head, *rows = repr(result).splitlines()
+    assert head.endswith("rows  error")
+    assert [True, True] == [
+        row.endswith(f"failed  none    0      0     {error}")
+        for row, error in zip(rows, result.errors.values(), strict=True)
+    ]
+    assert '<td style="text-align: left">ValueError: no question</td>' in result._repr_html_()
+
+
+def test_script_whose_trial_fails_prints_the_reason(tmp_path):
+    script = """
+import agl
+def fail(task):
+    raise ValueError("no answer")
+agl.Trainer(store="memory://", name="failing").dev(fail, [0, 1, 2])
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (0, "") == (done.returncode, done.stdout)
+    assert done.stderr.startswith("none of 3 rollouts succeeded: ValueError: no answer (3). Look at one with: agl show")
+    assert 1 == len(done.stderr.splitlines())
+
+
+def test_result_of_an_experiment_names_the_errors_of_rollouts(tmp_path, caplog):
+    def sometimes(task):
+        return 1.0 / task
+
+    trainer = agl.Trainer(store="memory://", name="sometimes", progress=Quiet(), folder=tmp_path)
+    result = trainer.fit(sometimes, [0, 1, 2])
+    assert (1, "ZeroDivisionError: float division by zero (1)") == (result.failed, result.errors)
+    assert repr(result).endswith("failed             1 rollouts: ZeroDivisionError: float division by zero (1)")
+    assert "rollouts" not in repr(msgspec.structs.replace(result, failed=0))

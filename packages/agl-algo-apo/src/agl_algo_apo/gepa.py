@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from agl.errors import ConfigError
 from agl_algo_apo import artifacts
 from agl_algo_apo.answers import before_text
 from agl_algo_apo.budget import BudgetExhaustedError, BudgetLimits, Prices, Spent
@@ -88,12 +89,15 @@ class GEPA(PromptSearch):
         max_chars: int = 0,
         roles: dict[str, str] | None = None,
     ) -> None:
+        low = {"phases": phases, "reflection_minibatch_size": reflection_minibatch_size}
+        if min(low.values()) < 1:
+            raise ConfigError(f"gepa got {low}; each must be at least 1")
         settings = SearchSettings(
             optimizer=optimizer,
             budget=budget,
             prices=prices or Prices(),
             branch_factor=1,
-            beam_rounds=max(1, phases),
+            beam_rounds=phases,
             gradient_batch_size=reflection_minibatch_size,
             val_batch_size=1,
             patience=patience,

@@ -54,6 +54,17 @@ class OptimizerSettings(Record, frozen=True, kw_only=True, forbid_unknown_fields
     wait_s: float = 600.0
     extra: dict[str, Json] = {}
 
+    def check(self, algorithm: str) -> None:
+        """Check that numbers are in their ranges; raises :class:`ConfigError`."""
+        if self.max_tokens < 1 or not self.timeout_s > 0:
+            raise ConfigError(
+                f"{algorithm} got optimizer.max_tokens={self.max_tokens} and optimizer.timeout_s={self.timeout_s:g}; "
+                "both must be above 0"
+            )
+        least = {"temperature": self.temperature or 0.0, "retry_s": self.retry_s, "wait_s": self.wait_s}
+        if not min(least.values()) >= 0:
+            raise ConfigError(f"{algorithm} got {least} for the optimizer; each must be at least 0")
+
 
 class OptimizerDownError(Exception):
     """The optimiser's model does not answer; caught within this package, it ends the search."""

@@ -71,6 +71,17 @@ class SearchSettings(Record, frozen=True, kw_only=True):
         negative = {name: getattr(self, name) for name in _COUNTS}
         if min(negative.values()) < 0:
             raise ConfigError(f"{algorithm} got {negative}; each must be at least 0")
+        prices = {name: getattr(self.prices, name) for name in ("input", "output", "rollout")}
+        if min(prices.values()) < 0:
+            raise ConfigError(f"{algorithm} got prices = {prices}; each must be at least 0")
+        if not self.failure_reward < self.perfect_score:
+            raise ConfigError(
+                f"{algorithm} got failure_reward={self.failure_reward:g} and perfect_score={self.perfect_score:g}; the "
+                "first must be below the second"
+            )
+        for optimizer in (self.optimizer, self.critic):
+            if isinstance(optimizer, OptimizerSettings):
+                optimizer.check(algorithm)
         if not (0.0 <= self.reserve < 1.0 and 0.0 <= self.p_best <= 1.0 and 0.0 <= self.test < 1.0):
             raise ConfigError(
                 f"{algorithm} got reserve={self.reserve}, p_best={self.p_best}, test={self.test}; all are shares of 1"

@@ -114,7 +114,7 @@ class DPO:
         keep: int = 2,
     ) -> None:
         one_of("dpo", pairs=(pairs, get_args(Pairing)), reference=(reference, get_args(ReferenceKind)))
-        at_least_one("dpo", epochs=epochs, pairs_per_update=pairs_per_update, keep=keep)
+        at_least_one("dpo", epochs=epochs, pairs_per_update=pairs_per_update, token_budget=token_budget, keep=keep)
         if group_size == 1 or beta <= 0 or min_gap <= 0:
             raise ConfigError(
                 f"dpo got {group_size=}, {beta=} and {min_gap=}; a pair needs a group of 2 at least, "

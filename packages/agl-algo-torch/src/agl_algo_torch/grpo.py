@@ -50,7 +50,15 @@ from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.preparation import prepare, rollout_shares
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
+from agl_algo_torch.tuned_policy import (
+    TunedPolicy,
+    at_least_one,
+    check_tasks,
+    draw_tasks,
+    not_negative,
+    off_or_above_one,
+    one_of,
+)
 from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
@@ -125,6 +133,7 @@ class GRPO:
         one_of("grpo", estimator=(estimator, ESTIMATORS), aggregation=(aggregation, AGGREGATIONS))
         check_penalty("grpo", kl)
         off_or_above_one("grpo", clip_dual=clip_dual)
+        not_negative("grpo", clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, tis_cap=tis_cap)
         at_least_one(
             "grpo",
             steps=steps,
@@ -133,6 +142,7 @@ class GRPO:
             updates_per_step=updates_per_step,
             epochs=epochs,
             constant_tokens=constant_tokens,
+            token_budget=token_budget,
             keep=keep,
         )
         # One rollout is its own mean, so every advantage of a group of one is 0 and nothing would ever be learned.

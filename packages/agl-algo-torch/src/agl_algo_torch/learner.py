@@ -41,6 +41,10 @@ class LearnerSettings:
     dtype: str = "float32"
     threads: int = 0
 
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads}; give a number of threads, or 0 to leave it to torch.")
+
 
 class PolicyLearner:
     """A model, its AdamW and the number of updates done; `origin` is the resource that it was opened from."""

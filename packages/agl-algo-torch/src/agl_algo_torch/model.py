@@ -41,6 +41,13 @@ class LoraSettings:
     targets: tuple[str, ...] = ("all-linear",)
     """Names of the modules that get an adapter; `("all-linear",)` means every linear layer but the head."""
 
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.alpha > 0:
+            raise ConfigError(
+                f"lora_rank is {self.rank} and lora_alpha {self.alpha}; give a rank of at least 1, or 0 to train all "
+                "weights, and an alpha above 0."
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
@@ -39,8 +39,14 @@ class OptimSettings:
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.max_grad_norm <= 0:
+        if not (self.lr > 0 and self.max_grad_norm > 0):
             raise ConfigError(f"lr is {self.lr} and max_grad_norm {self.max_grad_norm}; both must be above 0.")
+        if not (self.weight_decay >= 0 and self.warmup >= 0):
+            raise ConfigError(f"weight_decay is {self.weight_decay} and warmup {self.warmup}; both must be at least 0.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"betas is {self.betas}; both must be at least 0 and below 1.")
+        if self.decay not in get_args(Decay):
+            raise ConfigError(f"decay is {self.decay!r}, which is unknown. Use one of: {', '.join(get_args(Decay))}.")
         if self.decay != "constant" and self.total < 1:
             raise ConfigError(f"decay {self.decay!r} needs the total number of updates, but total is {self.total}.")
 

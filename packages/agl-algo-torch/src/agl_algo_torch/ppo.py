@@ -51,7 +51,16 @@ from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.preparation import rollout_shares, without_truncated
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, off_or_above_one, one_of
+from agl_algo_torch.tuned_policy import (
+    TunedPolicy,
+    at_least_one,
+    check_tasks,
+    draw_tasks,
+    not_negative,
+    off_or_above_one,
+    one_of,
+    shares,
+)
 from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
@@ -142,6 +151,9 @@ class PPO:
         one_of("ppo", aggregation=(aggregation, AGGREGATIONS))
         check_penalty("ppo", kl)
         off_or_above_one("ppo", clip_dual=clip_dual)
+        not_negative("ppo", clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, tis_cap=tis_cap)
+        not_negative("ppo", value_clip=value_clip, critic_warmup=critic_warmup, critic_lr=critic_lr)
+        shares("ppo", gamma=gamma, lam=lam)
         at_least_one(
             "ppo",
             steps=steps,
@@ -150,6 +162,7 @@ class PPO:
             updates_per_step=updates_per_step,
             epochs=epochs,
             constant_tokens=constant_tokens,
+            token_budget=token_budget,
             keep=keep,
         )
         if not (0.0 <= gamma <= 1.0 and 0.0 <= lam <= 1.0) or value_clip < 0 or critic_warmup < 0:

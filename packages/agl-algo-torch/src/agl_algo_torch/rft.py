@@ -33,11 +33,11 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
-from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_algo_torch.losses import AGGREGATIONS, Aggregation
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.supply import RolloutSupply
-from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class RFT:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        at_least_one("rft", epochs=epochs, rollouts_per_update=rollouts_per_update, keep=keep)
+        one_of("rft", aggregation=(aggregation, AGGREGATIONS))
+        counts = {"epochs": epochs, "rollouts_per_update": rollouts_per_update, "token_budget": token_budget}
+        at_least_one("rft", **counts, keep=keep)
         if best < 0:
             raise ConfigError(f"rft got best = {best}; give how many rollouts of a group are kept, or 0 for all.")
         self._min_reward, self._best = min_reward, best

@@ -20,16 +20,17 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import loss_weights, micro_batches
 from agl_algo_torch.dialogues import read_dialogues, tokenize
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
-from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_algo_torch.losses import AGGREGATIONS, Aggregation
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
+from agl_algo_torch.tuned_policy import at_least_one, not_negative, one_of
 from agl_algo_torch.typed_torch import backward
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ class SFT:
                 f"sft got {batch_size=}, {updates_per_step=}, {keep=} and {updates=}; "
                 "the first three must be at least 1, updates at least 0."
             )
+        one_of("sft", aggregation=(aggregation, AGGREGATIONS), decay=(decay, get_args(Decay)))
+        at_least_one("sft", token_budget=token_budget)
+        not_negative("sft", threads=threads)
         self._data = data
         self._dialogues: list[Dialogue] = []
         self._batch_size = batch_size

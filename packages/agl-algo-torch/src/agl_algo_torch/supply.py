@@ -48,6 +48,8 @@ class RolloutSupply:
     ) -> None:
         given = {"steps": steps, "tasks_per_step": tasks_per_step, "group_size": group_size}
         at_least_one(algorithm, **{name: value for name, value in given.items() if value is not None})
+        if max_age < -1:
+            raise ConfigError(f"{algorithm} got max_age = {max_age}; give a number of versions, or -1 for any.")
         self._algorithm = algorithm
         self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
         self._max_age = max_age

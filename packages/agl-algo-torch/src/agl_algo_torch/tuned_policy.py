@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -177,4 +178,22 @@ def one_of(algorithm: str, **choices: tuple[str, Sequence[str]]) -> None:
     """Raise ConfigError for a value that is not among the known ones: `name=(value, known)`."""
     for name, (value, known) in choices.items():
         if value not in known:
-            raise ConfigError(f"{algorithm} got {name} = {value!r}, which is unknown. Use one of: {', '.join(known)}.")
+            near = get_close_matches(str(value), known, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"{algorithm} got {name} = {value!r}, which is unknown. {hint}Use one of: {', '.join(known)}."
+            )
+
+
+def not_negative(algorithm: str, **numbers: float) -> None:
+    """Raise ConfigError naming the numbers below 0, or that are none."""
+    low = {name: value for name, value in numbers.items() if not value >= 0}
+    if low:
+        raise ConfigError(f"{algorithm} got {low}; each must be at least 0.")
+
+
+def shares(algorithm: str, **numbers: float) -> None:
+    """Raise ConfigError naming the numbers outside of 0 to 1."""
+    wrong = {name: value for name, value in numbers.items() if not 0 <= value <= 1}
+    if wrong:
+        raise ConfigError(f"{algorithm} got {wrong}; each must be between 0 and 1.")

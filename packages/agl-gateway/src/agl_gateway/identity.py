@@ -1,6 +1,7 @@
 """Verifies callers: the token that they send as API key or in the path, and that its attempt still runs."""
 
 import hmac
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,17 @@ from agl.errors import NotFoundError, TokenError
 from agl.schemas import Span
 from agl.tracing import AttemptToken, AttemptTokens
 from agl_gateway.problems import Problem
+from agl_run.commands import KEY_ADVICE, PLACEHOLDER_KEY
+
+_log = logging.getLogger(__name__)
 
 _CACHE_SIZE = 10_000
 
+_FROM_PYTHON = f"Where agl runs the agent from Python: {KEY_ADVICE}"
+_PLACEHOLDER = (
+    f"the API key is the placeholder {PLACEHOLDER_KEY!r}, which the environment has where one process runs many "
+    f"attempts at once, and which names none of them; {KEY_ADVICE}"
+)
 
 _ADMIN = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="admin")
 _CLIENT = AttemptToken(rollout_id="", attempt_id="", expires_at=float("inf"), scope="client")
@@ -39,6 +48,7 @@ class Identities:
         self._tokens = tokens
         self._keys = {_ADMIN: admin_key.encode(), _CLIENT: client_key.encode()}
         self._known: OrderedDict[str, AttemptToken] = OrderedDict()
+        self._has_warned = False
 
     def verify(self, key: str) -> AttemptToken:
         """Return the claim of ``key``; raises a 401 :class:`Problem` that names the fault."""
@@ -60,11 +70,21 @@ class Identities:
             claim = self._tokens.verify(key, now=now)
         except TokenError as error:
             self._known.pop(key, None)
-            raise Problem(401, str(error), code="invalid_api_key") from None
+            raise self._refusal(key, error) from None
         self._known[key] = claim
         if len(self._known) > _CACHE_SIZE:
             self._known.popitem(last=False)
         return claim
+
+    def _refusal(self, key: str, error: TokenError) -> Problem:
+        """Return the answer to an invalid key; logs the first placeholder, because few agents show an answer's body."""
+        if key != PLACEHOLDER_KEY:
+            is_foreign = not key.startswith("agl_")
+            return Problem(401, f"{error} {_FROM_PYTHON}" if is_foreign else str(error), code="invalid_api_key")
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning("An agent's model call was refused: %s", _PLACEHOLDER)
+        return Problem(401, _PLACEHOLDER, code="invalid_api_key")
 
 
 class RunningAttempts:

@@ -1,4 +1,4 @@
-"""Shared parts of commands: the plugin manager, stores, rollouts, labels, retention and output."""
+"""Shared parts of commands: the plugin manager, stores, rollouts, labels, keys, retention and output."""
 
 from agl_run.cli.context import manager_of, pass_manager
 from agl_run.cli.opening import store_option, with_store
@@ -20,12 +20,16 @@ from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining
 from agl_run.experiment.retention import RetentionLimits
 from agl_run.experiment.store_url import as_url
+from agl_run.runners.refusals import KEY_ADVICE
+from agl_run.runners.setup import PLACEHOLDER_KEY
 from agl_run.store_contract import build_store
 
 __all__ = [
     "CONVERSATIONS",
     "COUNTED",
+    "KEY_ADVICE",
     "LABEL",
+    "PLACEHOLDER_KEY",
     "RetentionLimits",
     "as_url",
     "build_store",

@@ -5,10 +5,12 @@ model's route that is answered with success becomes a span that names the librar
 :func:`agl.episodes.find_disagreement` knows of a call without a record. Requests are never changed. Nothing of them
 is read but method and URL, and of these only the host is kept. Left out are calls to the run's own gateway, which
 records them, and failed ones, which may be tried again. Calls to a server of a policy lack in the rollout's record;
-calls to another, such as the model behind a tool, are only told of.
+calls to another, such as the model behind a tool, are only told of. A call that is refused for its key (401) becomes a
+failed span, by which the attempt's error says how a client gets a key that counts.
 """
 
 import inspect
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +19,10 @@ from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
 from agl import semconv
-from agl.tracing import Undo, current, open_span, patch
+from agl.tracing import ActiveAttempt, Undo, current, open_span, patch
 from agl_run.module_tracer import ModuleTracer
+from agl_run.runners.refusals import REFUSED
+from agl_run.runners.setup import PLACEHOLDER_KEY
 
 _ROUTES = re.compile(
     r"/completions$"
@@ -32,6 +36,7 @@ _ROUTES = re.compile(
 
 _LIBRARIES = frozenset({"aiobotocore", "aiohttp", "botocore", "requests", "urllib", "urllib3"})
 _BETWEEN = frozenset({"agl_run", "http"})
+UNAUTHORIZED = 401
 _WATCHED_ELSEWHERE = frozenset({"httpx", "httpx2"})
 
 
@@ -59,8 +64,8 @@ def _getresponse(original: Callable[..., Any]) -> Callable[..., Any]:
         response = original(self, *args, **options)
         posted: tuple[str, int] | None = getattr(self, "_agl_posted", None)
         self._agl_posted = None
-        if posted is not None and response.status < 300 and _is_model_route(posted[0]):
-            _count(_url_of(self, posted[0]), library="http.client", start_ns=posted[1])
+        if posted is not None and _is_told(response.status, posted[0]):
+            _tell(response.status, _url_of(self, posted[0]), library="http.client", start_ns=posted[1])
         return response
 
     return getresponse
@@ -71,8 +76,8 @@ def _request(original: Callable[..., Any]) -> Callable[..., Any]:
     async def request(*args: Any, **options: Any) -> Any:
         start_ns = time.time_ns()
         response = await original(*args, **options)
-        if response.method == "POST" and response.status < 300 and _is_model_route(response.url.path):
-            _count(str(response.url), library="aiohttp", start_ns=start_ns)
+        if response.method == "POST" and _is_told(response.status, response.url.path):
+            _tell(response.status, str(response.url), library="aiohttp", start_ns=start_ns)
         return response
 
     return request
@@ -83,17 +88,41 @@ def _is_model_route(target: str) -> bool:
     return _ROUTES.search(target.partition("?")[0].rstrip("/")) is not None
 
 
-def _count(url: str, *, library: str, start_ns: int) -> None:
-    """Record an answered model call to ``url`` as one that has no record, if a rollout made it."""
+def _is_told(status: int, target: str) -> bool:
+    """Return true if an answer means that a call was made, or refused for its key."""
+    return status == UNAUTHORIZED or (status < 300 and _is_model_route(target))
+
+
+def _tell(status: int, url: str, *, library: str, start_ns: int) -> None:
+    """Record an answered model call to ``url`` as one that has no record, if a rollout made it; or a refused one."""
     attempt = current()
-    if attempt is None or _is_below(url, attempt.gateway_url):
+    if attempt is None:
         return
-    library = _library_above(library)
+    is_refused = status == UNAUTHORIZED
+    kind = _refused_kind(url, attempt) if is_refused else _unrecorded_kind(url, attempt)
+    library = _library_above(library) if kind else ""
     if library:
-        served = [one for up in attempt.upstreams for one in (up.base_url, *up.replicas)]
-        kind = "policy" if any(_is_below(url, one) for one in served) else "foreign"
         about: dict[str, Any] = {"client": library, "server": url, "attributes": {semconv.UNRECORDED: kind}}
-        open_span(start_ns=start_ns, is_current=False, unless_called=True, **about).close()
+        span = open_span(start_ns=start_ns, is_current=False, unless_called=True, **about)
+        span.close("the key was refused" if is_refused else None)
+
+
+def _unrecorded_kind(url: str, attempt: ActiveAttempt) -> str:
+    if _is_below(url, attempt.gateway_url):
+        return ""
+    return "policy" if _is_served(url, attempt) else "foreign"
+
+
+def _refused_kind(url: str, attempt: ActiveAttempt) -> str:
+    """Return ``refused`` if the key cannot be one that the run gave to the attempt."""
+    if _is_below(url, attempt.gateway_url):
+        return REFUSED
+    has_no_key = os.environ.get("OPENAI_API_KEY") == PLACEHOLDER_KEY
+    return REFUSED if has_no_key and _is_served(url, attempt) else ""
+
+
+def _is_served(url: str, attempt: ActiveAttempt) -> bool:
+    return any(_is_below(url, one) for up in attempt.upstreams for one in (up.base_url, *up.replicas))
 
 
 def _is_below(url: str, root: str) -> bool:

@@ -10,7 +10,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -66,11 +66,9 @@ def checked_params(factory: Callable[..., Any], component: str, params: Mapping[
     for name in params:
         if name not in named and not takes_any:
             raise ConfigError(f"{component} takes no parameter {name!r}; {_accepted(name, list(named))}")
-    required = [p.name for p in named.values() if p.default is p.empty]
-    absent = [name for name in required if name not in params]
+    absent = ", ".join(repr(p.name) for p in named.values() if p.default is p.empty and p.name not in params)
     if absent:
-        needs = ", ".join(repr(name) for name in absent)
-        raise ConfigError(f"{component} needs the parameter {needs}; add it. Its parameters are: {', '.join(named)}")
+        raise ConfigError(f"{component} needs the parameter {absent}; add it. Its parameters are: {', '.join(named)}")
     hints = _type_hints(factory)
     return {name: _converted(component, name, value, hints.get(name)) for name, value in params.items()}
 
@@ -109,11 +107,11 @@ def _package_for(module: str, source: Source) -> str:
     return module
 
 
-def _accepted(name: str, accepted: list[str]) -> str:
+def _accepted(name: str, accepted: list[str], *, what: str = "parameters") -> str:
     if not accepted:
         return "it takes none; remove it"
     near = get_close_matches(name, accepted, n=1)
-    return f"{f'did you mean {near[0]!r}? Its' if near else 'its'} parameters are: {', '.join(accepted)}"
+    return f"{f'did you mean {near[0]!r}? Its' if near else 'its'} {what} are: {', '.join(accepted)}"
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -131,6 +129,8 @@ def _converted(component: str, name: str, value: Any, hint: Any) -> Any:
     try:
         return msgspec.convert(value, hint)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {value!r}") from error
+        choices = [choice for choice in get_args(hint) if isinstance(choice, str)]
+        text = f"{value!r}; {_accepted(str(value), choices, what='choices')}" if choices else repr(value)
+        raise ConfigError(f"{component}: the parameter {name!r} is wrong: {error}; got {text}") from error
     except TypeError:  # a type that JSON cannot carry: the factory judges it
         return value

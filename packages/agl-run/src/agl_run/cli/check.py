@@ -14,6 +14,7 @@ from agl_run.experiment.build import check_components
 from agl_run.experiment.dataset import unkeyed_tasks
 from agl_run.experiment.frameworks import unlisted_tracers
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.unused import unused_credits
 
 
 @click.command()
@@ -25,7 +26,8 @@ def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None
     Starts nothing.
     """
     plan = make_trainer(file, settings, manager=manager).plan()
-    warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val)]  # before components import frameworks
+    # before components import frameworks
+    warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
     asyncio.run(check_components(plan))
     click.echo(_summary(plan, warnings, again=run_again(file, settings)))
 

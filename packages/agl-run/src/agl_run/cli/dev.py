@@ -10,6 +10,9 @@ from agl.schemas import Episode
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.cli.output import json_option, print_json, visible
+from agl_run.experiment.blocking import run_blocking
+from agl_run.experiment.fitting import dev_plan
+from agl_run.experiment.progress import default_progress
 
 
 @click.command()
@@ -23,7 +26,8 @@ def dev(manager: PluginManager, file: Path, settings: tuple[str, ...], tasks: in
     The exit status is 1 when no rollout succeeded.
     """
     trainer = make_trainer(file, settings, manager=manager)
-    result = trainer.dev(tasks=tasks)
+    plan = trainer.plan()
+    result = run_blocking(lambda: dev_plan(plan, progress=default_progress(), tasks=tasks))
     if as_json:
         print_json(result)
     else:

@@ -8,12 +8,16 @@ from agl.errors import ConfigError
 from agl.schemas import LLM, PromptTemplate
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.declared import check_keys, check_policy_key, check_template
+from agl_run.experiment.dry_check import check_without_starting
 from agl_run.experiment.own_rewards import build_own, is_own
 from agl_run.experiment.plan import Plan
 
 
 async def check_components(plan: Plan) -> None:
-    """Build and release every component that can be built without being started; raises the first error."""
+    """Build and release every component that can be built without being started; raises the first error.
+
+    Algorithms also check what they need of the plan, such as a budget for its tasks.
+    """
     config, manager = plan.config, plan.manager
     for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
         check_replays(plan, manager.build(manager.credit(credit.use), **credit.params))
@@ -32,7 +36,8 @@ async def check_components(plan: Plan) -> None:
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
         check_policy_key(plan, name, built.resource())
-    await check_algorithms(plan)
+    for algorithm in config.algorithm:
+        await check_without_starting(plan, algorithm)
 
 
 async def check_algorithms(plan: Plan) -> None:

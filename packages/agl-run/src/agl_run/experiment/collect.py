@@ -16,8 +16,9 @@ from agl.episodes import EpisodeOptions, ScoreOptions, build_episode
 from agl.errors import ConfigError, MissingTokenIdsError, NotFoundError, RunError
 from agl.schemas import Episode, Json, Record, RetryPolicy, Rollout, Span, to_json
 from agl.stores import read_recordings
+from agl_run.experiment.agent_patterns import AgentPatternCheck, PatternReport
 from agl_run.experiment.counterfactual import Replays
-from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgentPatternCheck, AgreementPolicy, describe
+from agl_run.experiment.episode_checks import UNATTRIBUTED, UNSEEN, AgreementPolicy, describe
 from agl_run.experiment.failures import Ended, FailureReport, RolloutCounts
 from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
@@ -138,12 +139,14 @@ class RunReports:
         failures: Counts the rollouts that failed.
         agreement: Reports the model calls that are missing from the records.
         sampling: Counts the training calls that ask for less than the policy's full distribution.
+        patterns: Reports names of agents that matched none.
         store_url: Where the rollouts are stored, for the commands in messages.
     """
 
     failures: FailureReport
     agreement: AgreementPolicy
     sampling: SamplingReport
+    patterns: PatternReport
     store_url: str = ""
 
 
@@ -198,7 +201,7 @@ class Collector:
         self._asked: int = 0
         self._done: int = 0
         self._selection = _selection(plan, algorithm)
-        self._names = AgentPatternCheck(plan, algorithm)
+        self._names = AgentPatternCheck(plan, algorithm, report=reports.patterns)
         self._needs_ids = algorithm is not None and plan.entry(algorithm).needs_token_ids
 
     async def __call__(
@@ -225,8 +228,8 @@ class Collector:
         episodes = await self._run_all(rollouts)
         self._failures.add(_ended(episodes), is_validation=mode == "val")
         trains = mode == "train" and not keeps_all
-        if trains:
-            self._names.check(episodes)
+        if mode != "val":
+            self._names.check(episodes, trains=trains)
         self._agreement.report(episodes, trains=trains)
         if not trains:
             return Collected(episodes=tuple(episodes))
@@ -254,6 +257,7 @@ class Collector:
     async def read(self, rollouts: Sequence[Rollout]) -> tuple[list[Episode], dict[str, int]]:
         """Read the episodes of finished rollouts that other algorithms collected; counts the dropped ones by reason."""
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
+        self._names.check(episodes, trains=False)
         self._agreement.report(episodes, trains=True)
         return self._apply_policies(episodes)
 

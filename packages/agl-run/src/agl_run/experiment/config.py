@@ -174,6 +174,10 @@ class ExperimentSection(Record, frozen=True, kw_only=True, forbid_unknown_fields
     reward_weights: dict[str, float] = {}
 
 
+EPISODE = ComponentConfig(use="episode")
+"""The credit of experiments that name none."""
+
+
 class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole experiment, as in a file.
 
@@ -199,7 +203,7 @@ class ExperimentConfig(Record, frozen=True, kw_only=True, forbid_unknown_fields=
     resource: dict[str, ResourceConfig] = {}
     algorithm: tuple[AlgorithmConfig, ...] = ()
     schedule: ScheduleConfig = ScheduleConfig()
-    credit: ComponentConfig = ComponentConfig(use="episode")
+    credit: ComponentConfig = EPISODE
     reward: tuple[ComponentConfig, ...] = ()
     gateway: GatewayConfig = GatewayConfig()
     exporter: tuple[ComponentConfig, ...] = ()

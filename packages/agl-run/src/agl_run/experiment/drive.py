@@ -23,6 +23,7 @@ from agl.contracts import (
 from agl.errors import AglError, ConfigError
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
+from agl_run.experiment.agent_patterns import PatternReport
 from agl_run.experiment.collect import Collector, RunReports
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.episode_checks import AgreementPolicy
@@ -58,9 +59,13 @@ class Driver:
         self.state = state
         self.progress = progress
         url = session.store_url
-        agreement = AgreementPolicy(session.plan.config.experiment, is_trial=is_trial, store_url=url)
-        failures, sampling = FailureReport(store_url=url), SamplingReport(store_url=url)
-        self.reports = RunReports(failures=failures, agreement=agreement, sampling=sampling, store_url=url)
+        self.reports = RunReports(
+            failures=FailureReport(store_url=url),
+            agreement=AgreementPolicy(session.plan.config.experiment, is_trial=is_trial, store_url=url),
+            sampling=SamplingReport(store_url=url),
+            patterns=PatternReport(),
+            store_url=url,
+        )
         self._replays: dict[str, Mapping[str, float]] = {}
         self._lock = asyncio.Lock()
         self._changed = asyncio.Condition()

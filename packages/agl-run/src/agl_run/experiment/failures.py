@@ -1,14 +1,14 @@
 """Counts the rollouts of a run, and reports the errors of those that failed."""
 
 import logging
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from agl.errors import RunError
-from agl.schemas import Attempt, Rollout
+from agl.schemas import Attempt, Episode, Rollout
 from agl_run.experiment.hints import proposal
+from agl_run.runners.repeats import kind_of
 
 _LOG = logging.getLogger("agl_run.experiment")
 
@@ -18,7 +18,7 @@ Ended: TypeAlias = tuple[Rollout, Attempt | None]
 MOST_FREQUENT = 3
 """Errors that a message names."""
 
-MAX_ERROR = 200
+MAX_ERROR = 500
 """Characters of an error's first line that a message shows."""
 
 
@@ -62,10 +62,24 @@ class RolloutCounts:
         for rollout, attempt in ended:
             self.total += 1
             if rollout.status != "succeeded":
-                text = _error_of(rollout, attempt)
-                kind = re.sub(r"\w*\d\w*", "#", text)
+                text = error_of(rollout, attempt)
+                kind = kind_of(text)
                 self._errors[kind] += 1
                 self._first.setdefault(kind, (text, rollout.rollout_id))
+
+    def warn(self, store_url: str) -> None:
+        """Log a warning with the number of failed rollouts, their most frequent errors and an example."""
+        if not self.failed:
+            return
+        if self.all_failed:
+            found = f"none of {self.total} rollouts succeeded: {self.errors}"
+        else:
+            found = f"{self.failed} of {self.total} rollouts failed, most often with {self.most_frequent}"
+        _LOG.warning("%s.%s", found, self.look_at(store_url))
+
+    def look_at(self, store_url: str) -> str:
+        """Return the command that shows the example, to append to a message; ``""`` for a store in memory."""
+        return proposal("Look at one with", "show", self.example, store_url=store_url)
 
     def _named(self, limit: int) -> str:
         return ", ".join(f"{self._first[kind][0]} ({count})" for kind, count in self._errors.most_common(limit))
@@ -89,6 +103,11 @@ class FailureReport:
         if not is_validation:
             self._training.add(ended)
 
+    @property
+    def counts(self) -> RolloutCounts:
+        """The rollouts so far."""
+        return self._all
+
     def conclude(self) -> None:
         """Log a warning if some rollouts failed.
 
@@ -99,20 +118,18 @@ class FailureReport:
             if counts.all_failed:
                 raise RunError(
                     f"none of {counts.total} rollouts{where} succeeded: {counts.errors}. Correct the agent or the "
-                    f"reward, then run it again with --fresh (fresh=True).{self._look_at(counts)}"
+                    f"reward, then run it again with --fresh (fresh=True).{counts.look_at(self._store_url)}"
                 )
-        if self._all.failed:
-            found = (
-                f"{self._all.failed} of {self._all.total} rollouts failed, most often with {self._all.most_frequent}"
-            )
-            _LOG.warning("%s.%s", found, self._look_at(self._all))
-
-    def _look_at(self, counts: RolloutCounts) -> str:
-        return proposal("Look at one with", "show", counts.example, store_url=self._store_url)
+        self._all.warn(self._store_url)
 
 
-def _error_of(rollout: Rollout, attempt: Attempt | None) -> str:
-    """Return an error's type and the first line of its message."""
+def warn_of_failures(episodes: Iterable[Episode], *, store_url: str) -> None:
+    """Log how many rollouts failed and why, for scripts that do not print their result."""
+    RolloutCounts((episode.rollout, episode.attempt) for episode in episodes).warn(store_url)
+
+
+def error_of(rollout: Rollout, attempt: Attempt | None) -> str:
+    """Return the type of a failed rollout's error and the first line of its message."""
     error = attempt.error if attempt else None
     if error is None:
         return f"{rollout.status} without an error"

@@ -1,5 +1,6 @@
 """Runs a plan: the whole experiment with validation before and after, or a few tasks without training."""
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from agl_run.experiment.build import build_rewards, check_algorithms
 from agl_run.experiment.config import ScheduleConfig
 from agl_run.experiment.continuation import Beginning, begin, is_of_another_agent
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
+from agl_run.experiment.failures import error_of
 from agl_run.experiment.finished import experiment_of
 from agl_run.experiment.plan import VALIDATION, Plan
 from agl_run.experiment.progress import Progress
@@ -19,7 +21,10 @@ from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows,
 from agl_run.experiment.retention import retain_after_run
 from agl_run.experiment.schedule import run_schedule
 from agl_run.experiment.session import Session
+from agl_run.experiment.unused import unused_credits
 from agl_run.experiment.waiting import told
+
+_LOG = logging.getLogger("agl_run.experiment")
 
 
 class FitResult(Record, frozen=True, kw_only=True):
@@ -35,6 +40,8 @@ class FitResult(Record, frozen=True, kw_only=True):
         resources: The live version of every resource, by name.
         workdir: The folder of checkpoints and metrics.
         seconds: Wall time of this process's part.
+        failed: Rollouts of this process's part that failed.
+        errors: Their most frequent errors with counts, ``""`` if none failed.
     """
 
     experiment: str
@@ -46,6 +53,8 @@ class FitResult(Record, frozen=True, kw_only=True):
     resources: dict[str, str] = {}
     workdir: str = ""
     seconds: float = 0.0
+    failed: int = 0
+    errors: str = ""
 
     def __repr__(self) -> str:
         return as_text(*self._table())
@@ -54,12 +63,14 @@ class FitResult(Record, frozen=True, kw_only=True):
         return as_html(*self._table(), has_head=False)
 
     def _table(self) -> tuple[str, Rows]:
+        failed = (("failed", f"{self.failed} rollouts: {self.errors}"),) if self.failed else ()
         rows = (
             ("validation reward", reward_text(self.before, self.after, self.best, self.best_step)),
             ("steps", pairs(self.steps)),
             ("resources", pairs(self.resources)),
             ("folder", self.workdir),
             ("seconds", f"{self.seconds:.0f}"),
+            *failed,
         )
         return f"FitResult of {self.experiment!r}", rows
 
@@ -72,6 +83,12 @@ class DevResult(Record, frozen=True, kw_only=True):
     """
 
     episodes: tuple[Episode, ...] = ()
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The error of each rollout that failed, by its id: the type and the first line of the message."""
+        failed = [episode for episode in self.episodes if episode.rollout.status != "succeeded"]
+        return {episode.rollout.rollout_id: error_of(episode.rollout, episode.attempt) for episode in failed}
 
     def __repr__(self) -> str:
         return as_text(*self._table())
@@ -98,8 +115,11 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
         store = await session.open_store()
         beginning = await begin(store, plan, resume=resume, fresh=fresh)
         driver, turns = await _start(session, beginning, progress)
+        for text in unused_credits(plan):
+            _LOG.warning("%s", text)
         before, after = await _run(driver, turns)
         driver.reports.sampling.conclude()
+        driver.reports.patterns.conclude()
         driver.reports.failures.conclude()
         best, best_step = await _best(driver, before, after)
         result = FitResult(
@@ -112,6 +132,8 @@ async def fit_plan(plan: Plan, *, progress: Progress, resume: bool, fresh: bool)
             resources=session.live.versions(),
             workdir=str(plan.workdir),
             seconds=time.monotonic() - started,
+            failed=driver.reports.failures.counts.failed,
+            errors=driver.reports.failures.counts.errors,
         )
         await _retain(driver)
         return result
@@ -159,6 +181,7 @@ async def dev_plan(
         config = plan.config.algorithm[0] if plan.config.algorithm else None
         collect = driver.collector(f"dev-{time.time_ns() // 1_000_000}", config)
         collected = await collect(chosen, step=0, mode=mode, keeps_all=True)
+        driver.reports.patterns.conclude()
         return DevResult(episodes=collected.episodes)
     finally:
         progress.close()

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from agl.schemas import Episode
+from agl_run.experiment.failures import error_of
 
 Rows = Sequence[Sequence[str]]
 
@@ -25,16 +26,21 @@ def pairs(values: Mapping[str, object]) -> str:
 
 
 def episode_rows(episodes: Iterable[Episode]) -> Rows:
-    """Return a head and one row for each rollout, the first :data:`SHOWN`."""
+    """Return a head and one row for each rollout, the first :data:`SHOWN`; with errors where some failed."""
     every = list(episodes)
-    rows = [("rollout", "status", "reward", "calls", "rows"), *(_row(episode) for episode in every[:SHOWN])]
-    return [*rows, (f"and {len(every) - SHOWN} more", "", "", "", "")] if len(every) > SHOWN else rows
+    rows = [("rollout", "status", "reward", "calls", "rows", "error"), *map(_row, every[:SHOWN])]
+    if len(every) > SHOWN:
+        rows.append((f"and {len(every) - SHOWN} more", "", "", "", "", ""))
+    has_errors = any(row[-1] for row in rows[1:])
+    return rows if has_errors else [row[:-1] for row in rows]
 
 
 def _row(episode: Episode) -> tuple[str, ...]:
     reward = "none" if episode.reward is None else f"{episode.reward:g}"
     counts = (len(episode.transitions), len(episode.rows))
-    return (episode.rollout.rollout_id, episode.rollout.status, reward, *map(str, counts))
+    rollout = episode.rollout
+    error = "" if rollout.status == "succeeded" else error_of(rollout, episode.attempt)
+    return (rollout.rollout_id, rollout.status, reward, *map(str, counts), error)
 
 
 def as_text(title: str, rows: Rows) -> str:

@@ -12,6 +12,7 @@ from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, componen
 from agl.contracts import Store
 from agl.errors import ConfigError
 from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
+from agl_run.experiment.arguments import check_arguments
 from agl_run.experiment.blocking import require_blocking, run_beside, run_blocking
 from agl_run.experiment.checks import make_plan
 from agl_run.experiment.config import (
@@ -28,10 +29,12 @@ from agl_run.experiment.config import (
     listed,
     policy,
 )
+from agl_run.experiment.failures import warn_of_failures
 from agl_run.experiment.fitting import DevResult, FitResult, dev_plan, fit_plan
 from agl_run.experiment.own_rewards import given_rewards, name_of
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.progress import Progress, default_progress
+from agl_run.experiment.session import store_url_of
 from agl_run.experiment.tables import Tasks
 from agl_run.runners.agent import Agent
 
@@ -99,6 +102,7 @@ class Trainer:
         folder: str | Path = ".",
         **settings: Any,
     ) -> None:
+        check_arguments(locals())
         resources = dict(initial_resources or {})
         served = {key: _served(value) for key, value in resources.items() if isinstance(value, LLM)}
         self._config = checked(
@@ -236,8 +240,9 @@ class Trainer:
     ) -> DevResult:
         """Run the agent on a few tasks without training; blocks, in a script and in a notebook.
 
-        Shows the calls, rewards and rows of each rollout, and the reason why a call is in no row. The rollouts belong
-        to an experiment of their own, so that a trainer may run at the same time.
+        Returns the calls, rewards and rows of each rollout, the error of each that failed, and the reason why a call is
+        in no row; logs a warning with the errors. The rollouts belong to an experiment of their own, so that a trainer
+        may run at the same time.
 
         Args:
             agent: A function, a ``LitAgent``, ``"module:attribute"`` or a command.
@@ -252,7 +257,11 @@ class Trainer:
         """
         require_blocking("dev")
         plan = self.plan(agent, train_dataset)
-        return run_blocking(lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode))
+        result = run_blocking(
+            lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
+        )
+        warn_of_failures(result.episodes, store_url=store_url_of(plan))
+        return result
 
     async def dev_async(
         self,
@@ -265,9 +274,11 @@ class Trainer:
     ) -> DevResult:
         """Run the agent on a few tasks like :meth:`dev`, beside the event loop of an async program."""
         plan = self.plan(agent, train_dataset)
-        return await run_beside(
+        result = await run_beside(
             lambda: dev_plan(plan, progress=self._shown(), tasks=tasks, record_as=record_as, mode=mode)
         )
+        warn_of_failures(result.episodes, store_url=store_url_of(plan))
+        return result
 
     def _shown(self) -> Progress:
         return self._progress or default_progress()

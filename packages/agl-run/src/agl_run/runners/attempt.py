@@ -9,7 +9,7 @@ import ctypes
 import inspect
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from agl.schemas import (
 from agl.tracing import ActiveAttempt, SpanRecorder, activate, make_reward_span
 from agl_run.replay.player import Player, ReplayScript
 from agl_run.runners.agent import LoadedAgent
+from agl_run.runners.refusals import RefusedCalls
 from agl_run.runners.result import describe_error, read_result
 
 STOP_GRACE_S = 5.0
@@ -75,14 +76,15 @@ async def run_attempt(agent: LoadedAgent, rollout: Rollout, attempt: Attempt, *,
 
     Never raises for an error of the agent. Cancelling this coroutine stops the agent, then re-raises.
     """
-    active = _active(rollout, attempt, scope)
+    refused = RefusedCalls(scope.recorder.record, has_gateway=bool(scope.gateway_url))
+    active = _active(rollout, attempt, scope, record=refused.record)
     resources = bind_resources(scope.resources, token=scope.token)
     started = time.time_ns()
     with activate(active):
         status, error, value = await _run_limited(agent, rollout, resources, scope=scope)
     for tracer in scope.tracers:
         tracer.flush(1.0)
-    status, error, extra = _read(status, error, value, active)
+    status, error, extra = _read(status, refused.explained(error), value, active)
     root = _root_span(active, started, status, error, extra.attributes)
     return Outcome(
         attempt_id=attempt.attempt_id,
@@ -104,13 +106,15 @@ def _with_token(llm: LLM, token: str) -> LLM:
     return llm if llm.api_key_env else msgspec.structs.replace(llm, api_key=token)
 
 
-def _active(rollout: Rollout, attempt: Attempt, scope: AttemptScope) -> ActiveAttempt:
+def _active(
+    rollout: Rollout, attempt: Attempt, scope: AttemptScope, *, record: Callable[[Span], None]
+) -> ActiveAttempt:
     return ActiveAttempt(
         rollout_id=rollout.rollout_id,
         attempt_id=attempt.attempt_id,
         trace_id=new_trace_id(),
         root_span_id=new_span_id(),
-        record=scope.recorder.record,
+        record=record,
         token=scope.token,
         gateway_url=scope.gateway_url,
         upstreams=upstreams_of(rollout, scope.upstreams),

@@ -21,6 +21,7 @@ from agl.schemas import Claim, Outcome, Reward, Rollout, Span, decode, encode, n
 from agl.stores import all_spans
 from agl.tracing import make_reward_span
 from agl_run.runners.liveness import worker_name
+from agl_run.runners.repeats import RepeatedWarnings
 from agl_run.runners.result import describe_error, read_reward
 from agl_run.runners.setup import SettlingGateway
 
@@ -78,6 +79,7 @@ class Worker:
         self._agents = 0
         self._is_careful = False
         self._free = asyncio.Event()
+        self._warnings = RepeatedWarnings()
         self._loops: list[asyncio.Task[None]] = []
         self.failure: asyncio.Future[None] | None = None
 
@@ -98,6 +100,7 @@ class Worker:
             task.cancel()
         await asyncio.gather(*(task for _, task in running), return_exceptions=True)
         await self._setup.runner.stop()
+        self._warnings.conclude()
         if self.failure is not None and not self.failure.cancel() and not self.failure.cancelled():
             self.failure.exception()  # retrieved, so that asyncio does not log it again
 
@@ -200,7 +203,7 @@ class Worker:
             await self._give_back(claim)
             return
         except Exception as error:  # noqa: BLE001  # the attempt boundary: what breaks here harms one attempt only
-            _LOG.warning("attempt %s could not be run or judged", claim.attempt.attempt_id, exc_info=error)
+            self._warnings.add(claim.attempt.attempt_id, error)
             outcome = msgspec.structs.replace(outcome, status="failed", error=describe_error(error))
         await self._finish(outcome)
 

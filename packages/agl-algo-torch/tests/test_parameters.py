@@ -1,0 +1,102 @@
+"""Parameters that make no sense are refused when an algorithm is made, before a model is loaded."""
+
+from typing import Any
+
+import pytest
+
+from agl import PluginManager
+from agl.errors import AglError
+
+NEEDED: dict[str, dict[str, Any]] = {"grpo": {}, "ppo": {}, "dpo": {}, "rft": {"min_reward": 0.5}, "sft": {"data": "d"}}
+SHARED: dict[str, list[Any]] = {
+    "lora_rank": [-3],
+    "lr": [0.0, -1e-6, float("nan")],
+    "warmup": [-1],
+    "weight_decay": [-0.1],
+    "betas": [[0.9, 1.0], [-0.1, 0.9]],
+    "max_grad_norm": [0.0],
+    "token_budget": [0, -1],
+    "threads": [-1],
+    "keep": [0],
+}
+UPDATES: dict[str, list[Any]] = {
+    "steps": [0],
+    "tasks_per_step": [0],
+    "group_size": [0],
+    "updates_per_step": [0],
+    "epochs": [0],
+    "constant_tokens": [0],
+    "clip_low": [-0.2],
+    "clip_high": [-0.2],
+    "clip_dual": [0.5, -1.0],
+    "kl_coef": [-0.1],
+    "tis_cap": [-1.0],
+    "overlong_limit": [-1],
+    "aggregation": ["tokens"],
+}
+COLLECTED: dict[str, list[Any]] = {
+    "steps": [0],
+    "tasks_per_step": [0],
+    "group_size": [0],
+    "max_age": [-2],
+    "epochs": [0],
+}
+OWN: dict[str, dict[str, list[Any]]] = {
+    "grpo": {**UPDATES, "estimator": ["grop"]},
+    "ppo": {
+        **UPDATES,
+        "gamma": [-0.1, 1.5],
+        "lam": [-0.1, 1.5],
+        "value_clip": [-0.5],
+        "critic_warmup": [-1],
+        "critic_lr": [-1e-5, 0.0],
+    },
+    "dpo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
+    "rft": {**COLLECTED, "best": [-1], "rollouts_per_update": [0], "aggregation": ["tokens"]},
+    "sft": {
+        "updates": [-1],
+        "batch_size": [0],
+        "updates_per_step": [0],
+        "decay": ["linaer"],
+        "aggregation": ["tokens"],
+    },
+}
+CASES = [
+    (algorithm, name, value)
+    for algorithm in NEEDED
+    for name, values in {**SHARED, **OWN[algorithm]}.items()
+    for value in values
+]
+
+
+@pytest.fixture(scope="module")
+def manager() -> PluginManager:
+    return PluginManager.from_environment()
+
+
+def build(manager: PluginManager, algorithm: str, **params: Any) -> None:
+    manager.build(manager.algorithm(algorithm), **{**NEEDED[algorithm], **params})
+
+
+@pytest.mark.parametrize(("algorithm", "name", "value"), CASES)
+def test_value_that_makes_no_sense_is_refused_with_the_parameters_name(
+    manager: PluginManager, algorithm: str, name: str, value: Any
+) -> None:
+    with pytest.raises(AglError) as caught:
+        build(manager, algorithm, **{name: value})
+    message = str(caught.value)
+    assert {"overlong_limit": "overlong", "critic_lr": "lr"}.get(name, name) in message
+    assert 1 == len(message.splitlines())
+
+
+@pytest.mark.parametrize("algorithm", NEEDED)
+def test_defaults_are_accepted(manager: PluginManager, algorithm: str) -> None:
+    build(manager, algorithm)
+    build(manager, algorithm, lora_rank=8)
+
+
+def test_misspelt_choice_is_answered_with_the_closest_and_with_all(manager: PluginManager) -> None:
+    with pytest.raises(AglError) as caught:
+        build(manager, "grpo", estimator="grop")
+    assert "did you mean 'grpo'?" in str(caught.value).lower()
+    assert "rloo" in str(caught.value)

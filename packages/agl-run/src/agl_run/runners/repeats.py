@@ -1,0 +1,44 @@
+"""Warns of attempts that break outside of their agent: the first of a kind in full, the others by their number.
+
+A reward that always raises would fill the terminal otherwise. The store keeps each error with its traceback.
+"""
+
+import logging
+import re
+from collections import Counter
+
+_LOG = logging.getLogger("agl_run.runners")
+
+
+def kind_of(error: str) -> str:
+    """Return an error's text without words that hold digits, which differ between errors of one cause."""
+    return re.sub(r"\w*\d\w*", "#", error)
+
+
+class RepeatedWarnings:
+    """Counts the errors of one worker by kind."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+
+    def add(self, attempt_id: str, error: BaseException) -> None:
+        """Warn of the first error of a kind, and say when it has come 10, 100, 1000 times."""
+        kind = kind_of(f"{type(error).__name__}: {error}")
+        self._counts[kind] += 1
+        self._first.setdefault(kind, str(error))
+        count = self._counts[kind]
+        if count == 1:
+            _LOG.warning("attempt %s could not be run or judged", attempt_id, exc_info=error)
+        elif str(count).strip("0") == "1":
+            _LOG.warning("%d attempts by now could not be run or judged for one reason: %s", count, self._first[kind])
+
+    def conclude(self) -> None:
+        """Warn of the number of each kind that came more than once, and forget all."""
+        for kind, count in self._counts.items():
+            if count > 1:
+                _LOG.warning(
+                    "%d attempts in all could not be run or judged for one reason: %s", count, self._first[kind]
+                )
+        self._counts.clear()
+        self._first.clear()
