@@ -12,6 +12,7 @@ from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
 from agl_run.cli.output import json_option, print_json
+from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.fitting import FitResult
 from agl_run.experiment.hints import MEMORY, command
 from agl_run.experiment.progress import Quiet
@@ -52,14 +53,14 @@ def run(
         print_json(result)
         return
     url = located(trainer.config.experiment.store, file.absolute().parent)
-    click.echo(_summary(result, store_url=without_password(url)))
+    click.echo(_summary(result, config=trainer.config, store_url=without_password(url)))
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _summary(result: FitResult, *, store_url: str) -> str:
+def _summary(result: FitResult, *, config: ExperimentConfig, store_url: str) -> str:
     lines = [f"finished {result.experiment} in {result.seconds:.0f} s"]
     if result.before is not None and result.after is not None:
         lines.append(f"validation reward: {result.before:.3f} before, {result.after:.3f} after")
@@ -68,6 +69,7 @@ def _summary(result: FitResult, *, store_url: str) -> str:
     lines.append(f"metrics and checkpoints: {result.workdir}")
     if not store_url.startswith(MEMORY):
         lines.append(f"look at the runs with: {', '.join(_commands(result, store_url))}")
+        lines += [f"take {name} with you: {text}" for name, text in _exports(config, store_url).items()]
     return "\n".join(lines)
 
 
@@ -76,6 +78,18 @@ def _commands(result: FitResult, store_url: str) -> list[str]:
     looks = [("runs",), ("show", "latest"), ("why", "latest"), ("export", "--output", "runs.jsonl")]
     curves = [("plot", result.experiment)] if any(result.steps.values()) else []
     return [command(*words, store_url=store_url) for words in (*looks, *curves)]
+
+
+def _exports(config: ExperimentConfig, store_url: str) -> dict[str, str]:
+    """Return the commands that show and write out what the algorithms tuned, by resource."""
+    tuned = dict.fromkeys(name for algorithm in config.algorithm for name in algorithm.tunes)
+    found: dict[str, str] = {}
+    for name in tuned:
+        weights = [("export", name, "--format", "model", "--output", f"{name}-model")]
+        others = [("resources", "show", name), ("export", name, "--format", "json")]
+        words = weights if name in config.policy else others
+        found[name] = ", ".join(command(*each, store_url=store_url) for each in words)
+    return found
 
 
 def _loss(result: FitResult) -> list[str]:
