@@ -27,10 +27,10 @@ from agl.errors import ConfigError
 from agl_algo_torch.batch import loss_weights, micro_batches
 from agl_algo_torch.dialogues import read_dialogues, tokenize
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
-from agl_algo_torch.losses import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.typed_torch import backward
+from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
