@@ -135,8 +135,9 @@ def python_of(version: str) -> str:
 
 
 def ours(*packages: str) -> list[str]:
-    """Arguments that install packages of this repository, editable."""
-    return [part for name in packages for part in ("-e", f"packages/{name}")]
+    """Arguments that install packages of this repository, editable, and the one that agl-algo-torch needs."""
+    shared = ["agl-objectives"] if any(name.startswith("agl-algo-torch") for name in packages) else []
+    return [part for name in dict.fromkeys([*packages, *shared]) for part in ("-e", f"packages/{name}")]
 
 
 def pytest(session: nox.Session, tools: Environment, *words: str) -> None:
@@ -303,11 +304,11 @@ def gateway(session: nox.Session) -> None:
 
 @nox.session
 def torch(session: nox.Session) -> None:
-    """The torch algorithms and the embedded policy server: tests and types."""
+    """Losses and estimators, the torch algorithms and the embedded policy server: tests and types."""
     needs = [*ours(*LIGHT, "agl-algo-torch[lora]"), *TEST_TOOLS, TORCH, "openai>=3,<4"]
     tools = environment(session, needs)
-    pytest(session, tools, "packages/agl-algo-torch/tests")
-    check_types(session, tools, "packages/agl-algo-torch/src")
+    pytest(session, tools, "packages/agl-objectives/tests", "packages/agl-algo-torch/tests")
+    check_types(session, tools, "packages/agl-objectives/src", "packages/agl-algo-torch/src")
 
 
 VERL_PYTHON = [*found(PYTHONS[:2]), PYTHONS[0]][0]

@@ -6,6 +6,7 @@ is one paragraph that says what to do.
 
 import asyncio
 import json
+import shlex
 import socket
 import sqlite3
 import sys
@@ -139,7 +140,7 @@ def test_misbehaving_agent_is_recorded_stopped_and_harms_no_other_rollout(
     }
     assert_stopped(tasks, began)
     for name, (_, kind_of_error, message) in expected.items():
-        shown = show(tmp_path, ended[name][0].rollout_id)
+        shown = shown_by(f"agl show {ended[name][0].rollout_id} --store {tmp_path}/runs.db")
         assert "experiment-1-validate" in shown
         assert f"{kind_of_error}: " in shown
         assert message[:60] in shown
@@ -188,9 +189,9 @@ def seen(ended: tuple[Rollout, Attempt], *, like: tuple[str, str, str]) -> tuple
     return attempt.status, attempt.error.type, message
 
 
-def show(folder: Path, rollout_id: str) -> str:
-    """The output of ``agl show``."""
-    found = CliRunner().invoke(cli, ["show", rollout_id, "--store", f"sqlite:///{folder}/runs.db"])
+def shown_by(message: str) -> str:
+    """The output of the ``agl show`` that a message proposes at its end."""
+    found = CliRunner().invoke(cli, ["show", *shlex.split(message.rpartition("agl show ")[2])])
     assert 0 == found.exit_code, found.output
     return found.output
 
@@ -233,8 +234,8 @@ def test_agent_without_a_model_call_is_an_error_that_says_what_to_check(
         counting(tmp_path, server.base_url, gateway=gateway).fit(silent, train_dataset=TASKS)
 
     assert "none of 6 rollouts can be used: 6 failed" in str(failure.value)
-    rollout_id = str(failure.value).rpartition("agl show ")[2]
-    assert "agl.errors.NoModelCallsError: the agent finished and no model call was seen" in show(tmp_path, rollout_id)
+    shown = shown_by(str(failure.value))
+    assert "agl.errors.NoModelCallsError: the agent finished and no model call was seen" in shown
 
 
 def test_agent_whose_only_model_calls_are_not_recorded_is_an_error_that_names_its_client(
@@ -249,7 +250,7 @@ def test_agent_whose_only_model_calls_are_not_recorded_is_an_error_that_names_it
     with pytest.raises(AglError, match="6 model calls that were not recorded, made by urllib") as failure:
         counting(tmp_path, server.base_url, gateway="none").fit(past_the_record, train_dataset=TASKS)
 
-    shown = show(tmp_path, str(failure.value).rpartition("agl show ")[2])
+    shown = shown_by(str(failure.value))
     assert "none of its model calls was recorded: they are by urllib to 127.0.0.1. Point these clients" in " ".join(
         shown.split()
     )

@@ -40,12 +40,17 @@ def kind_of(entry: Any) -> str:
 
 
 def entries() -> Iterator[tuple[str, Any]]:
-    """Everything that our plugins register, with the distribution."""
+    """Everything that our plugins register with the core's hooks, with the distribution.
+
+    Hooks of other packages, such as those for losses, are marked optional and left out.
+    """
     for folder in folders().values():
         sys.path.append(str(folder.parent))
     for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
         for value in project.get("entry-points", {}).get("agl", {}).values():
             for name, hook in vars(importlib.import_module(value)).items():
-                if name.startswith("agl_") and not inspect.signature(hook).parameters:
+                if not name.startswith("agl_") or hook.agl_impl["optionalhook"]:
+                    continue
+                if not inspect.signature(hook).parameters:
                     yield from ((project["name"], entry) for entry in hook())

@@ -24,6 +24,16 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.stores",
         "agl.tracing",
     ),
+    "agl-objectives": (
+        "agl_objectives",
+        "agl_objectives.aggregation",
+        "agl_objectives.contract",
+        "agl_objectives.estimating",
+        "agl_objectives.importance",
+        "agl_objectives.kl",
+        "agl_objectives.registry",
+        "agl_objectives.testing",
+    ),
     "agl-run": ("agl_run", "agl_run.commands", "agl_run.lightning", "agl_run.replay", "agl_run.sql"),
     "agl-testing": (
         "agl_testing",

@@ -34,9 +34,6 @@ def test_table_has_every_keyword_of_the_factory(name):
 
 def test_defaults_and_choices_are_written_as_in_an_experiment_file():
     grpo = sections()["grpo"]
-    assert (
-        '| `estimator` | `"grpo"`, `"dr_grpo"`, `"rloo"`, `"reinforce++"`, `"reinforce++-baseline"` | `"grpo"` |'
-        in grpo
-    )
+    assert '| `tis_level` | `"token"`, `"sequence"`, `"geometric"` | `"token"` |' in grpo
     assert "| `mask_truncated` | `bool` | `false` |" in grpo
     assert "| `lora_rank` | `int` | `0` |" in grpo

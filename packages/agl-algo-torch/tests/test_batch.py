@@ -11,7 +11,8 @@ from torch import nn
 from agl.errors import ConfigError
 from agl.schemas import Row, Segment, pack_floats, pack_ids
 from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
-from agl_algo_torch.losses import AGGREGATIONS, policy_loss
+from agl_objectives.aggregation import AGGREGATIONS
+from agl_objectives.clipping import PPOClip
 
 CPU = torch.device("cpu")
 VOCABULARY = 7
@@ -52,13 +53,7 @@ def gradient(
     chosen, share = [samples[i] for i in kept], [weight[i] for i in kept]
     for batch in micro_batches(chosen, share, total=total, token_budget=budget, device=CPU):
         logp_M = batch.logprobs(batch.logits(model))
-        policy_loss(
-            logp_M,
-            old_logp_M=logp_M.detach(),
-            advantages_M=batch.advantages_M,
-            weight_M=batch.weight_M,
-            total=batch.total,
-        ).loss.backward()
+        batch.mean(PPOClip()(batch.tokens(logp_M, old_M=logp_M.detach())).loss_M).backward()
     return torch.zeros_like(model.table) if model.table.grad is None else model.table.grad
 
 

@@ -14,6 +14,7 @@ from agl.schemas import CallCredit, ResourceVersion, Rollout, Weights
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.model import load_model
 from agl_algo_torch.preparation import prepare
+from agl_objectives.estimators import dr_grpo
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
@@ -184,7 +185,7 @@ class Credit:
 def test_final_advantages_are_not_normalised_again() -> None:
     rollouts = [Rollout(rollout_id=f"r{i}", task={}, group_id="g", attempt_id=f"r{i}.1") for i in range(2)]
     group = [episode(r, [*PROMPT, 1, 2], [0.0] * 5, float(i), rows=1) for i, r in enumerate(rollouts)]
-    prepared = prepare([group], credit=Credit(), estimator="dr_grpo")
+    prepared = prepare([group], credit=Credit(), estimator=dr_grpo)
     assert [[-0.5, 7.0], [0.5, 7.0]] == [sample.advantages[3:].tolist() for sample in prepared.samples]
 
 
@@ -207,13 +208,17 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(mo
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"estimator": "gae"}, "estimator = 'gae'.*rloo"),
+        ({"estimator": "gae"}, "No estimator is named 'gae'.*rloo"),
+        ({"estimator": "remax"}, "greedy rollout of every task, and grpo makes none"),
+        ({"loss": "gspoo"}, "No loss is named 'gspoo'. Did you mean 'gspo'"),
+        ({"entropy_coef": -1.0}, "entropy_coef = -1.0; give 0"),
+        ({"tis_floor": 0.5}, 'only tis_mode = "mask" reads'),
         ({"aggregation": "mean"}, "aggregation = 'mean'.*token"),
         ({"kl": "k9"}, "kl = 'k9'.*k3"),
         ({"kl": "k1", "kl_coef": 0.1}, "kl = 'k1', whose gradient is 0 on average.*k3"),
         ({"steps": 0, "epochs": 0}, "steps.*epochs.*at least 1"),
         ({"group_size": 1}, "group_size is 1"),
-        ({"clip_dual": 0.5}, "clip_dual.*above 1"),
+        ({"loss_params": {"clip_dual": 0.5}}, "clip_dual.*above 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:

@@ -26,9 +26,9 @@ UPDATES: dict[str, list[Any]] = {
     "updates_per_step": [0],
     "epochs": [0],
     "constant_tokens": [0],
-    "clip_low": [-0.2],
-    "clip_high": [-0.2],
-    "clip_dual": [0.5, -1.0],
+    "loss": ["ppo-clib"],
+    "loss_params": [{"clip_low": -0.2}, {"clip_high": -0.2}, {"clip_dual": 0.5}, {"clip_dual": -1.0}],
+    "entropy_coef": [-0.1],
     "kl_coef": [-0.1],
     "tis_cap": [-1.0],
     "overlong_limit": [-1],
@@ -85,7 +85,7 @@ def test_value_that_makes_no_sense_is_refused_with_the_parameters_name(
     with pytest.raises(AglError) as caught:
         build(manager, algorithm, **{name: value})
     message = str(caught.value)
-    assert {"overlong_limit": "overlong", "critic_lr": "lr"}.get(name, name) in message
+    assert {"overlong_limit": "overlong", "critic_lr": "lr", "loss_params": "clip"}.get(name, name) in message
     assert 1 == len(message.splitlines())
 
 

@@ -15,6 +15,7 @@ from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.ppo import PPO
 from agl_algo_torch.preparation import prepare
+from agl_objectives.estimators import dr_grpo
 from agl_testing.conformance import AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
@@ -40,7 +41,7 @@ def group() -> list[Episode]:
 
 def test_cut_call_trains_unless_it_is_masked_and_counts_in_the_group_either_way() -> None:
     for mask_truncated, expected in ((False, [[-0.5, -0.5], [0.5, 0.5]]), (True, [[-0.5, 0.0], [0.5, 0.5]])):
-        made = prepare([group()], credit=EpisodeCredit(), estimator="dr_grpo", mask_truncated=mask_truncated)
+        made = prepare([group()], credit=EpisodeCredit(), estimator=dr_grpo, mask_truncated=mask_truncated)
         assert expected == [sample.advantages[3:].tolist() for sample in made.samples]
         assert [2 - mask_truncated, 2] == [sample.trained_tokens for sample in made.samples]
 
@@ -90,7 +91,7 @@ def test_long_call_loses_reward_and_no_other_call_pays_for_it() -> None:
     ]
     long = msgspec.structs.replace(whole, transitions=tuple(calls))
     soft = SoftOverlong(limit=100, buffer=40)
-    made = prepare([[long, other]], credit=EpisodeCredit(), estimator="dr_grpo", overlong=soft)
+    made = prepare([[long, other]], credit=EpisodeCredit(), estimator=dr_grpo, overlong=soft)
     # The first rollout's values are 0 and -1, its score -1/2; the second's are 1: the mean is 1/4.
     assert [[-0.25, -1.25], [0.75, 0.75]] == [sample.advantages[3:].tolist() for sample in made.samples]
 

@@ -1,4 +1,4 @@
-"""VERL's advantages and losses against those of agl-algo-torch, on random ragged groups of several calls.
+"""VERL's advantages and losses against those of agl-objectives and agl-algo-torch, on random ragged groups of calls.
 
 The two packages share no code: one calls `verl.trainer.ppo.core_algos`, the other has its own formulas.
 """
@@ -23,8 +23,13 @@ from agl_algo_verl.shaping import gae
 
 from .world import config
 
-torch_advantages = pytest.importorskip("agl_algo_torch.advantages", reason="needs agl-algo-torch")
-torch_losses = pytest.importorskip("agl_algo_torch.losses", reason="needs agl-algo-torch")
+aggregating = pytest.importorskip("agl_objectives.aggregation", reason="needs agl-objectives")
+clipping = pytest.importorskip("agl_objectives.clipping", reason="needs agl-objectives")
+contract = pytest.importorskip("agl_objectives.contract", reason="needs agl-objectives")
+estimating = pytest.importorskip("agl_objectives.estimating", reason="needs agl-objectives")
+weighting = pytest.importorskip("agl_objectives.importance", reason="needs agl-objectives")
+kl = pytest.importorskip("agl_objectives.kl", reason="needs agl-objectives")
+registry = pytest.importorskip("agl_objectives.registry", reason="needs agl-objectives")
 torch_gae = pytest.importorskip("agl_algo_torch.gae", reason="needs agl-algo-torch")
 torch_critic = pytest.importorskip("agl_algo_torch.critic", reason="needs agl-algo-torch")
 
@@ -71,11 +76,11 @@ def through_verl(groups: list[list[list[float]]], algorithm: AlgorithmKeys) -> l
 
 def through_torch(groups: list[list[list[float]]], estimator: str) -> list[float]:
     flat = [(g, r, v) for g, group in enumerate(groups) for r, calls in enumerate(group) for v in calls]
-    return torch_advantages.estimate(
+    return estimating.estimate(
         torch.tensor([v for _, _, v in flat], dtype=torch.float64),
         rollouts_N=torch.tensor([g * 100 + r for g, r, _ in flat]),
         groups_N=torch.tensor([g for g, _, _ in flat]),
-        estimator=estimator,
+        estimator=registry.find_estimator(estimator).call,
     ).tolist()
 
 
@@ -118,8 +123,8 @@ def test_advantages_are_those_of_verls_functions(
         config=AlgoConfig(adv_estimator=algorithm.adv_estimator, gamma=1.0),
         **options,
     )
-    own_S = torch_advantages.estimate(
-        scores_S, rollouts_N=torch.arange(len(scores_S)), groups_N=group_S, estimator=name
+    own_S = estimating.estimate(
+        scores_S, rollouts_N=torch.arange(len(scores_S)), groups_N=group_S, estimator=registry.find_estimator(name).call
     )
     assert float((own_S - theirs_S1[:, 0]).abs().max()) <= tolerance
 
@@ -159,15 +164,21 @@ def losses(masks: list[list[bool]], seed: int, dtype: torch.dtype, *, mode: str,
     theirs = (loss, torch.autograd.grad(loss, logp_B_R)[0])
 
     aggregation = {"token-mean": "token", "seq-mean-token-mean": "sequence"}[mode]
-    share = [torch_losses.token_weight(aggregation, rollout_tokens=sum(mask)) for mask in masks]
-    own = torch_losses.policy_loss(
-        logp_B_R,
-        old_logp_M=old_B_R,
+    share = [aggregating.token_weight(aggregation, rollout_tokens=sum(mask)) for mask in masks]
+    # Padded tensors with weight 0 in the padding, so that sums are taken in VERL's order.
+    weight_B_R = torch.tensor(share, dtype=dtype)[:, None] * mask_B_R
+    place_B_R = torch.arange(rollouts)[:, None].expand(mask_B_R.shape)
+    padded = contract.TokenBatch(
+        logp_M=logp_B_R,
+        old_M=old_B_R,
+        behaviour_M=old_B_R,
         advantages_M=advantages_B_R,
-        weight_M=torch.tensor(share, dtype=dtype)[:, None] * mask_B_R,
-        total=torch_losses.update_total(aggregation, tokens=tokens, rollouts=rollouts),
-        clip_dual=dual,
-    ).loss
+        weight_M=weight_B_R,
+        row_M=place_B_R,
+        rollout_M=place_B_R,
+    )
+    terms = clipping.PPOClip(clip_dual=dual)(padded)
+    own = (weight_B_R * terms.loss_M).sum() / aggregating.update_total(aggregation, tokens=tokens, rollouts=rollouts)
     return (own, torch.autograd.grad(own, logp_B_R)[0]), theirs
 
 
@@ -276,7 +287,7 @@ def test_kl_estimates_are_the_same_numbers(
     del tolerance  # there is none
     logp_B_R, reference_B_R = draw(masks, seed, dtype, count=2)  # VERL bounds k3 at 10, which these stay below
     reference_B_R = logp_B_R + reference_B_R.clamp(-2, 2)
-    own = torch_losses.kl_estimate(logp_B_R, reference_B_R, kind=kind)
+    own = kl.kl_estimate(logp_B_R, reference_B_R, kind=kind)
     assert own.tolist() == kl_penalty(logp_B_R, reference_B_R, kind).tolist()
 
 
@@ -294,7 +305,9 @@ def test_truncated_importance_weights_are_the_same_numbers(
     theirs, _ = compute_rollout_correction_weights(
         old_B_R - behaviour_B_R, mask_B_R, rollout_is="token", rollout_is_threshold=cap
     )
-    own = torch_losses.truncated_importance(old_B_R[mask_B_R], behaviour_B_R[mask_B_R], cap=cap)
+    own = weighting.Importance(cap=cap).weights(
+        old_B_R[mask_B_R], behaviour_B_R[mask_B_R], rollout_M=torch.zeros(int(mask_B_R.sum()), dtype=torch.int64)
+    )
     assert own.tolist() == theirs[mask_B_R].tolist()
     for mask, old_R, behaviour_R, theirs_R in zip(masks, old_B_R, behaviour_B_R, theirs, strict=True):
         row = replace(sample(mask, old_R), old=old_R[: len(mask)], behaviour=behaviour_R[: len(mask)])

@@ -90,8 +90,7 @@ agl.Trainer(store="memory://", name="failing").dev(fail, [0, 1, 2])
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (0, "") == (done.returncode, done.stdout)
-    assert done.stderr.startswith("none of 3 rollouts succeeded: ValueError: no answer (3). Look at one with: agl show")
-    assert 1 == len(done.stderr.splitlines())
+    assert "none of 3 rollouts succeeded: ValueError: no answer (3).\n" == done.stderr
 
 
 def test_result_of_an_experiment_names_the_errors_of_rollouts(tmp_path, caplog):

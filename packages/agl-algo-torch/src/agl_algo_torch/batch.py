@@ -10,16 +10,18 @@ memory: its weights and total are those of its update, so the gradients of the m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agl.errors import ConfigError
-from agl_algo_torch.losses import Aggregation, token_logprobs, token_weight, update_total
+from agl_algo_torch.logprobs import token_logprobs
 from agl_algo_torch.model import computing
 from agl_algo_torch.typed_torch import from_bytes, integers
+from agl_objectives.aggregation import Aggregation, token_weight, update_total
+from agl_objectives.contract import TokenBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +37,7 @@ class RowSample:
 
     `behaviour` are the sampler's log-probabilities. `old` are the trainer's before the step's first update, where
     they were computed. `rollout` is the id whose rows share an update and one share of its gradient.
+    `importance` are weights that were taken over whole rollouts, and `extras` what a loss found in its survey.
     """
 
     rollout: str
@@ -44,6 +47,8 @@ class RowSample:
     behaviour: Tensor  # [T] float32, nats
     temperature: Tensor  # [T] float32, 1 where the mask is 0
     old: Tensor | None = None  # [T] float32, nats
+    importance: Tensor | None = None  # [T] float32
+    extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # [T] each
 
     @property
     def trained_tokens(self) -> int:
@@ -54,6 +59,13 @@ class RowSample:
     def is_silent(self) -> bool:
         """True when every advantage is zero, so that the policy gradient of this row is exactly zero."""
         return not bool((self.advantages[self.mask] != 0).any())
+
+    @property
+    def trained(self) -> Tensor:
+        """True at the tokens that `trained_tokens` counts, [T] bool."""
+        chosen_T = self.mask.clone()
+        chosen_T[:1] = False
+        return chosen_T
 
 
 def from_row(
@@ -148,6 +160,10 @@ class MicroBatch:
     temperature_M: Tensor
     weight_M: Tensor
     old_M: Tensor | None  # log pi_old
+    importance_M: Tensor | None  # weights of whole rollouts, where they were taken
+    row_M: Tensor  # int64, the index of the sample
+    rollout_M: Tensor  # int64, the number of its rollout
+    extras: Mapping[str, Tensor]
     rows: tuple[int, ...]  # indices of the samples, in the order of the rows
     total: float  # the divisor of the whole update
 
@@ -163,6 +179,20 @@ class MicroBatch:
     def logprobs(self, logits_M_V: Tensor) -> Tensor:
         """Return the log-probability of each trained token at the temperature that it was sampled with, [M]."""
         return token_logprobs(logits_M_V, targets_M=self.targets_M, temperature_M=self.temperature_M)
+
+    def tokens(self, logp_M: Tensor, *, old_M: Tensor, entropy_M: Tensor | None = None) -> TokenBatch:
+        """Return the trained tokens as losses read them."""
+        return TokenBatch(
+            logp_M=logp_M,
+            old_M=old_M,
+            behaviour_M=self.behaviour_M,
+            advantages_M=self.advantages_M,
+            weight_M=self.weight_M,
+            row_M=self.row_M,
+            rollout_M=self.rollout_M,
+            entropy_M=entropy_M,
+            extras=self.extras,
+        )
 
     def mean(self, values_M: Tensor) -> Tensor:
         """Return the batch's part of the update's weighted mean, `sum w x / total`, a scalar."""
@@ -214,13 +244,18 @@ def _collate(
     attention = _pad([torch.ones(len(sample.ids), dtype=torch.int64) for sample in chosen])  # [B, T]
     ids = _pad([sample.ids for sample in chosen])  # [B, T]
     predicts = _pad([sample.mask for sample in chosen])[:, 1:]  # [B, T - 1]; padding is 0, so it predicts nothing
-    weight_B = torch.tensor([weight[index] for index in rows], dtype=torch.float32)  # one weight per row
+    number = {rollout: n for n, rollout in enumerate(dict.fromkeys(sample.rollout for sample in samples))}
 
     old = [sample.old for sample in chosen if sample.old is not None]
+    importance = [sample.importance for sample in chosen if sample.importance is not None]
 
     def flat(tensors: list[Tensor]) -> Tensor:
         # [T] per row -> [B, T] -> [B, T - 1] -> [M]: what belongs to token t + 1 moves to position t.
         return _pad(tensors)[:, 1:][predicts].to(device)
+
+    def spread(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
+        # One value per row: [B] -> [B, T - 1] -> [M]
+        return torch.tensor(values, dtype=dtype)[:, None].expand(predicts.shape)[predicts].to(device)
 
     return MicroBatch(
         ids=ids.to(device),
@@ -230,8 +265,12 @@ def _collate(
         advantages_M=flat([sample.advantages for sample in chosen]),
         behaviour_M=flat([sample.behaviour for sample in chosen]),
         temperature_M=flat([sample.temperature for sample in chosen]),
-        weight_M=weight_B[:, None].expand(predicts.shape)[predicts].to(device),  # [B] -> [B, T - 1] -> [M]
+        weight_M=spread([weight[index] for index in rows], torch.float32),
         old_M=flat(old) if len(old) == len(chosen) else None,  # half of it would be of no use
+        importance_M=flat(importance) if len(importance) == len(chosen) else None,
+        row_M=spread(list(rows), torch.int64),
+        rollout_M=spread([number[sample.rollout] for sample in chosen], torch.int64),
+        extras={name: flat([sample.extras[name] for sample in chosen]) for name in chosen[0].extras},
         rows=rows,
         total=total,
     )

@@ -7,12 +7,12 @@ advantages of arXiv 1506.02438 (`gae.py`). One step:
     2. values V_t from the critic, then advantages A_t and value targets R_t over the policy's tokens of each row
     3. `epochs` passes in `updates_per_step` parts, each one update of the critic and one of the policy:
            critic   sum w_t max((V - R)^2, (clip(V) - R)^2) / 2                             (`critic.py`)
-           policy   sum w_t c_t max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          (`losses.py`)
+           policy   sum w_t c_t max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))          (`objective.py`)
     4. publish the new weights; the critic is saved and never served
 
 Deviations from the paper, and why:
 - The critic is a network of its own with its own optimizer, so equation 9 falls apart into two losses and needs no c1.
-- There is no entropy bonus: its effect on language models is to lengthen rambling.
+- There is no entropy bonus by default: its effect on language models is to lengthen rambling.
 - Rewards come from the configured credit as differences of returns (`gae.py`), so every credit works that gives
   returns. One that gives finished advantages is refused, because it would leave the critic nothing to do.
 - Advantages are whitened with the weights of the loss, so a rollout's share does not grow with its calls or rows when
@@ -24,44 +24,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch import gae
-from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches, split_updates
+from agl_algo_torch.batch import RowSample, from_row, micro_batches, split_updates
 from agl_algo_torch.critic import CriticLearner
-from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
-from agl_algo_torch.losses import (
-    AGGREGATIONS,
-    KL,
-    Aggregation,
-    check_penalty,
-    entropy,
-    kl_estimate,
-    policy_loss,
-    truncated_importance,
-)
 from agl_algo_torch.model import LoraSettings
+from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.preparation import rollout_shares, without_truncated
-from agl_algo_torch.tuned_policy import (
-    TunedPolicy,
-    at_least_one,
-    check_tasks,
-    draw_tasks,
-    not_negative,
-    off_or_above_one,
-    one_of,
-    shares,
-)
+from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
+from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.importance import Importance, Level, Mode
+from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,15 +73,20 @@ class PPO:
         group_size: Rollouts per task; the baseline is the critic, so 1 is enough.
         gamma: Discount per token of the policy; `lam` is GAE's lambda.
         is_whitened: Whether a step's advantages are brought to mean 0 and deviation 1.
-        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`).
+        aggregation: `token`, `sequence`, or `constant` (divide by `constant_tokens`); by default what the loss
+            asks for.
         updates_per_step: Parts that a step's rollouts are dealt into; `epochs` passes over them.
-        clip_low: Lower clip distance of the ratio; `clip_high` the upper one, `value_clip` that of values.
-        clip_dual: Above 1, the ratio at which the loss of a negative advantage is bounded; 0 leaves it unbounded.
+        loss: `ppo-clip`, another loss's name, or `module:name`; `loss_params` are its parameters, for `ppo-clip` by
+            default `{clip_low = 0.2, clip_high = 0.2}`.
+        value_clip: Clip distance of the critic's values; 0 turns it off.
         kl: `k2` or `k3`, weighted by `kl_coef`; the reference is the policy at this algorithm's start.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
         overlong_limit: Tokens of an answer at which it loses a reward of 1; it begins to lose `overlong_buffer` tokens
             before, as in DAPO. 0 turns that off.
-        tis_cap: Largest weight `pi_old / pi_behaviour` of truncated importance sampling; 0 turns it off.
+        entropy_coef: Weight of an entropy bonus.
+        tis_cap: Largest weight `pi_old / pi_behaviour` of importance sampling; 0 turns it off. `tis_level` is `token`,
+            `sequence` or `geometric`; `tis_mode` is `truncate` or `mask`, which drops tokens beyond the cap and below
+            `tis_floor`; `tis_normalised` divides by the mean over rollouts.
         critic_warmup: Steps at the start in which only the critic learns.
         critic_lr: Peak learning rate of the critic, whose updates are shaped as the policy's are.
         lr: Peak learning rate; `warmup` and `decay` shape it, `betas`, `weight_decay`, `max_grad_norm` are AdamW's.
@@ -117,20 +105,24 @@ class PPO:
         gamma: float = 1.0,  # an answer is worth as much when it took more tokens
         lam: float = 0.95,  # lambda
         is_whitened: bool = True,
-        aggregation: Aggregation = "token",
+        loss: str = "ppo-clip",
+        loss_params: dict[str, Any] | None = None,
+        aggregation: Aggregation | None = None,
         constant_tokens: int = 1024,
         updates_per_step: int = 1,
         epochs: int = 1,  # K
-        clip_low: float = 0.2,  # epsilon
-        clip_high: float = 0.2,
-        clip_dual: float = 0.0,
         value_clip: float = 0.5,  # in the unit of the returns
         kl: KL = "k3",
         kl_coef: float = 0.0,
+        entropy_coef: float = 0.0,
         mask_truncated: bool = False,
         overlong_limit: int = 0,
         overlong_buffer: int = 0,
         tis_cap: float = 2.0,
+        tis_level: Level = "token",
+        tis_mode: Mode = "truncate",
+        tis_floor: float = 0.0,
+        tis_normalised: bool = False,
         critic_warmup: int = 0,
         critic_lr: float = 1e-5,
         lr: float = 1e-6,
@@ -148,12 +140,25 @@ class PPO:
         threads: int = 0,
         keep: int = 2,
     ) -> None:
-        one_of("ppo", aggregation=(aggregation, AGGREGATIONS))
-        check_penalty("ppo", kl)
-        off_or_above_one("ppo", clip_dual=clip_dual)
-        not_negative("ppo", clip_low=clip_low, clip_high=clip_high, kl_coef=kl_coef, tis_cap=tis_cap)
+        not_negative("ppo", kl_coef=kl_coef, tis_cap=tis_cap)
         not_negative("ppo", value_clip=value_clip, critic_warmup=critic_warmup, critic_lr=critic_lr)
         shares("ppo", gamma=gamma, lam=lam)
+        # The paper's bounds, epsilon = 0.2 on both sides; the loss's own are DAPO's.
+        params = {"clip_low": 0.2, "clip_high": 0.2} if loss == "ppo-clip" and loss_params is None else loss_params
+        self._objective = Objective(
+            "ppo",
+            loss=loss,
+            loss_params=params,
+            aggregation=aggregation,
+            constant_tokens=constant_tokens,
+            importance=Importance(
+                cap=tis_cap, level=tis_level, mode=tis_mode, floor=tis_floor, is_normalised=tis_normalised
+            ),
+            kl=kl,
+            kl_coef=kl_coef,
+            entropy_coef=entropy_coef,
+            token_budget=token_budget,
+        )
         at_least_one(
             "ppo",
             steps=steps,
@@ -172,13 +177,8 @@ class PPO:
             )
         self._steps, self._tasks_per_step, self._group_size = steps, tasks_per_step, group_size
         self._gamma, self._lam, self._is_whitened = gamma, lam, is_whitened
-        self._aggregation: Aggregation = aggregation
-        self._constant_tokens = constant_tokens
         self._updates_per_step, self._epochs = updates_per_step, epochs
-        self._clip_low, self._clip_high, self._value_clip = clip_low, clip_high, value_clip
-        self._clip_dual = clip_dual
-        self._kl: KL = kl
-        self._kl_coef, self._tis_cap = kl_coef, tis_cap
+        self._value_clip = value_clip
         self._critic_warmup = critic_warmup
         self._mask_truncated = mask_truncated
         self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
@@ -305,11 +305,10 @@ class PPO:
         learner.use_threads()
         samples = [sample for sample, _ in rows]
         # With one update pi_old is pi itself and the update's own forward pass gives it.
-        if self._updates_per_step * self._epochs > 1:
-            old = recompute_logprobs(
-                learner.loaded.model, samples, token_budget=self._token_budget, device=learner.loaded.device
+        if self._updates_per_step * self._epochs > 1 or self._objective.needs_rollouts:
+            samples = self._objective.with_old_logprobs(
+                samples, model=learner.loaded.model, device=learner.loaded.device, skips_silent=False
             )
-            samples = [replace(sample, old=value) for sample, value in zip(samples, old, strict=True)]
         valued: list[ValuedRow] = []
         for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
             predicted = sample.mask.clone()  # [T] bool, the steps of the trajectory
@@ -329,9 +328,7 @@ class PPO:
 
         Equal advantages become 0. The statistics are those of the whole step, not of one update.
         """
-        weight, _ = loss_weights(
-            [row.sample for row in rows], aggregation=self._aggregation, constant=self._constant_tokens
-        )
+        weight, _ = self._objective.weights([row.sample for row in rows])
         # M counts the trained tokens of all rows of the step here.  A and w, both [M]
         values_M = torch.cat([row.sample.advantages[row.sample.mask] for row in rows] or [torch.zeros(0)]).double()
         weight_M = torch.cat(
@@ -374,7 +371,7 @@ class PPO:
         learner.use_threads()
         samples = [row.sample for row in rows]
         # Critic and policy weight a token alike, so both see a rollout with the same share.
-        weight, total = loss_weights(samples, aggregation=self._aggregation, constant=self._constant_tokens)
+        weight, total = self._objective.weights(samples)
         # The critic first; it does not matter to the policy, whose advantages were computed before either moved.
         report = critic.update(
             samples,
@@ -386,48 +383,13 @@ class PPO:
         # While V is still near 0, A is the return without a baseline, whose variance would only shake the policy.
         if self._step < self._critic_warmup:
             return report
-        sums: defaultdict[str, float] = defaultdict(float)
-        peaks = {"ratio_max": 0.0, "logprob_gap": 0.0}
-        budget, device = self._token_budget, learner.loaded.device
-        for batch in micro_batches(samples, weight, total=total, token_budget=budget, device=device):
-            logits_M_V = batch.logits(learner.loaded.model)  # [M, V]
-            logp_M = batch.logprobs(logits_M_V)  # [M], log pi(y_t), with gradient
-            # log pi_old(y_t), [M]; in a step of one update its value is logp, without the gradient.
-            old_M = logp_M.detach() if batch.old_M is None else batch.old_M
-            importance_M = None
-            if self._tis_cap:
-                # c_t = min(pi_old / pi_behaviour, cap), [M]
-                importance_M = truncated_importance(old_M, batch.behaviour_M, cap=self._tis_cap)
-            # L^CLIP of equation 7, negated because the optimizer descends.
-            result = policy_loss(
-                logp_M,
-                old_logp_M=old_M,
-                advantages_M=batch.advantages_M,
-                weight_M=batch.weight_M,
-                total=batch.total,
-                clip_low=self._clip_low,
-                clip_high=self._clip_high,
-                clip_dual=self._clip_dual,
-                importance_M=importance_M,
-            )
-            loss = result.loss
-            if self._kl_coef:
-                with self._tuned.reference.active() as model:
-                    reference_M = batch.logprobs(batch.logits(model))  # [M], no gradient
-                # In the loss and not in the reward: the critic need not learn what the policy's drift will cost.
-                kl_M = kl_estimate(logp_M, reference_M, kind=self._kl)  # [M]
-                loss = loss + self._kl_coef * batch.mean(kl_M)
-                sums["kl"] += float(kl_M.detach().sum())
+        model, device, tally = learner.loaded.model, learner.loaded.device, Tally()
+        surveyed = self._objective.surveyed(samples, model=model, device=device)
+        for batch in micro_batches(surveyed, weight, total=total, token_budget=self._token_budget, device=device):
+            # L^CLIP of equation 7, negated because the optimizer descends, or another loss in its place.
+            loss = self._objective.loss(batch, model=model, tuned=self._tuned, tally=tally)
             backward(loss)  # gradients of micro-batches add up in the parameters
-            sums["loss"] += float(loss.detach())
-            sums["entropy"] += float(entropy(logits_M_V.detach()).sum())
-            sums["clipped"] += result.clipped_low + result.clipped_high
-            sums["tokens"] += len(logp_M)
-            peaks["ratio_max"] = max(peaks["ratio_max"], result.ratio_max)
-            peaks["logprob_gap"] = max(peaks["logprob_gap"], float((old_M - batch.behaviour_M).abs().max()))
-        totals = {"loss", "tokens"}  # the other sums are reported per token
-        report |= {name: value if name in totals else value / sums["tokens"] for name, value in sums.items()}
-        return report | peaks | {"grad_norm": learner.apply()}
+        return report | tally.report() | {"grad_norm": learner.apply()}
 
 
 def _return_of(credit: CallCredit) -> float:

@@ -2,7 +2,7 @@
 
 Credit assignment says what each call is worth and which calls it is compared with. The estimator turns that into
 advantages, over the whole batch at once, because some estimators scale by the batch's deviation.
-The formulas are in `advantages`, the tensors in `batch`.
+The formulas are in `agl_objectives`, the tensors in `batch`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agl_algo_torch.advantages import Estimator, estimate
 from agl_algo_torch.batch import RowSample, from_row
 from agl_algo_torch.typed_torch import numbers
+from agl_objectives.estimating import estimate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agl.contracts import Credit
     from agl.schemas import CallCredit, Episode
     from agl_algo_torch.overlong import SoftOverlong
+    from agl_objectives.contract import Estimator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def prepare(
     if overlong is not None and overlong.limit:
         credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
-    advantages = _advantages(credits, places=places, estimator=estimator)
+    advantages = _advantages(credits, places=places, estimator=estimator, tokens=_tokens(episodes))
     samples: list[RowSample] = []
     for episode, by_span in zip(episodes, advantages, strict=True):
         if mask_truncated:
@@ -99,9 +100,13 @@ def rollout_shares(
 
 
 def _advantages(
-    credits: Sequence[Sequence[CallCredit]], *, places: Sequence[int], estimator: Estimator
+    credits: Sequence[Sequence[CallCredit]],
+    *,
+    places: Sequence[int],
+    estimator: Estimator,
+    tokens: Mapping[str, int],
 ) -> list[dict[str, float]]:
-    """Return the advantages by span id for every episode; `places` is the group of each episode."""
+    """Return the advantages by span id for every episode; `places` is the group of each, `tokens` those by span id."""
     # Finished advantages (hierarchical and counterfactual credit) pass through; normalising them again would undo them.
     result: list[dict[str, float]] = [{c.span_id: c.value for c in calls if c.is_advantage} for calls in credits]
     open_calls = [(index, call) for index, calls in enumerate(credits) for call in calls if not call.is_advantage]
@@ -116,10 +121,17 @@ def _advantages(
         rollouts_N=torch.tensor([index for index, _ in open_calls], dtype=torch.int64),
         groups_N=torch.tensor([keys[places[index], call.baseline] for index, call in open_calls], dtype=torch.int64),
         estimator=estimator,
+        tokens_N=torch.tensor([tokens.get(call.span_id, 0) for _, call in open_calls], dtype=torch.int64),
     )
     for (index, call), advantage in zip(open_calls, numbers(advantages_N), strict=True):
         result[index][call.span_id] = advantage
     return result
+
+
+def _tokens(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Return the tokens that every call wrote, by span id."""
+    parts = [part for episode in episodes for row in episode.rows for part in row.segments]
+    return {part.span_id: part.stop - part.start for part in parts}
 
 
 def _metrics(groups: Sequence[Sequence[Episode]], samples: Sequence[RowSample]) -> dict[str, float]:

@@ -33,12 +33,12 @@ from agl.contracts import StepReport
 from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, from_row, loss_weights, micro_batches
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
-from agl_algo_torch.losses import AGGREGATIONS, Aggregation
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
+from agl_objectives.aggregation import AGGREGATIONS, Aggregation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -27,11 +27,11 @@ from agl.errors import ConfigError
 from agl_algo_torch.batch import loss_weights, micro_batches
 from agl_algo_torch.dialogues import read_dialogues, tokenize
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean, saved_path, tuned_name, tuned_weights
-from agl_algo_torch.losses import AGGREGATIONS, Aggregation
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.optim import Decay, OptimSettings
 from agl_algo_torch.tuned_policy import at_least_one, not_negative, one_of
 from agl_algo_torch.typed_torch import backward
+from agl_objectives.aggregation import AGGREGATIONS, Aggregation
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -167,13 +167,6 @@ def at_least_one(algorithm: str, **counts: int) -> None:
         raise ConfigError(f"{algorithm} got {low}; each must be at least 1.")
 
 
-def off_or_above_one(algorithm: str, **ratios: float) -> None:
-    """Raise ConfigError naming the ratios that are neither 0, which means off, nor above 1."""
-    wrong = {name: value for name, value in ratios.items() if value and not value > 1}
-    if wrong:
-        raise ConfigError(f"{algorithm} got {wrong}; give a ratio above 1 such as 3.0, or 0 for none.")
-
-
 def one_of(algorithm: str, **choices: tuple[str, Sequence[str]]) -> None:
     """Raise ConfigError for a value that is not among the known ones: `name=(value, known)`."""
     for name, (value, known) in choices.items():

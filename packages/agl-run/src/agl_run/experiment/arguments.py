@@ -7,7 +7,6 @@ from typing import Any, Literal, cast
 
 from agl import PluginManager
 from agl.algorithms import ComponentConfig
-from agl.contracts import Store
 from agl.errors import ConfigError
 from agl_run.experiment.config import GatewayConfig, PolicyConfig, RunnerConfig, ScheduleConfig
 from agl_run.experiment.progress import Progress
@@ -36,7 +35,8 @@ def _with(contract: type) -> Callable[[Any], bool]:
 
 
 def _is_store(value: Any) -> bool:
-    return isinstance(value, str) or _with(Store)(value)
+    """Return true for a URL and for what has the beginnings of a store; opening it says what one of those lacks."""
+    return isinstance(value, str) or (not isinstance(value, type) and hasattr(value, "enqueue"))
 
 
 def _anything(_: Any) -> bool:

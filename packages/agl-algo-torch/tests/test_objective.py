@@ -1,0 +1,150 @@
+"""The objective over rows: every loss in micro-batches of any size, importance of whole rollouts, entropy bonus."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from agl_algo_torch.batch import RowSample, micro_batches
+from agl_algo_torch.objective import Objective, Tally
+from agl_objectives.importance import Importance
+from agl_objectives.registry import losses
+
+CPU = torch.device("cpu")
+LOSSES = [entry.name for entry in losses()]
+
+
+class Bigram(nn.Module):
+    """A model whose logits depend on the current token only, so that a token's loss is the same in any row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.table = nn.Parameter(torch.randn(7, 7, generator=generator, dtype=torch.float64))
+
+    def forward(self, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, use_cache: bool) -> object:
+        del attention_mask, use_cache
+        return type("Output", (), {"logits": self.table[input_ids]})()
+
+
+def sample(rollout: str, ids: list[int], mask: list[int], advantage: float) -> RowSample:
+    mask_T = torch.tensor(mask, dtype=torch.bool)
+    noise_T = torch.sin(torch.tensor(ids).double() * 3.0)  # by token, as the model's logits are
+    return RowSample(
+        rollout=rollout,
+        ids=torch.tensor(ids),
+        mask=mask_T,
+        advantages=mask_T.double() * advantage,
+        behaviour=-1.5 + 0.2 * noise_T,
+        temperature=torch.ones(len(ids)),
+        old=-1.8 + 0.5 * noise_T,
+    )
+
+
+WHOLE = [
+    sample("a", [1, 2, 3, 4, 5, 6, 1], [0, 1, 1, 0, 1, 1, 1], 1.0),
+    sample("b", [2, 3, 6, 1, 0], [0, 0, 1, 1, 1], -0.5),
+    sample("c", [5, 5, 2, 4], [0, 1, 1, 1], 0.0),
+]
+CUT = [
+    sample("a", [1, 2, 3, 4, 5, 6, 1], [0, 1, 0, 0, 1, 0, 1], 1.0),
+    WHOLE[2],
+    sample("a", [1, 2, 3, 4, 5, 6], [0, 0, 1, 0, 0, 1], 1.0),
+    sample("b", [2, 3, 6, 1, 0], [0, 0, 0, 1, 1], -0.5),
+    sample("b", [2, 3, 6], [0, 0, 1], -0.5),
+]
+"""The tokens of ``WHOLE`` in other rows and another order."""
+
+
+def objective(loss: str, *, importance: Importance | None = None, **settings: Any) -> Objective:
+    given: dict[str, Any] = {
+        "loss_params": None,
+        "aggregation": None,
+        "constant_tokens": 16,
+        "kl": "k3",
+        "kl_coef": 0.0,
+        "entropy_coef": 0.0,
+        "token_budget": 64,
+    }
+    return Objective("grpo", loss=loss, importance=importance or Importance(), **{**given, **settings})
+
+
+def gradient(made: Objective, samples: list[RowSample], *, budget: int) -> tuple[torch.Tensor, dict[str, float]]:
+    """The gradient of one update with respect to the table of logits, and what is logged."""
+    model, tally = Bigram(), Tally()
+    weight, total = made.weights(samples)
+    kept = [index for index, row in enumerate(samples) if made.has_gradient(row)]
+    rows = made.surveyed(samples, model=model, device=CPU)
+    chosen, share = [rows[i] for i in kept], [weight[i] for i in kept]
+    unused: Any = None  # the reference, which only a KL penalty asks for
+    for batch in micro_batches(chosen, share, total=total, token_budget=budget, device=CPU):
+        made.loss(batch, model=model, tuned=unused, tally=tally).backward()
+    assert model.table.grad is not None
+    return model.table.grad, tally.report()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_neither_micro_batches_nor_rows_change_the_gradient_of_any_loss(loss: str) -> None:
+    # Bounds that are met in part, and shares that choose more than one token.
+    params = {
+        "gspo": {"clip_low": 0.5, "clip_high": 0.5},
+        "clip-cov": {"ratio": 0.3, "cov_low": 0.01},
+        "kl-cov": {"ratio": 0.3},
+    }
+    made = objective(loss, loss_params=params.get(loss))
+    one, logged = gradient(made, WHOLE, budget=64)
+    other, same = gradient(made, CUT, budget=1)
+    assert bool((one != 0).any())
+    torch.testing.assert_close(one, other)
+    assert logged == pytest.approx(same)
+
+
+@pytest.mark.parametrize("level", ["sequence", "geometric"])
+def test_importance_weights_of_a_rollout_are_taken_over_its_rows(level: Any) -> None:
+    made = objective("ppo-clip", importance=Importance(cap=50.0, level=level, is_normalised=True))
+    found: list[torch.Tensor] = []
+    for samples in (WHOLE, CUT):
+        bare = [replace(row, old=None) for row in samples]
+        rows = made.with_old_logprobs(bare, model=Bigram(), device=CPU)
+        assert len({float(v) for row in rows if row.rollout == "a" for v in row.importance[row.trained]}) == 1  # type: ignore[index]
+        found.append(gradient(made, rows, budget=5)[0])
+    torch.testing.assert_close(*found)
+
+
+def test_masked_importance_drops_tokens_and_counts_them() -> None:
+    made = objective("gpg", importance=Importance(cap=0.8, mode="mask"))
+    _, logged = gradient(made, WHOLE[:2], budget=64)
+    masked = sum(
+        float(o - b) > math.log(0.8)
+        for row in WHOLE[:2]
+        for o, b in zip(row.old[row.mask], row.behaviour[row.mask], strict=True)
+    )
+    assert masked / logged["tokens"] == pytest.approx(logged["tis_masked"])
+    assert 0 < logged["tis_masked"] < 1
+
+
+def test_an_entropy_bonus_trains_silent_rows_towards_equal_probabilities() -> None:
+    silent = [replace(row, advantages=torch.zeros(len(row.ids))) for row in WHOLE]
+    assert not any(objective("ppo-clip").has_gradient(row) for row in silent)
+    made = objective("ppo-clip", entropy_coef=0.5)
+    found, _ = gradient(made, silent, budget=64)
+    model = Bigram()
+    logp = model.table.log_softmax(dim=1)
+    entropy_V = -(logp.exp() * logp).sum(dim=1)
+    before = [row.ids[place - 1] for row in WHOLE for place in row.mask.nonzero()[:, 0]]
+    (expected,) = torch.autograd.grad(-0.5 * torch.stack([entropy_V[token] for token in before]).mean(), model.table)
+    torch.testing.assert_close(expected, found)
+
+
+def test_the_largest_ratio_is_that_of_the_policy_to_the_old_one() -> None:
+    rows = [replace(WHOLE[0], old=None)]
+    _, logged = gradient(objective("ppo-clip"), rows, budget=64)
+    assert logged["ratio_max"] == 1.0
+    _, logged = gradient(objective("ppo-clip"), WHOLE[:1], budget=64)
+    assert logged["ratio_max"] != pytest.approx(1.0)
+    assert math.isfinite(logged["ratio_max"])

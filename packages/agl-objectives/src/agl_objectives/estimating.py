@@ -1,0 +1,64 @@
+"""Turns the values of calls into advantages: scores per rollout, an estimator over them, and back to calls.
+
+Notation: N calls. `values_N` is what credit assignment gave each call, `rollouts_N` the index of the rollout that
+made it, and `groups_N` the index of the baseline group in which it is compared.
+The score s of a rollout in a group is the mean value of its calls there. All statistics are taken over the S scores
+and never over calls, so a rollout counts once, however often its agent calls the model.
+The formulas are in `estimators` and in plugins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl_objectives.contract import Scores
+from agl_objectives.typed_torch import unique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agl_objectives.contract import Estimator
+
+__all__ = ["estimate"]
+
+
+def estimate(
+    values_N: Tensor,
+    *,
+    rollouts_N: Tensor,
+    groups_N: Tensor,
+    estimator: Estimator,
+    tokens_N: Tensor | None = None,
+) -> Tensor:
+    """Return the advantage of every call, [N], in the dtype of `values_N`.
+
+    Indices need not be dense. `tokens_N` are the trained tokens of each call, 1 when absent. No calls give no
+    advantages.
+    """
+    if values_N.numel() == 0:
+        return values_N
+    scores, score_of_N = _scores(
+        values_N,
+        rollouts_N=rollouts_N,
+        groups_N=groups_N,
+        tokens_N=torch.ones_like(rollouts_N) if tokens_N is None else tokens_N,
+    )
+    found = estimator(scores)
+    # A_call = A_score + (value - s) * unit.  [N]
+    # Credit that is the same for all calls of a rollout makes the second term 0: every call gets A_score.
+    away_N = values_N - scores.scores_S[score_of_N]
+    return found.found_S[score_of_N] + away_N * found.unit_S[score_of_N]
+
+
+def _scores(values_N: Tensor, *, rollouts_N: Tensor, groups_N: Tensor, tokens_N: Tensor) -> tuple[Scores, Tensor]:
+    """Return the mean value per (group, rollout) with its group and tokens, and the score of each call, [N]."""
+    # A rollout has one score per group that its calls are compared in: agents may have baselines of their own.
+    pairs_N2 = torch.stack([groups_N, rollouts_N], dim=1)  # [N, 2]
+    pairs_S2, score_of_N = unique(pairs_N2, dim=0)  # [S, 2], [N]
+    _, group_S = unique(pairs_S2[:, 0])  # [S], 0 to number of groups - 1
+    count_S = torch.bincount(score_of_N, minlength=len(pairs_S2))  # [S] calls per score, at least 1
+    total_S = values_N.new_zeros(len(pairs_S2)).index_add(0, score_of_N, values_N)  # [S]
+    tokens_S = tokens_N.new_zeros(len(pairs_S2)).index_add(0, score_of_N, tokens_N)  # [S]
+    return Scores(scores_S=total_S / count_S, group_S=group_S, tokens_S=tokens_S), score_of_N

@@ -1,0 +1,163 @@
+"""The estimators of this distribution, as pure functions of scores that can be checked by hand.
+
+They differ in what a rollout's score s is compared with and in what it is divided by. S scores; those of a group g
+share a task, and n_g is their number.
+
+    grpo                  (s - mean_g) / (std_g + eps)     Shao et al. 2024, arXiv 2402.03300, section 4.1.2
+    dr_grpo               s - mean_g                       Liu et al. 2025, arXiv 2503.20783, section 3.2
+    rloo                  s - mean of the others in g      Ahmadian et al. 2024, arXiv 2402.14740
+    opo                   s - sum_g(l s) / sum_g(l)        Hao et al. 2025, arXiv 2505.23585; l = tokens
+    gpg                   (S / S_nonzero) (s - mean_g)     Chu et al. 2025, arXiv 2504.02546; S over the batch
+    grpo_passk            (s - second_g) / (std_g + eps)   for the best of g, 0 for the others: arXiv 2503.19595
+    remax                 s - score of a greedy rollout    Li et al. 2023, arXiv 2310.10505
+    reinforce++           (s - mean) / std                 Hu et al. 2025, arXiv 2501.03262: over the batch
+    reinforce++-baseline  (s - mean_g) / std               the same paper: mean of the group, deviation of the batch
+
+The advantage of a call is that of its rollout's score, plus the distance of its own value from the score (see
+`estimating`). The distance is scaled like the score itself: by 1 / (std_g + eps), 1, S / S_nonzero or 1 / std.
+
+Deviations from the papers, and why:
+- Standard deviations are unbiased (divide by n - 1), as in the public implementations.
+- REINFORCE++ whitens over tokens. Here it whitens over rollouts, or long answers would count more.
+- A group of one rollout has nothing to compare with, so its advantages are 0. For `reinforce++` that is a batch of
+  one; `remax` compares a rollout with another one that it does not train on.
+- Scores that differ only by rounding count as equal; a division by their deviation would turn rounding into signal.
+  Where an estimator divides, the calls of equal rollouts get 0 as well, because there is no unit to measure the
+  distance of a call from its score.
+
+Sums are taken in the order of VERL's `core_algos`, so that both libraries give the same numbers to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from agl.errors import ConfigError
+from agl_objectives.contract import Estimates, Scores
+from agl_objectives.typed_torch import integers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROUNDING = 1e-6
+"""Scores of a group closer than this, relative to its largest (at least 1), are equal."""
+
+WHITEN = 1e-8
+"""Added to the count and to the variance when scores are whitened, as VERL does."""
+
+
+def grpo(scores: Scores, *, eps: float = 1e-6) -> Estimates:
+    """Return `(s - mean_g) / (std_g + eps)`."""
+    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
+    for own_S, own in _compared(scores):
+        scale = own.std() + eps  # eps bounds the advantage of groups that hardly differ
+        if _differ(own):
+            found_S[own_S], unit_S[own_S] = (own - own.mean()) / scale, 1.0 / scale
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+def dr_grpo(scores: Scores) -> Estimates:
+    """Return `s - mean_g`: dividing by std would give easy and hard tasks, where std is small, more weight."""
+    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
+    for own_S, own in _compared(scores):
+        found_S[own_S] = (own - own.mean()) * _differ(own)
+        unit_S[own_S] = 1.0  # nothing is divided, so the distance of a call counts as it is
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+def rloo(scores: Scores) -> Estimates:
+    """Return `s - mean of the others in g`."""
+    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
+    for own_S, own in _compared(scores):
+        n = len(own)
+        # The mean of the others is (n * mean - s) / (n - 1), so s - that = (s - mean) * n / (n - 1).
+        found_S[own_S] = (own * n / (n - 1) - own.mean() * n / (n - 1)) * _differ(own)
+        unit_S[own_S] = 1.0
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+def opo(scores: Scores) -> Estimates:
+    """Return `s - sum_g(l s) / sum_g(l)`: the baseline of least variance if gradients grow with the tokens l."""
+    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
+    for own_S, own in _compared(scores):
+        tokens = scores.tokens_S[own_S].to(own.dtype)  # l, [n]
+        found_S[own_S] = (own - (tokens * own).sum() / tokens.sum().clamp(min=1)) * _differ(own)
+        unit_S[own_S] = 1.0
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+def gpg(scores: Scores) -> Estimates:
+    """Return `(S / S_nonzero) (s - mean_g)`: the fewer rollouts have a score, the more each of them counts."""
+    found = dr_grpo(scores)
+    # alpha = S / number of scores that are not 0, over the batch.
+    share = len(scores.scores_S) / max(1, int(torch.count_nonzero(scores.scores_S)))
+    return Estimates(found_S=share * found.found_S, unit_S=share * found.unit_S)
+
+
+def grpo_passk(scores: Scores, *, eps: float = 1e-6) -> Estimates:
+    """Return `(s - second_g) / (std_g + eps)` for the best score of a group, 0 for the others: pass@k counts one."""
+    found_S, unit_S = torch.zeros_like(scores.scores_S), torch.zeros_like(scores.scores_S)
+    for own_S, own in _compared(scores):
+        if not _differ(own):
+            continue
+        (best, second), (place, _) = torch.topk(own, 2)
+        winner = own_S.nonzero()[place, 0]
+        scale = own.std() + eps
+        found_S[winner] = (best - second) / scale  # 0 where two are the best, so nobody's calls are told apart either
+        unit_S[winner] = (best > second) / scale
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+def remax(scores: Scores) -> Estimates:
+    """Return `s - b`, b the reward of a greedy rollout of the task; raises ConfigError where none was made."""
+    if scores.baseline_S is None:
+        raise ConfigError(
+            "The estimator remax subtracts the reward of a greedy rollout of every task, and none was made. Use an "
+            "algorithm that makes them, or rloo, whose baseline is the mean of the other rollouts of the task."
+        )
+    return Estimates(found_S=scores.scores_S - scores.baseline_S, unit_S=torch.ones_like(scores.scores_S))
+
+
+def reinforce_plus_plus(scores: Scores) -> Estimates:
+    """Return `(s - mean) / std` over the batch: rollouts of different tasks are compared with each other."""
+    differs_S = torch.full_like(scores.group_S, _differ(scores.scores_S), dtype=torch.bool)
+    return _whitened(scores.scores_S, differs_S=differs_S)
+
+
+def reinforce_plus_plus_baseline(scores: Scores) -> Estimates:
+    """Return `(s - mean_g) / std`, std over the batch; groups of one stay out of it."""
+    # A group of one is exactly 0 after centring. Counting it would shrink the deviation of all others.
+    counted_S = torch.bincount(scores.group_S)[scores.group_S] > 1  # [S] bool
+    away_S, differs_S = torch.zeros_like(scores.scores_S), torch.zeros_like(counted_S)
+    for own_S, own in _compared(scores):
+        away_S[own_S], differs_S[own_S] = own - own.mean(), _differ(own)
+    found_S, unit_S = torch.zeros_like(away_S), torch.zeros_like(away_S)
+    whitened = _whitened(away_S[counted_S], differs_S=differs_S[counted_S])
+    found_S[counted_S], unit_S[counted_S] = whitened.found_S, whitened.unit_S
+    return Estimates(found_S=found_S, unit_S=unit_S)
+
+
+def _whitened(scores_S: Tensor, *, differs_S: Tensor) -> Estimates:
+    """Return scores with mean 0 and deviation 1, 0 where they do not differ, and the unit of distances."""
+    if not bool(differs_S.any()):
+        return Estimates(found_S=torch.zeros_like(scores_S), unit_S=torch.zeros_like(scores_S))
+    n = len(scores_S)  # at least 2, for one score alone does not differ
+    mean = scores_S.sum() / (n + WHITEN)
+    # var = sum (s - mean)^2 / (n - 1), written as the biased variance times n / (n - 1) to match VERL bit for bit.
+    variance = ((scores_S - mean) ** 2).sum() / (n + WHITEN) * (n / (n - 1))
+    scale = torch.rsqrt(variance + WHITEN)  # 1 / std
+    return Estimates(found_S=(scores_S - mean) * scale * differs_S, unit_S=torch.full_like(scores_S, float(scale)))
+
+
+def _differ(own: Tensor) -> bool:
+    """Return whether scores differ by more than rounding."""
+    # Relative to the group's largest score: sums of floats are off by about their size times 1e-16 (or 1e-7).
+    return bool(own.max() - own.min() > ROUNDING * max(1.0, float(own.abs().max())))
+
+
+def _compared(scores: Scores) -> list[tuple[Tensor, Tensor]]:
+    """Return for each group of at least two where its scores are, [S] bool, and the scores, the paper's r_1 ... r_G."""
+    groups = [scores.group_S == group for group in dict.fromkeys(integers(scores.group_S))]
+    return [(own_S, scores.scores_S[own_S]) for own_S in groups if int(own_S.sum()) > 1]

@@ -1,0 +1,120 @@
+"""Importance weights: what was sampled came from the server's numerics, and may be a few versions old.
+
+The sampler and the trainer compute slightly different probabilities. E_behaviour[(pi_old / pi_behaviour) f] = E_old[f],
+so a weight c corrects the expectation for that, and a bound on it limits its variance (truncated importance sampling;
+Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"):
+
+    token      k_t = pi_old(y_t) / pi_behaviour(y_t)
+    sequence   k_t = product of these over the tokens of the rollout, the exact weight, of a large variance
+    geometric  k_t = their geometric mean over the tokens of the rollout
+
+    truncate   c_t = min(k_t, cap)
+    mask       c_t = k_t where floor <= k_t <= cap, else 0      (per token IcePop, Ling team 2025, arXiv 2510.18855)
+
+The weights of a rollout's tokens are taken over all its rows. All tensors are [M].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+from agl.errors import ConfigError
+from agl_objectives.typed_torch import unique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Importance", "Level", "Mode"]
+
+Level = Literal["token", "sequence", "geometric"]
+"""The tokens over which a weight is taken."""
+
+Mode = Literal["truncate", "mask"]
+"""The ways of bounding a weight."""
+
+LIMIT = 20.0
+"""Largest size of a rollout's log-weight, as in VERL: a sum over many tokens may leave the range of floats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Importance:
+    """The importance weights of an algorithm's tokens.
+
+    Attributes:
+        cap: Largest weight; 0 turns the weights off.
+        level: `token`, `sequence` or `geometric`.
+        mode: `truncate` or `mask`.
+        floor: Least weight of `mask`.
+        is_normalised: Whether weights are divided by their mean over rollouts, so that they keep the gradient's size.
+    """
+
+    cap: float = 2.0
+    level: Level = "token"
+    mode: Mode = "truncate"
+    floor: float = 0.0
+    is_normalised: bool = False
+
+    @property
+    def needs_rollouts(self) -> bool:
+        """True if a token's weight depends on other tokens, so that all those of a step must be there."""
+        return bool(self.cap) and (self.level != "token" or self.is_normalised)
+
+    def check(self, algorithm: str) -> None:
+        """Raise ConfigError for values that are unknown or have no effect."""
+        for name, value, known in (("tis_level", self.level, get_args(Level)), ("tis_mode", self.mode, get_args(Mode))):
+            if value not in known:
+                raise ConfigError(f"{algorithm} got {name} = {value!r}; use one of: {', '.join(known)}.")
+        if self.floor and self.mode != "mask":
+            raise ConfigError(
+                f'{algorithm} got tis_floor = {self.floor}, which only tis_mode = "mask" reads. Set that, or remove it.'
+            )
+        if self.cap < 0 or self.floor < 0 or self.floor > self.cap:
+            raise ConfigError(
+                f"{algorithm} got tis_floor = {self.floor} and tis_cap = {self.cap}; give 0 <= tis_floor <= tis_cap."
+            )
+        if not self.cap and (self.level, self.mode, self.is_normalised) != ("token", "truncate", False):
+            raise ConfigError(
+                f"{algorithm} got tis_cap = 0, which turns importance weights off, and settings of them. Remove "
+                "tis_level, tis_mode and tis_normalised, or give a cap such as 2.0."
+            )
+
+    def weights(self, old_M: Tensor, behaviour_M: Tensor, *, rollout_M: Tensor) -> Tensor:
+        """Return the weight of every token, without gradient; at another level than `token`, of whole rollouts."""
+        # The factor is a weight of the data, not a function of the parameters in training, hence the detach.
+        log_M = old_M.detach() - behaviour_M
+        if self.level != "token":
+            log_M = self._of_rollouts(log_M, rollout_M)
+        ratio_M = torch.exp(log_M)
+        # Truncation has no lower bound: small weights do no harm.
+        if self.mode == "truncate":
+            weight_M = ratio_M.clamp(max=self.cap)
+        else:
+            inside_M = (ratio_M >= self.floor) & (ratio_M <= self.cap)
+            weight_M = torch.where(inside_M, ratio_M, 0.0)
+        return weight_M / _mean_of_rollouts(weight_M, rollout_M) if self.is_normalised else weight_M
+
+    def _of_rollouts(self, log_M: Tensor, rollout_M: Tensor) -> Tensor:
+        """Return the sum of the log-weights of a token's rollout, or their mean."""
+        place_M, count_R = _places(rollout_M, log_M)
+        total_R = torch.zeros_like(count_R).index_add(0, place_M, log_M)
+        found_R = total_R if self.level == "sequence" else total_R / count_R
+        return found_R.clamp(-LIMIT, LIMIT)[place_M]
+
+
+def _places(rollout_M: Tensor, like_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the dense index of each token's rollout, [M], and the tokens of each rollout, [R]."""
+    ids_R, place_M = unique(rollout_M)
+    zeros_R = like_M.new_zeros(len(ids_R))
+    return place_M, zeros_R.index_add(0, place_M, torch.ones_like(like_M))
+
+
+def _mean_of_rollouts(weight_M: Tensor, rollout_M: Tensor) -> Tensor:
+    """Return the mean over rollouts of the mean weight of their tokens, above 0; each rollout counts once."""
+    if not len(weight_M):
+        return weight_M.new_ones(())
+    place_M, count_R = _places(rollout_M, weight_M)
+    mean_R = torch.zeros_like(count_R).index_add(0, place_M, weight_M) / count_R
+    return mean_R.mean().clamp(min=1e-8)  # where all are masked, 0 / 1e-8 stays 0

@@ -1,0 +1,28 @@
+"""The page about losses and estimators runs as a reader would run it."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+_spec = importlib.util.spec_from_file_location("agl_docs_runner", DOCS / "tests" / "conftest.py")
+assert _spec is not None
+assert _spec.loader is not None
+_runner = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_runner)
+
+run_page = _runner.run_page
+
+
+def test_page_runs(run_page: Callable[[Path], None]) -> None:
+    run_page(DOCS / "reference" / "objectives.md")
+
+
+def test_page_names_every_loss_and_estimator() -> None:
+    from agl_objectives.registry import estimators, losses
+
+    text = (DOCS / "reference" / "objectives.md").read_text(encoding="utf-8")
+    names = [entry.name for entry in [*losses(), *estimators()]]
+    assert [] == [name for name in names if f"\n| `{name}` |" not in text]

@@ -1,0 +1,129 @@
+"""Losses and estimators by name: ours, those of an installed plugin, and functions of the user's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from agl.errors import ConfigError
+from agl_objectives.contract import Estimates, LossTerms, Scores, TokenBatch
+from agl_objectives.registry import find_estimator, find_loss
+from agl_objectives.testing import example_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def plain(tokens: TokenBatch, *, scale: float = 1.0) -> LossTerms:
+    """A loss of the user's own."""
+    return LossTerms(loss_M=-scale * tokens.advantages_M * tokens.logp_M)
+
+
+def raw(scores: Scores) -> Estimates:
+    """An estimator of the user's own."""
+    return Estimates(found_S=scores.scores_S, unit_S=torch.ones_like(scores.scores_S))
+
+
+def test_a_function_of_ones_own_is_a_loss_and_its_keywords_are_the_parameters() -> None:
+    found = find_loss(f"{__name__}:plain", {"scale": 2})
+    tokens = example_tokens(0)
+    assert torch.equal(-2.0 * tokens.advantages_M * tokens.logp_M, found.call(tokens).loss_M)
+    assert ("token", False) == (found.entry.aggregation, found.entry.trains_silent)
+
+
+def test_a_function_of_ones_own_is_an_estimator() -> None:
+    zeros = torch.zeros(2, dtype=torch.int64)
+    scores = Scores(scores_S=torch.tensor([1.0, 2.0]), group_S=zeros, tokens_S=zeros)
+    assert [1.0, 2.0] == find_estimator(f"{__name__}:raw").call(scores).found_S.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("gspoo", {}, r"No loss is named 'gspoo'\. Did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
+        ("gspo", {"clip_hi": 1}, "loss 'gspo' takes no parameter 'clip_hi'; did you mean 'clip_high'"),
+        ("gspo", {"clip_high": "much"}, "'clip_high' is wrong: Expected `float`, got `str`; got 'much'"),
+        ("gpg", {"scale": 1}, "its parameters are: none"),
+        ("no_such_module:f", {}, "cannot be imported from 'no_such_module:f'"),
+        (f"{__name__}:absent", {}, "cannot be imported from"),
+    ],
+)
+def test_what_cannot_be_built_is_refused_with_what_to_write(name: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_loss(name, params)
+
+
+def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"No estimator is named 'gae'.*rloo"):
+        find_estimator("gae")
+
+
+PLUGIN = """
+from agl import hookimpl
+from agl_objectives import EstimatorEntry, LossEntry
+
+@hookimpl(optionalhook=True)
+def agl_losses():
+    yield LossEntry(name="half", factory="half_loss:half", aggregation="sequence")
+
+@hookimpl(optionalhook=True)
+def agl_estimators():
+    yield EstimatorEntry(name="raw", factory="half_loss:raw", compares="batch")
+"""
+MODULE = """
+from agl_objectives.contract import Estimates, LossTerms
+
+def half(tokens, *, share: float = 0.5):
+    return LossTerms(loss_M=-share * tokens.advantages_M * tokens.logp_M)
+
+def raw(scores):
+    return Estimates(found_S=scores.scores_S, unit_S=scores.scores_S)
+"""
+
+
+def install(folder: Path) -> None:
+    """Lay a small distribution into a folder of ``PYTHONPATH``, as pip would."""
+    (folder / "half_plugin.py").write_text(PLUGIN)
+    (folder / "half_loss.py").write_text(MODULE)
+    info = folder / "half-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[agl]\nhalf = half_plugin\n")
+
+
+def run(code: str, folder: Path, **variables: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(folder), "AGL_PLUGINS_STRICT": "1", **variables}
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_losses_and_estimators_of_an_installed_plugin_are_found_and_those_of_a_disabled_one_are_not(
+    tmp_path: Path,
+) -> None:
+    install(tmp_path)
+    code = """
+        from agl.errors import ConfigError
+        from agl_objectives.registry import find_estimator, find_loss, losses
+        from agl_objectives.testing import example_tokens
+        try:
+            found = find_loss("half", {"share": 0.25})
+        except ConfigError as error:
+            print(error)
+        else:
+            tokens = example_tokens(0)
+            exact = bool((found.call(tokens).loss_M == -0.25 * tokens.advantages_M * tokens.logp_M).all())
+            print(found.entry.aggregation, exact, find_estimator("raw").entry.compares, losses()[-1].name)
+    """
+    assert run(code, tmp_path) == "sequence True batch half"
+    assert run(code, tmp_path, AGL_DISABLED_PLUGINS="half").startswith("No loss is named 'half'.")
+
+
+def test_a_module_with_records_imports_no_torch(tmp_path: Path) -> None:
+    code = "import sys, agl_objectives.plugin; print('torch' in sys.modules)"
+    assert run(code, tmp_path) == "False"
