@@ -36,10 +36,14 @@ def check_end(file: Path, *, steps: int, url: str = "") -> None:
         state = await load_algorithm(store, "toy", 1, "counter")
         assert state is not None
         trained = await trained_rollouts(store, "toy", 1, "counter")
-        assert steps * ROLLOUTS_PER_STEP == len(trained)
         rollouts = await store.rollouts(RolloutQuery(experiment="toy", limit=100_000))
+        assert {} == {
+            rollout.rollout_id: [(each.status, each.error) for each in await store.attempts(rollout.rollout_id)]
+            for rollout in rollouts
+            if rollout.status != "succeeded"
+        }
+        assert steps * ROLLOUTS_PER_STEP == len(trained)
         assert trained == {rollout.rollout_id for rollout in rollouts}
-        assert {"succeeded"} == {rollout.status for rollout in rollouts}
         assert {"step": steps, "sum": float(len(trained)), "tokens": state.state["tokens"]} == state.state
         tokens = 0
         for rollout in rollouts:
