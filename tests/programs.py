@@ -55,7 +55,8 @@ class Place:
     lease_s: float | None = None
 
     def enter(self) -> None:
-        """Make this process one of the place."""
+        """Make this process one of the place, without the folders of agents that other tests have imported."""
+        sys.path[:] = [entry for entry in sys.path if not Path(entry, "toy_agent.py").exists()]
         os.environ.clear()
         os.environ.update(self.variables)
         os.chdir(self.folder)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from agl_testing.conformance.bench import RolloutOrder
 
 torch_preparation = pytest.importorskip("agl_algo_torch.preparation", reason="needs agl-algo-torch")
+registry = pytest.importorskip("agl_objectives.registry", reason="needs agl-objectives")
 torch_overlong = pytest.importorskip("agl_algo_torch.overlong", reason="needs agl-algo-torch")
 
 PUNISHED = {
@@ -67,8 +68,9 @@ def test_masks_punishments_and_shares_are_those_of_the_torch_algorithms(
         for g, group in enumerate(drawn)
     ]
     soft = torch_overlong.SoftOverlong(limit=100, buffer=40) if punishes else None
+    grpo = registry.find_estimator("grpo").call
     expected = torch_preparation.prepare(
-        groups, credit=EpisodeCredit(), estimator="grpo", mask_truncated=masks, overlong=soft
+        groups, credit=EpisodeCredit(), estimator=grpo, mask_truncated=masks, overlong=soft
     )
     loud = {sample.rollout for sample in expected.samples if not sample.is_silent}
     shares = torch_preparation.rollout_shares(groups, dropped={"failed": dropped}, loud=loud)
