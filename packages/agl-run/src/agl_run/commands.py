@@ -20,8 +20,8 @@ from agl_run.experiment.labels import labelled, move
 from agl_run.experiment.retaining import retaining
 from agl_run.experiment.retention import RetentionLimits
 from agl_run.experiment.store_url import as_url
+from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.refusals import KEY_ADVICE
-from agl_run.runners.setup import PLACEHOLDER_KEY
 from agl_run.store_contract import build_store
 
 __all__ = [

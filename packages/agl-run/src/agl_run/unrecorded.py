@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 from agl import semconv
 from agl.tracing import ActiveAttempt, Undo, current, open_span, patch
 from agl_run.module_tracer import ModuleTracer
-from agl_run.runners.refusals import REFUSED
-from agl_run.runners.setup import PLACEHOLDER_KEY
+from agl_run.placeholder_key import PLACEHOLDER_KEY, REFUSED
 
 _ROUTES = re.compile(
     r"/completions$"

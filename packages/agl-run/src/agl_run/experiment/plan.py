@@ -15,8 +15,9 @@ from agl.contracts import AlgorithmEntry, Store
 from agl.errors import AglError, ConfigError
 from agl.schemas import Json, Resource
 from agl_run.experiment.config import ExperimentConfig, RunnerConfig
+from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.agent import AgentSpec, LoadedAgent
-from agl_run.runners.setup import PLACEHOLDER_KEY, environment
+from agl_run.runners.setup import environment
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 MAX_NAME = 80

@@ -10,9 +10,7 @@ import msgspec
 
 from agl import semconv
 from agl.schemas import ErrorInfo, Span
-
-REFUSED = "refused"
-"""Value of ``agl.unrecorded`` on the span of a call whose key was refused."""
+from agl_run.placeholder_key import REFUSED
 
 ARGUMENT = "pass base_url and api_key of the agent's argument llm to the client"
 """The way out for every runner."""

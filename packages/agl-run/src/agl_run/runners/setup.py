@@ -8,14 +8,12 @@ from typing import Protocol
 
 from agl.contracts import POLICY_KEY_ENV, Store, Tracer, Upstream
 from agl.schemas import NamedResources, Rollout
+from agl_run.placeholder_key import PLACEHOLDER_KEY
 from agl_run.runners.agent import AgentSpec
 from agl_run.secret import SECRET_ENV
 
 ADMIN_TOKEN_ENV = "AGL_TOKEN"
 """Variable with the admin token of a served store; in a command's process, with the attempt's token."""
-
-PLACEHOLDER_KEY = "agl-no-key-needed"
-"""Value of ``OPENAI_API_KEY`` in a process whose calls get their token from the wire hook."""
 
 
 class SettlingGateway(Protocol):
