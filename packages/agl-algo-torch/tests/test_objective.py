@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from agl.errors import ConfigError
 from agl_algo_torch.batch import RowSample, micro_batches
 from agl_algo_torch.objective import Objective, Tally
+from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.importance import Importance
 from agl_objectives.registry import losses
 
@@ -148,3 +150,18 @@ def test_the_largest_ratio_is_that_of_the_policy_to_the_old_one() -> None:
     _, logged = gradient(objective("ppo-clip"), WHOLE[:1], budget=64)
     assert logged["ratio_max"] != pytest.approx(1.0)
     assert math.isfinite(logged["ratio_max"])
+
+
+def bare(tokens: TokenBatch) -> Any:
+    return -tokens.logp_M
+
+
+def averaged(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=-tokens.logp_M.mean())
+
+
+@pytest.mark.parametrize(("loss", "got"), [(bare, "Tensor"), (averaged, r"loss_M of the shape \[\]")])
+def test_a_loss_that_gives_no_number_for_each_token_is_refused(loss: Any, got: str) -> None:
+    made = objective(f"{__name__}:{loss.__name__}")
+    with pytest.raises(ConfigError, match=f"{loss.__name__}' returned {got} for 8 trained tokens; return LossTerms"):
+        gradient(made, WHOLE, budget=1000)
