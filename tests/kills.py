@@ -82,7 +82,7 @@ class Campaign:
     )
 
     def run(self) -> None:
-        """Kill until the number is reached, let everything come back and the trainer finish, and look."""
+        """Kill until the number is reached and no class is left out, let everything come back and finish, and look."""
         programs = self.installation.programs()
         self.rows = {program.name: Row() for program in programs}
         wait_until(lambda: self._tick(programs), within_s=60 + 20 * self.kills, every_s=0.02)
@@ -105,13 +105,15 @@ class Campaign:
     def _tick(self, programs: Iterable[Program]) -> bool:
         """Start and kill what is due; returns true after the last kill."""
         for program in programs:
-            if self._killed() < self.kills:
+            if not self._is_over(programs):
                 self._step(program)
         self._look_for_orphans()
-        return self._killed() >= self.kills
+        return self._is_over(programs)
 
-    def _killed(self) -> int:
-        return sum(row.kills for row in self.rows.values())
+    def _is_over(self, programs: Iterable[Program]) -> bool:
+        """Whether the number is reached and every program was among them; on a busy machine some start late."""
+        is_reached = sum(row.kills for row in self.rows.values()) >= self.kills
+        return is_reached and all(self.rows[each.name].kills or each.is_done() for each in programs)
 
     def _step(self, program: Program) -> None:
         now, name = time.monotonic(), program.name

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,7 +47,43 @@ def start(agl: StartAgl, file: Path, runner: str, *, limit: str = "") -> Any:
     file.write_text(text)
     temporary = file.parent / "tmp"
     temporary.mkdir(exist_ok=True)
-    return agl("run", str(file), "--quiet", "--fresh", cwd=file.parent, TMPDIR=str(temporary))
+    return agl(
+        *("run", str(file), "--quiet", "--fresh"),
+        cwd=file.parent,
+        TMPDIR=str(temporary),
+        PYTHONFAULTHANDLER="1",  # SIGABRT prints the stacks
+    )
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ask the command to stop; if it does not, fail with where it hangs, or with who still holds its output."""
+    process.terminate()
+    try:
+        process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        status = process.poll()
+        holders = [f"{pid} {command_of(pid)}" for pid in os.listdir("/proc") if pid.isdigit() and shares(pid, process)]
+        process.send_signal(signal.SIGABRT)
+        for pid in holders:
+            os.kill(int(pid.split()[0]), signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+        pytest.fail(f"30 s after SIGTERM its status was {status}; its output was held by {holders}\n{errors}")
+
+
+def command_of(pid: str) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+def shares(pid: str, process: subprocess.Popen[str]) -> bool:
+    """Whether another process has the pipe of this one's errors open."""
+    assert process.stderr is not None
+    pipe = os.readlink(f"/proc/self/fd/{process.stderr.fileno()}")
+    try:
+        return int(pid) not in (os.getpid(), process.pid) and pipe in [
+            os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")
+        ]
+    except OSError:  # it has ended, or is another user's
+        return False
 
 
 def families(file: Path, *, count: int = 3) -> list[list[int]]:
@@ -82,8 +119,7 @@ def test_agents_and_their_children_end_with_a_killed_keeper(agl: StartAgl, exper
     os.kill(keeper, signal.SIGKILL)
 
     wait_until(lambda: not alive([keeper, program, child]), within_s=5)
-    process.terminate()
-    process.communicate(timeout=30)
+    stop(process)
 
 
 @pytest.mark.parametrize("runner", ["process", "command"])
@@ -95,8 +131,7 @@ def test_time_limit_ends_the_descendants_of_an_agent(
     pids = families(file)[0]
 
     wait_until(lambda: not alive(pids), within_s=20)
-    process.terminate()
-    process.communicate(timeout=30)
+    stop(process)
 
 
 def test_temporary_folders_of_a_killed_trainer_go_at_the_next_start_and_no_others(
@@ -120,6 +155,5 @@ def test_temporary_folders_of_a_killed_trainer_go_at_the_next_start_and_no_other
 
     assert [] == [path for path in left if path.exists()]
     assert held == [path for path in held if path.exists()]
-    second.terminate()
-    second.communicate(timeout=30)
+    stop(second)
     assert [] == list(temporary.glob("agl-run-*"))

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from agl.contracts import Credit, Store
 from agl.errors import AglError, CaptureError, ConfigError
 from agl.schemas import Episode, Rollout, to_builtins, to_json
@@ -79,8 +81,19 @@ class Replays:
             resources=then.resources,
             retry=then.retry,
             hidden=then.hidden,
-            metadata={**then.metadata, REPLAY: to_builtins(plan)},
+            metadata={**then.metadata, **self._seed(plan, then), REPLAY: to_builtins(plan)},
         )
+
+    def _seed(self, plan: ReplayPlan, then: Rollout) -> Mapping[str, int]:
+        """Return the seed of a replay's draws, which follows from its plan and the recorded rollouts' seeds.
+
+        With the seed of the recorded rollout alone, all samples of a plan would draw the same tokens.
+        """
+        if "seed" not in then.metadata:
+            return {}
+        sibling = self._recorded[plan.sibling].metadata.get("seed") if plan.sibling else None
+        words = to_json([then.metadata["seed"], sibling, replace(plan, rollout_id="", sibling="")])
+        return {"seed": int.from_bytes(hashlib.blake2b(words, digest_size=6).digest())}
 
     async def _check_answered(self, plan: ReplayPlan, episode: Episode) -> None:
         """Raise :class:`CaptureError` if a model answered for a replaced agent, which makes the replay worthless."""

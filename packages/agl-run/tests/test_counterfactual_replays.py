@@ -1,0 +1,53 @@
+"""The rollouts that replay a step for a counterfactual credit."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from agl.schemas import Episode, Rollout
+from agl.stores import MemoryStore
+from agl_run.experiment.counterfactual import Replays
+from agl_run.replay import ReplayPlan
+
+
+def replayed(*plans: ReplayPlan, run: str = "1", **metadata: Any) -> list[Rollout]:
+    """Return the rollouts that replay recorded ones, which have ids of their own in every run."""
+    asked: list[Rollout] = []
+
+    async def run_all(rollouts: Sequence[Rollout]) -> list[Episode]:
+        asked.extend(rollouts)
+        return [Episode(rollout=rollout, attempt=None, reward=1.0) for rollout in rollouts]
+
+    recorded = [
+        Rollout(rollout_id=f"{name}-{run}", task={}, status="succeeded", metadata={"step": 3, **metadata, **seed})
+        for name, seed in {"r": {"seed": 7}, "s": {"seed": 8}, "t": {"seed": 9}, "unseeded": {}}.items()
+    ]
+    episodes = [Episode(rollout=rollout, attempt=None, reward=1.0) for rollout in recorded]
+    replays = Replays(episodes, prefix=f"replay-{run}-", run_all=run_all, store=MemoryStore())
+    asyncio.run(replays(plans))
+    return asked
+
+
+def seeds(*plans: ReplayPlan, run: str = "1") -> list[Any]:
+    return [rollout.metadata.get("seed") for rollout in replayed(*plans, run=run)]
+
+
+def plans(run: str = "1") -> list[ReplayPlan]:
+    silent = [ReplayPlan(rollout_id=f"r-{run}", replaced=("clerk",), sample=sample) for sample in range(3)]
+    siblings = [
+        ReplayPlan(rollout_id=f"r-{run}", replaced=("clerk",), how="sibling", sibling=f"{name}-{run}") for name in "st"
+    ]
+    return [*silent, *siblings]
+
+
+def test_samples_of_one_plan_and_other_plans_draw_tokens_of_their_own() -> None:
+    assert 5 + 1 == len({7, *seeds(*plans())})
+
+
+def test_a_repeated_run_with_the_same_seed_replays_with_the_same_draws() -> None:
+    assert seeds(*plans("1"), run="1") == seeds(*plans("2"), run="2")
+
+
+def test_replay_of_a_rollout_without_a_seed_has_none() -> None:
+    (rollout,) = replayed(ReplayPlan(rollout_id="unseeded-1", replaced=("clerk",)))
+    assert {"step", "replay"} == set(rollout.metadata)
