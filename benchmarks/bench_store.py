@@ -355,7 +355,7 @@ def without_listing_indexes(bench: Bench) -> Store:
 
 
 def sqlite_index_figures(bench: Bench, *, repeats: int) -> list[Figure]:
-    """What the indexes for sorted lists cost the SQLite store."""
+    """Measure how much slower the SQLite store writes with its indexes for sorted lists than without them."""
     indexed, bare = SQLiteStore(f"sqlite:///{bench.folder}/indexed.db"), without_listing_indexes(bench)
     found = index_figures(bench, "SQLite", indexed=indexed, bare=bare, repeats=repeats)
     for store in (indexed, bare):

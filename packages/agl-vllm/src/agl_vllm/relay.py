@@ -42,7 +42,7 @@ class TokenRelay:
 
     @property
     def counts(self) -> Counter[str]:
-        """How many chat calls had their prompts spliced, and how many not, by reason; see :class:`TokenCalls`."""
+        """Chat calls so far: those whose prompt was spliced, and the others by the reason; see :class:`TokenCalls`."""
         return Counter(self._calls.counts) if self._calls is not None else Counter()
 
     async def start(self) -> list[str]:
