@@ -14,11 +14,12 @@ import torch
 from agl.contracts import Recorded
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_torch.dpo import DPO, Pair, _live_rows, make_pairs
+from agl_algo_torch.dpo import DPO
+from agl_algo_torch.pairs import Pair, make_pairs
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
 
-from .token_world import World, mean_reward, paid_by_another, published, run
+from .token_world import World, check_gradient, mean_reward, paid_by_another, published, run, with_rewards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,53 +78,17 @@ def test_pairs_of_another_algorithms_groups_are_learned_once(model_dir: Path, tm
 
 
 def test_gradient_equals_that_of_the_whole_loss(model_dir: Path, tmp_path: Path) -> None:
-    """Two passes with a factor per rollout give what autograd gives for equation 7 in one go."""
-    bench = AlgorithmBench(scenario_of(model_dir, rows=2, steps=1), tmp_path / "work")
-    played = paid_by_another(model_dir, count=4, rows=2)
-    group = [msgspec.structs.replace(e, reward=float(index % 3)) for index, e in enumerate(played)]
+    """Equation 7."""
+    group = with_rewards(paid_by_another(model_dir, count=4, rows=2), 0.0, 1.0, 2.0, 0.0)
     pairs = make_pairs(group, gap=1e-6, pairing="all")
 
-    async def body() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        async with bench:
-            dpo = DPO(beta=0.7, lr=1e-9, threads=1, device="cpu", token_budget=12)
-            await dpo.setup(bench.context())
-            learner = await dpo._tuned.learner(updates=0)
-            rows = {e.rollout.rollout_id: _live_rows(e) for e in group}
-            reference = {name: -3.0 * (1 + index) for index, name in enumerate(rows)}
-            ours: dict[str, torch.Tensor] = {}
-            learner.apply = lambda: ours.update(gradient(learner.loaded.model)) or 0.0  # type: ignore[method-assign]
-            report = dpo._update(learner, pairs, rows, reference)
-            learner.loaded.model.zero_grad()
-            loss = whole_loss(learner.loaded.model, pairs, rows, reference, beta=0.7)
-            assert float(loss.detach()) == pytest.approx(report["loss"], abs=1e-5)
-            loss.backward()
-            return ours, gradient(learner.loaded.model)
+    def loss(ratios: dict[str, torch.Tensor], tokens: dict[str, int]) -> torch.Tensor:
+        del tokens
+        margins = torch.stack([ratios[pair.chosen] - ratios[pair.rejected] for pair in pairs])
+        return -torch.nn.functional.logsigmoid(0.7 * margins).mean()
 
-    ours, theirs = asyncio.run(body())
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, atol=1e-5, rtol=1e-4, msg=name)
-
-
-def gradient(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def whole_loss(model: Any, pairs: Any, rows: Any, reference: Any, *, beta: float) -> torch.Tensor:
-    def policy(name: str) -> torch.Tensor:
-        total = torch.zeros(())
-        for row in rows[name]:
-            logp = model(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1)
-            chosen = logp.gather(1, row.ids[1:, None])[:, 0]
-            total = total + chosen[row.mask[1:]].sum()
-        return total
-
-    losses = [
-        -torch.nn.functional.logsigmoid(
-            beta * ((policy(p.chosen) - reference[p.chosen]) - (policy(p.rejected) - reference[p.rejected]))
-        )
-        for p in pairs
-    ]
-    return torch.stack(losses).mean()
+    dpo = DPO(beta=0.7, lr=1e-9, threads=1, device="cpu", token_budget=12)
+    check_gradient(dpo, AlgorithmBench(scenario_of(model_dir, rows=2, steps=1), tmp_path / "work"), group, pairs, loss)
 
 
 def test_pairs_are_the_extremes_or_all_that_differ_enough(model_dir: Path) -> None:
@@ -148,6 +113,7 @@ def test_pairs_are_the_extremes_or_all_that_differ_enough(model_dir: Path) -> No
         ({"pairs": "some"}, "pairs = 'some'.*extremes"),
         ({"group_size": 1}, "group of 2"),
         ({"beta": 0.0}, "above 0"),
+        ({"min_gap": 0.0}, "min_gap = 0.0.*above 0"),
         ({"steps": 0}, "steps.*at least 1"),
     ],
 )

@@ -7,7 +7,15 @@ import pytest
 from agl import PluginManager
 from agl.errors import AglError
 
-NEEDED: dict[str, dict[str, Any]] = {"grpo": {}, "ppo": {}, "dpo": {}, "rft": {"min_reward": 0.5}, "sft": {"data": "d"}}
+NEEDED: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "ppo": {},
+    "dpo": {},
+    "ipo": {},
+    "kto": {},
+    "rft": {"min_reward": 0.5},
+    "sft": {"data": "d"},
+}
 SHARED: dict[str, list[Any]] = {
     "lora_rank": [-3],
     "lr": [0.0, -1e-6, float("nan")],
@@ -52,6 +60,8 @@ OWN: dict[str, dict[str, list[Any]]] = {
         "critic_lr": [-1e-5, 0.0],
     },
     "dpo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
+    "ipo": {**COLLECTED, "beta": [0.0], "min_gap": [0.0], "pairs_per_update": [0], "pairs": ["extreme"]},
+    "kto": {**COLLECTED, "beta": [0.0], "weight_good": [0.0], "weight_bad": [-1.0], "rollouts_per_update": [0]},
     "rft": {**COLLECTED, "best": [-1], "rollouts_per_update": [0], "aggregation": ["tokens"]},
     "sft": {
         "updates": [-1],

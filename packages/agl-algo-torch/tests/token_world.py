@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from agl.schemas import Episode, Rollout, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_algo_torch.model import load_model
+from agl_algo_torch.preference import PreferenceAlgorithm, live_rows
 from agl_testing.conformance.bench import AlgorithmBench, RolloutOrder
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
 PROMPT, TOKENS = [10, 20, 30], 2
 Reward = Callable[[list[int]], float]
+RatioLoss = Callable[[dict[str, torch.Tensor], dict[str, int]], torch.Tensor]
+"""A loss of the rollouts' log-ratios and numbers of trained tokens, by id."""
 
 
 def good_tokens(response: list[int]) -> float:
@@ -134,3 +139,55 @@ def published(bench: AlgorithmBench) -> Path:
     assert isinstance(weights, Weights)
     load_model(weights.uri, device="cpu")
     return type(bench.workdir)(weights.uri)
+
+
+def with_rewards(episodes: Sequence[Episode], *rewards: float | None) -> list[Episode]:
+    return [replace(episode, reward=reward) for episode, reward in zip(episodes, rewards, strict=True)]
+
+
+def check_gradient(
+    algorithm: PreferenceAlgorithm[Any],
+    bench: AlgorithmBench,
+    group: Sequence[Episode],
+    examples: Sequence[Any],
+    loss: RatioLoss,
+    *,
+    reference: float = -3.0,
+) -> None:
+    """Two passes with a factor per rollout must give what autograd gives for the whole loss in one go."""
+
+    async def body() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        async with bench:
+            await algorithm.setup(bench.context())
+            learner = await algorithm._tuned.learner(updates=0)
+            rows = {e.rollout.rollout_id: live_rows(e) for e in group}
+            references = {name: reference * (1 + index) for index, name in enumerate(rows)}
+            model = learner.loaded.model
+            ours: dict[str, torch.Tensor] = {}
+            learner.apply = lambda: ours.update(gradient(model)) or 0.0  # type: ignore[method-assign]
+            report = algorithm._update(learner, examples, rows, references)
+            model.zero_grad()
+            used = dict.fromkeys(name for example in examples for name in example.rollouts)
+            ratios = {name: log_policy(model, rows[name]) - references[name] for name in used}
+            whole = loss(ratios, {name: sum(row.trained_tokens for row in rows[name]) for name in used})
+            assert abs(float(whole.detach()) - report["loss"]) < 1e-4 * max(1.0, abs(report["loss"]))
+            whole.backward()
+            return ours, gradient(model)
+
+    ours, theirs = asyncio.run(body())
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def gradient(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def log_policy(model: Any, rows: Sequence[Any]) -> torch.Tensor:
+    """The log-probability of a rollout's trained tokens, with autograd and without batches."""
+    total = torch.zeros(())
+    for row in rows:
+        logp = model(input_ids=row.ids[None]).logits[0, :-1].log_softmax(-1)
+        chosen = logp.gather(1, row.ids[1:, None])[:, 0]
+        total = total + chosen[row.mask[1:]].sum()
+    return total

@@ -40,6 +40,20 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
         shares=True,
     )
     yield AlgorithmEntry(
+        name="ipo",
+        factory="agl_algo_torch.ipo:IPO",
+        summary="preferences between rollouts of one task, up to a margin (IPO)",
+        tunes=("weights",),
+        shares=True,
+    )
+    yield AlgorithmEntry(
+        name="kto",
+        factory="agl_algo_torch.kto:KTO",
+        summary="rollouts that are good or bad by themselves (KTO)",
+        tunes=("weights",),
+        shares=True,
+    )
+    yield AlgorithmEntry(
         name="rft",
         factory="agl_algo_torch.rft:RFT",
         summary="supervised fine-tuning on the best rollouts (rejection sampling)",

@@ -1,6 +1,6 @@
 """Supplies a step with groups of rollouts: the algorithm collects its own, or reads those of another algorithm.
 
-`dpo` and `rft` share it; both learn equally well from rollouts that somebody else paid for.
+`dpo`, `ipo`, `kto` and `rft` share it; they learn equally well from rollouts that somebody else paid for.
 """
 
 from __future__ import annotations
