@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -113,11 +114,14 @@ def test_splitting_rollouts_into_rows_changes_no_update(model_dir: Path, tmp_pat
             torch.testing.assert_close(tensor, split[name], atol=2e-4, rtol=1e-3, msg=f"{aggregation} {name}")
 
 
-def test_groups_without_a_difference_are_counted_and_change_nothing(model_dir: Path, tmp_path: Path) -> None:
-    metrics, weights = metrics_of(tmp_path / "work", model_dir, World(lambda _: 1.0), steps=2)
-    assert [(2.0, 2.0, 1.0)] * 2 == [(m["groups"], m["groups_silent"], m["updates_skipped"]) for m in metrics]
-    start = load_model(str(model_dir), device="cpu").model.state_dict()
-    assert all(torch.equal(start[name], tensor) for name, tensor in weights.items())
+def test_steps_without_a_difference_are_counted_and_publish_nothing(model_dir: Path, tmp_path: Path) -> None:
+    number = count()
+    world = World(lambda _: float(max(0, next(number) - 16) % 2))  # 8 rollouts a step
+    bench = AlgorithmBench(scenario_of(model_dir, world), tmp_path / "work")
+    metrics = asyncio.run(run(bench))
+    assert [(2.0, 2.0, 1.0)] * 2 == [(m["groups"], m["groups_silent"], m["updates_skipped"]) for m in metrics[:2]]
+    assert "updates_skipped" not in metrics[2]
+    assert [3] == [version.step for version in bench.published]
 
 
 def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: Path, tmp_path: Path) -> None:
@@ -126,6 +130,7 @@ def test_importance_weights_are_truncated_where_the_sampler_differs(model_dir: P
     without, _ = metrics_of(tmp_path / "off", model_dir, World(bias=-2.0), steps=1, tis_cap=0.0)
     assert metrics[0]["loss"] == pytest.approx(2.0 * without[0]["loss"], abs=1e-4)
     assert "tis_truncated" not in without[0]
+    assert "effective_share" not in without[0]
 
 
 def test_later_updates_of_a_step_are_clipped_against_its_start(model_dir: Path, tmp_path: Path) -> None:

@@ -165,3 +165,13 @@ def test_a_loss_that_gives_no_number_for_each_token_is_refused(loss: Any, got: s
     made = objective(f"{__name__}:{loss.__name__}")
     with pytest.raises(ConfigError, match=f"{loss.__name__}' returned {got} for 8 trained tokens; return LossTerms"):
         gradient(made, WHOLE, budget=1000)
+
+
+def test_effective_share_is_one_over_tokens_that_weigh_the_same_and_falls_with_their_spread() -> None:
+    even, uneven = Tally(), Tally()
+    for tally, parts in ((even, [[2.0, 2.0], [2.0]]), (uneven, [[2.0, 0.0], [0.0]])):
+        for part in parts:
+            tally.weigh(torch.tensor(part))
+            tally.sums["tokens"] += len(part)
+    assert 1.0 == pytest.approx(even.report()["effective_share"])
+    assert 1 / 3 == pytest.approx(uneven.report()["effective_share"])

@@ -66,7 +66,7 @@ def test_policy_stays_as_it_is_while_the_critic_warms_up(model_dir: Path, tmp_pa
     bench = AlgorithmBench(scenario_of(model_dir, steps=2, critic_warmup=2), tmp_path / "work")
     reports = asyncio.run(run(bench))
     assert all("loss" not in report.metrics and report.metrics["value_loss"] > 0 for report in reports)
-    assert mean_reward(model_dir) == mean_reward(published(bench))
+    assert [] == bench.published
 
 
 def test_sampler_and_trainer_agree(model_dir: Path, tmp_path: Path) -> None:

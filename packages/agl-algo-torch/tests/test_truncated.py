@@ -72,6 +72,7 @@ def test_step_reports_the_shares_of_cut_dropped_and_silent_rollouts(
     shares = {name: value for name, value in report.metrics.items() if name.endswith("_share")}
     groups = 3 if silent else 4  # those that have a gradient: four rollouts of two calls of one token
     assert groups * (8 - mask_truncated) == report.metrics["tokens"]
+    assert 1.0 == pytest.approx(shares.pop("effective_share"))
     assert {"truncated_share": 0.25, "dropped_share": 0.0, "silent_share": silent} == shares
 
 

@@ -197,6 +197,7 @@ class GRPO:
         context, step = self._context, self._step + 1
         # `updates` places a learner that is opened anew on the curve of the learning rate.
         learner = await self._tuned.learner(updates=self._step * self._updates_per_step * self._epochs)
+        updates = learner.updates
 
         # 1. Collect: G rollouts of each task, sampled from the weights that are live now (pi_theta_old).
         started = time.perf_counter()
@@ -225,9 +226,9 @@ class GRPO:
         metrics |= await self._train(learner, batch.samples)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save what training continues from, then make the new weights live.
+        # 4. Save what training continues from, then make the new weights live; without an update there are none.
         await self._tuned.save(step=step)
-        version = await self._tuned.publish(step=step)
+        published = (await self._tuned.publish(step=step),) if learner.updates > updates else ()
         self._step = step
         is_finished = step >= self._steps
         return StepReport(
@@ -235,7 +236,7 @@ class GRPO:
             is_finished=is_finished,
             metrics=metrics,
             trained=tuple(dict.fromkeys(sample.rollout for sample in batch.samples)),  # each id once, in order
-            published=(version,),
+            published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
         )
 

@@ -35,17 +35,30 @@ if TYPE_CHECKING:
     from agl_objectives.importance import Importance
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Tally:
     """Numbers of an update's micro-batches, to log: sums over tokens, and peaks."""
 
     sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     peaks: dict[str, float] = field(default_factory=lambda: {"ratio_max": 0.0, "logprob_gap": 0.0})
+    weights: float = 0.0
+    squares: float = 0.0
+
+    def weigh(self, weight_M: Tensor) -> None:
+        """Add the importance weights of tokens."""
+        self.weights += float(weight_M.sum())
+        self.squares += float((weight_M**2).sum())
 
     def report(self) -> dict[str, float]:
-        """Return the loss and the tokens as they are, the other sums per token, and the peaks."""
+        """Return the loss and the tokens as they are, the other sums per token, the peaks, and the effective share.
+
+        The effective share is the effective sample size of the importance weights, (sum k)^2 / sum k^2, over the
+        tokens: 1 where all weigh the same.
+        """
         totals, tokens = {"loss", "tokens"}, self.sums["tokens"]
         found = {name: value if name in totals else value / tokens for name, value in self.sums.items()}
+        if self.squares:
+            found["effective_share"] = self.weights**2 / self.squares / tokens
         return found | self.peaks
 
 
@@ -176,6 +189,7 @@ class Objective:
         if self._importance.mode == "mask":
             name, chosen_M = "tis_masked", weight_M == 0
         tally.sums[name] += int(chosen_M.sum())
+        tally.weigh(weight_M)
         return loss_M * weight_M
 
     def _note(self, tally: Tally, loss: Tensor, *, entropy_M: Tensor, counts: Mapping[str, float]) -> None:

@@ -238,10 +238,10 @@ class PPO:
         metrics |= await self._train(learner, critic, valued)
         metrics["update_s"] = time.perf_counter() - started
 
-        # 4. Save what training continues from, then make the new weights live.
+        # 4. Save what training continues from, then make the new weights live; without an update there are none.
         await self._tuned.save(step=step)
         await asyncio.to_thread(critic.save, context.workdir, learner, step=step, keep=self._keep)
-        version = await self._tuned.publish(step=step)
+        published = (await self._tuned.publish(step=step),) if learner.updates > self._updates else ()
         self._step, self._updates = step, learner.updates
         is_finished = step >= self._steps
         return StepReport(
@@ -249,7 +249,7 @@ class PPO:
             is_finished=is_finished,
             metrics=metrics,
             trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
-            published=(version,),
+            published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
         )
 

@@ -35,6 +35,7 @@ from agl_run.experiment.recorded import SourceReader, Sources
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.experiment.session import Session
 from agl_run.experiment.settings import changed_settings, training_settings
+from agl_run.experiment.silence import SilenceWatch
 from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
 
@@ -233,6 +234,7 @@ class DrivenAlgorithm:
         manager = driver.session.plan.manager
         self._total = steps_in_all(manager.resolve(manager.algorithm(config.use)), config.params)
         self._times = StepTimes()
+        self._silence = SilenceWatch(lambda text: driver.progress.say(f"{config.name}: {text}"))
         self.is_finished = state.is_finished
 
     @property
@@ -308,6 +310,7 @@ class DrivenAlgorithm:
         left = self._times.ended(left=0 if report.is_finished else self._total - report.step)
         self._driver.progress.update(f"{name} steps", report.step, self._total, left)
         self._driver.progress.say(_line(name, report, total=self._total, left=left))
+        self._silence.add(report)
 
     async def end(self) -> None:
         """Release the algorithm."""
@@ -406,8 +409,10 @@ def _make_folder(path: Path) -> Path:
 
 
 _SHOWN = re.compile(r"reward|loss|score")
-_SHARES = ("truncated", "dropped", "silent")
-"""Shares of a step's rollouts that an algorithm may report, as metrics such as `silent_share`."""
+_SHARES = ("truncated", "dropped", "silent", "effective")
+"""Shares that an algorithm may report of a step's rollouts or tokens, as metrics such as `silent_share`."""
+_HEALTH = ("kl", "entropy", "clipped_low", "clipped_high", "logprob_gap")
+"""Metrics that tell why a policy learns or does not."""
 
 
 def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
@@ -415,6 +420,9 @@ def _line(name: str, report: StepReport, *, total: int, left: str) -> str:
     shown = shown[:4] + [
         f"{report.metrics[f'{key}_share']:.0%} {key}" for key in _SHARES if f"{key}_share" in report.metrics
     ]
+    shown += [f"{key} {report.metrics[key]:.3g}" for key in _HEALTH if key in report.metrics]
+    if report.metrics.get("updates_skipped") and not report.published:
+        shown.append("trained nothing")
     ending = "".join(f"; {part}" for part in (report.stop_reason, left) if part)
     step = f"step {report.step} of {total}" if total >= report.step else f"step {report.step}"
     return f"{name} {step}: {', '.join(shown) or 'done'}{ending}"

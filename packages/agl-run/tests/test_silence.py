@@ -1,0 +1,49 @@
+"""Steps that teach nothing are told, once for each time that they fall silent."""
+
+from agl.contracts import StepReport
+from agl_run.experiment.drive import _line
+from agl_run.experiment.silence import SilenceWatch
+
+
+def told(*shares: float | None, reward: float = 0.0) -> list[str]:
+    said: list[str] = []
+    watch = SilenceWatch(said.append)
+    for step, share in enumerate(shares, start=1):
+        metrics = {} if share is None else {"silent_share": share, "reward": reward}
+        watch.add(StepReport(step=step, metrics=metrics))
+    return said
+
+
+def test_three_silent_steps_in_a_row_are_told_once_with_what_to_change() -> None:
+    (text,) = told(1.0, 0.95, 0.9, 1.0, 1.0, reward=0.02)
+    assert text.startswith("95% of the rollouts of the last 3 steps taught nothing")
+    assert "(0.020 on average)" in text
+    assert "warm the policy up" in text
+    assert "harder ones" in text
+    assert "\n" not in text
+
+
+def test_step_with_a_gradient_begins_the_count_again() -> None:
+    assert [] == told(1.0, 1.0, 0.5, 1.0, 1.0)
+    assert 2 == len(told(1.0, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0))
+
+
+def test_algorithms_that_do_not_report_silence_are_not_watched() -> None:
+    assert [] == told(None, None, None, None)
+
+
+def test_line_of_a_step_shows_what_tells_why_it_learns() -> None:
+    metrics = {"reward": 0.5, "silent_share": 0.25, "effective_share": 0.98, "entropy": 1.25, "logprob_gap": 1e-6}
+    assert "reward 0.500, 25% silent, 98% effective, entropy 1.25, logprob_gap 1e-06" in _line(
+        "grpo", StepReport(step=2, metrics=metrics, published=("llm@v2",)), total=3, left=""
+    )
+
+
+def test_line_of_a_step_without_an_update_says_so() -> None:
+    report = StepReport(step=1, metrics={"reward": 0.0, "updates_skipped": 1.0})
+    assert "grpo step 1 of 3: reward 0.000, trained nothing" == _line("grpo", report, total=3, left="")
+
+
+def test_line_of_a_step_of_which_one_update_was_skipped_does_not() -> None:
+    report = StepReport(step=1, metrics={"updates_skipped": 1.0}, published=("llm@v2",))
+    assert "grpo step 1 of 3: done" == _line("grpo", report, total=3, left="")
