@@ -202,6 +202,8 @@ def test_several_experiments_are_drawn_over_each_other(fit: Fit, tmp_path: Path)
     assert 2 == drawn[1].count("○")
     assert 3 == drawn[-4].count("●")
     assert ["1", "3"] == drawn[-3].split()
+    coloured = CliRunner().invoke(cli, ("plot", "calc", "longer", "--algorithm", "stepper"), color=True).stdout
+    assert all(mark in coloured for mark in ("\x1b[36m●\x1b[0m calc", "\x1b[33m○\x1b[0m longer"))
     shown("plot", "calc", "longer", "--output", "both.svg")
     picture = (tmp_path / "both.svg").read_text()
     assert all(f"<!-- {label} -->" in picture for label in ("calc stepper", "longer validate", "one@calc-1-stepper-3"))
