@@ -23,6 +23,8 @@ SAMPLES: dict[str, Any] = {
     "experiment": "sql",
     "algorithm": "grpo",
     "workdir": Path("runs/sql"),
+    "run": 1,
+    "experiment_step": 3,
     "report": StepReport(step=1, metrics={"loss": 0.5}),
 }
 

@@ -57,8 +57,8 @@ class Everything:
         yield agl.CommandEntry(name="mine", factory="m:command")
 
     @hookimpl
-    def agl_step_finished(self, experiment, algorithm, report, workdir):
-        self.seen.append((experiment, algorithm, report, workdir))
+    def agl_step_finished(self, experiment, run, algorithm, report, experiment_step, workdir):
+        self.seen.append((experiment, run, algorithm, report, experiment_step, workdir))
 
 
 @pytest.fixture
@@ -91,8 +91,10 @@ def test_what_a_provider_hook_yields_is_found_by_kind_and_name(manager, plugin, 
 VALUES = {
     "agl_step_finished": {
         "experiment": "sql",
+        "run": 2,
         "algorithm": "grpo",
         "report": StepReport(step=3),
+        "experiment_step": 5,
         "workdir": Path("runs/sql"),
     },
 }

@@ -254,7 +254,8 @@ class Observer:
 
 def finished(algorithm: str) -> dict[str, Any]:
     """The arguments that observers of a finished step receive."""
-    return {"experiment": "sql", "algorithm": algorithm, "report": StepReport(step=1), "workdir": Path("run")}
+    counts = {"run": 1, "experiment_step": 1}
+    return {"experiment": "sql", "algorithm": algorithm, "report": StepReport(step=1), "workdir": Path("run"), **counts}
 
 
 def test_observer_that_raises_is_logged_once_and_harms_nobody(caplog, monkeypatch, tmp_path):

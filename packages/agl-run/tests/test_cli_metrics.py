@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -87,8 +89,8 @@ def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
     ("words", "expected"),
     [
         (["other"], "experiment 'other' has no metrics; choose from: calc"),
-        (["--algorithm", "ppo"], "no algorithm 'ppo' logged metrics; choose from: grpo, validate"),
-        (["--name", "rewards"], "there is no metric 'rewards'; choose from: loss, reward"),
+        (["--algorithm", "ppo"], "no algorithm 'ppo' logged metrics of 'calc'; choose from: grpo, validate"),
+        (["--name", "rewards"], "'calc' has no metric 'rewards'; choose from: loss, reward"),
     ],
 )
 def test_absent_metric_is_answered_with_those_that_exist(store: str, words: list[str], expected: str) -> None:
@@ -159,6 +161,36 @@ def test_picture_of_a_search_holds_interval_and_published_versions(searched: str
     assert "prompt@e-1-apo-3" in drawing
     assert "e-1-apo-2-aa" not in drawing
     assert "FillBetweenPolyCollection" in drawing or "PolyCollection" in drawing
+
+
+def test_labels_of_many_versions_have_room_and_the_newest_has_one(store: str, tmp_path: Path) -> None:
+    async def publish() -> None:
+        made = SQLiteStore(store)
+        common = {"name": "a-policy-with-a-long-name", "resource": PromptTemplate(template="Go."), "algorithm": "grpo"}
+        await made.publish([ResourceVersion(version=f"calc-1-grpo-{s}", step=s, **common) for s in range(1, 41)])
+        await made.close()
+
+    asyncio.run(publish())
+    assert 0 == agl("plot", "--store", store, "--output", str(tmp_path / "c.svg")).exit_code
+    found = re.findall(
+        r"<!-- \S+@calc-1-grpo-(\d+) -->\s+<g style=.+?translate\(([\d.]+)", (tmp_path / "c.svg").read_text()
+    )
+    steps, points = [int(step) for step, _ in found], sorted(float(x) for _, x in found)
+    assert 40 == max(steps)
+    assert 8 < len(steps) < 20
+    assert min(right - left for left, right in pairwise(points)) > 4 * 6, "four times the size of the letters"
+
+
+def test_label_that_is_higher_than_the_picture_keeps_its_end(store: str, tmp_path: Path) -> None:
+    async def publish() -> None:
+        made = SQLiteStore(store)
+        common = {"resource": PromptTemplate(template="Go."), "algorithm": "grpo"}
+        await made.publish([ResourceVersion(name="long" * 30, version="calc-1-grpo-7", step=7, **common)])
+        await made.close()
+
+    asyncio.run(publish())
+    assert 0 == agl("plot", "--store", store, "--output", str(tmp_path / "c.svg")).exit_code
+    assert re.search(r"<!-- …\w*long@calc-1-grpo-7 -->", (tmp_path / "c.svg").read_text())
 
 
 def test_axis_that_no_step_has_is_answered_with_the_metrics_that_exist(searched: str) -> None:

@@ -19,7 +19,7 @@ from agl.schemas._ids import new_span_id
 from agl.stores import MemoryStore
 from agl_run import SQLiteStore
 from agl_run.cli.main import cli
-from agl_run.comparison import compare, interval, student_cdf, student_quantile
+from agl_run.comparison import compare, compare_tasks, interval, student_cdf, student_quantile
 from agl_run.experiment import labels
 
 VERSIONS = [
@@ -44,13 +44,19 @@ VERSIONS = [
 ]
 
 
-async def fill(store: Store, rewards: dict[str, Sequence[float | None]]) -> None:
-    """Publish the versions, and run a rollout with each reward; ``None`` fails."""
+async def fill(
+    store: Store, rewards: dict[str, Sequence[float | None]], validated: dict[str, Sequence[Any]] | None = None
+) -> None:
+    """Publish the versions, and run a rollout with each reward; ``None`` fails.
+
+    ``validated`` has the tasks of a version whose rollouts are validations.
+    """
     await store.publish(VERSIONS)
     for version, values in rewards.items():
         rollouts = [
-            Rollout(rollout_id=f"{version}-{i}", task={}, experiment="e", resources={"prompt": version})
-            for i in range(len(values))
+            Rollout(rollout_id=f"{version}-{i}", task=task, experiment="e", mode=mode, resources={"prompt": version})
+            for mode, tasks in [("val", validated[version]) if version in (validated or {}) else ("train", values)]
+            for i, task in enumerate(tasks)
         ]
         await store.enqueue(rollouts)
         for claim in await store.claim(worker="w", limit=len(values)):
@@ -71,15 +77,19 @@ async def fill(store: Store, rewards: dict[str, Sequence[float | None]]) -> None
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Result]:
-    """`run("list", "prompt")` on a store that is filled once, with `rewards` by version."""
+    """`run("list", "prompt")` on a store that is filled once, with `rewards` and validation tasks by version."""
     path = tmp_path / "runs.db"
 
-    def call(*arguments: str, rewards: dict[str, Sequence[float | None]] | None = None) -> Result:
+    def call(
+        *arguments: str,
+        rewards: dict[str, Sequence[float | None]] | None = None,
+        validated: dict[str, Sequence[Any]] | None = None,
+    ) -> Result:
         if not path.exists():
 
             async def make() -> None:
                 store = SQLiteStore(f"sqlite:///{path}")
-                await fill(store, rewards or {})
+                await fill(store, rewards or {}, validated)
                 await store.close()
 
             asyncio.run(make())
@@ -148,7 +158,50 @@ def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> 
     done = run("compare", "prompt", "v1", "v2", rewards={"v1": [0.4, 0.6], "v2": [0.7, 0.8]})
     assert "v1: mean 0.5000" in done.output
     assert "policy_improvement_ratio 1.500 without interval" in done.output
-    assert "2 and 2 rollouts" in done.output
+    assert "2 and 2 rollouts\nnot paired by task: v1 has no validation with a reward\n" in done.output
+
+
+BETTER = {"v1": [0.1, 0.3, 0.5, 0.7, 0.9], "v2": [0.16, 0.34, 0.55, 0.76, 0.94]}
+"""A small gain on tasks of very different difficulty."""
+
+
+def test_compare_pairs_the_validations_of_the_same_tasks(run: Callable[..., Result]) -> None:
+    tasks = {"v1": [*"abcde"], "v2": [*"abcde"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=tasks).output.splitlines()
+    assert lines[2].startswith("difference +0.0500, 95% interval [+0.0376, +0.0624], policy_improvement_ratio 1.100 [")
+    assert lines[2].endswith("], paired by 5 tasks, 5 and 5 rollouts")
+    assert 3 == len(lines)
+
+
+def test_compare_leaves_out_tasks_that_one_version_was_not_validated_on(run: Callable[..., Result]) -> None:
+    tasks = {"v1": [*"aabcd"], "v2": [*"bcdee"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=tasks).output.splitlines()
+    assert "v1: mean 0.7000" in lines[0]
+    assert "v2: mean 0.3500" in lines[1]
+    assert lines[2].endswith("paired by 3 tasks, 3 and 3 rollouts")
+    assert "tasks that only one of them was validated on are left out: 2" == lines[3]
+
+
+def test_compare_counts_a_repeated_task_once(run: Callable[..., Result]) -> None:
+    repeated = {"v1": [*"aabbc"], "v2": [*"abccc"]}
+    lines = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=repeated).output.splitlines()
+    assert lines[2].endswith("paired by 3 tasks, 5 and 5 rollouts")
+
+
+@pytest.mark.parametrize(
+    ("validated", "why"),
+    [
+        ({"v2": [*"abcde"]}, "v1 has no validation with a reward"),
+        ({"v1": [*"abcde"], "v2": [*"vwxyz"]}, "of 5 and 5 validation tasks only 0 are in both"),
+        ({"v1": [*"abcde"], "v2": [*"abxyz"]}, "of 5 and 5 validation tasks only 2 are in both"),
+    ],
+)
+def test_compare_without_common_tasks_counts_all_rollouts_and_says_so(
+    run: Callable[..., Result], validated: dict[str, Sequence[Any]], why: str
+) -> None:
+    done = run("compare", "prompt", "v1", "v2", rewards=BETTER, validated=validated)
+    assert f"5 and 5 rollouts\nnot paired by task: {why}\n" in done.output
+    assert "difference +0.0500, 95% interval [-0.4" in done.output
 
 
 @pytest.mark.parametrize(
@@ -217,6 +270,26 @@ def test_welchs_interval_of_a_textbook_case() -> None:
     assert (pytest.approx(4 - 2.77645 * math.sqrt(0.5), abs=1e-4), pytest.approx(4 + 2.77645 * math.sqrt(0.5))) == (
         interval([2, 3, 4, 5, 6])
     )
+
+
+def test_paired_interval_of_a_textbook_case() -> None:
+    """Differences 1, 2 and 3: t with 2 degrees of freedom, standard error 1 / sqrt(3)."""
+    result = compare_tasks({"a": [1.0, 3.0], "b": [6.0], "c": [1.0]}, {"c": [4.0], "b": [8.0], "a": [3.0], "d": [0.0]})
+    width = 4.30265 / math.sqrt(3)
+    assert (2.0, 3, 4, 3) == (result.difference, result.paired_tasks, result.old_count, result.new_count)
+    assert (pytest.approx(2 - width, abs=1e-4), pytest.approx(2 + width, abs=1e-4)) == (result.low, result.high)
+
+
+PAIRS = st.lists(st.tuples(st.floats(1.0, 2.0), st.floats(1.0, 2.0)), min_size=3, max_size=12)
+
+
+@given(pairs=PAIRS)
+def test_paired_ratio_holds_one_exactly_when_the_difference_holds_nothing(pairs: list[tuple[float, float]]) -> None:
+    old, new = ({str(i): [pair[which]] for i, pair in enumerate(pairs)} for which in (0, 1))
+    result = compare_tasks(old, new)
+    clear = min(abs(result.low), abs(result.high)) > 1e-6  # nearer to 0 rounding decides
+    if clear and result.ratio_low is not None and result.ratio_high is not None:
+        assert (result.low <= 0 <= result.high) == (result.ratio_low <= 1 <= result.ratio_high)
 
 
 def test_equal_rewards_have_an_interval_of_no_width() -> None:

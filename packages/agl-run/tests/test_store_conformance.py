@@ -30,6 +30,10 @@ class TestSQLiteStore(StoreConformance):
             if name != "spans_by_id":
                 execute(location, f"DROP INDEX {name}")
         execute(location, "DROP TABLE documents")
+        columns = "experiment, algorithm, step, name, value, time"
+        execute(location, f"CREATE TABLE metrics_of_one_run AS SELECT {columns} FROM metrics")
+        execute(location, "DROP TABLE metrics")
+        execute(location, "ALTER TABLE metrics_of_one_run RENAME TO metrics")
         execute(location, "CREATE TABLE states (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
         for state in states.items():
             execute(location, "INSERT INTO states VALUES (?, ?)", *state)

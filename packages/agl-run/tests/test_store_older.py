@@ -104,9 +104,9 @@ def test_rollouts_spans_changes_and_metrics_are_kept(read: Read[list[object]]) -
             [len(unpack_ids(span.call.prompt_ids)) for span in done.spans if span.call],
             [span.reward.value for span in done.spans if span.reward],
             len(await store.changes()) > 8,
-            [(metric.step, metric.value) for metric in await store.metrics("e/1")],
+            [(metric.run, metric.step, metric.value) for metric in await store.metrics("e/1")],
         ]
 
     statuses = ["succeeded", "running", "queued", "queued"]
     attempts = [("ro-0.1", "failed"), ("ro-0.2", "succeeded")]
-    assert [statuses, attempts, (2, 1, 0, "ro-0.2"), [40, 70, 100], [1.0], True, [(1, 0.5)]] == read(work)
+    assert [statuses, attempts, (2, 1, 0, "ro-0.2"), [40, 70, 100], [1.0], True, [(2, 1, 0.5)]] == read(work)

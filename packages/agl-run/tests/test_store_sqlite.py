@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agl.contracts import RolloutQuery
+from agl.contracts import ExperimentRecord, RolloutQuery
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import ModelCall, Outcome, RetryPolicy, Rollout, Span, pack_floats, pack_ids
 from agl_run import SQLiteStore
@@ -286,6 +286,35 @@ def test_layout_one_is_what_its_migration_made(tmp_path: Path) -> None:
     execute(path, "INSERT INTO agl_schema VALUES (1)")
     asyncio.run(SQLiteStore(url_of(path)).close())
     assert [(CURRENT,)] == execute(path, "SELECT version FROM agl_schema")
+
+
+def test_metrics_of_layout_five_belong_to_the_last_run_and_validations_have_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+
+    async def fill() -> None:
+        store = SQLiteStore(url_of(path))
+        await store.save_state({}, experiment=ExperimentRecord(name="known", run=3))
+        await store.close()
+
+    async def look() -> list[tuple[str, int, int, int | None]]:
+        store = SQLiteStore(url_of(path))
+        found = [*await store.metrics("known"), *await store.metrics("unknown")]
+        await store.close()
+        return [(metric.algorithm, metric.run, metric.step, metric.experiment_step) for metric in found]
+
+    asyncio.run(fill())
+    execute(
+        path,
+        "DROP TABLE metrics",
+        """CREATE TABLE metrics (
+            experiment TEXT, algorithm TEXT, step INTEGER, name TEXT, value REAL, time REAL,
+            PRIMARY KEY (experiment, algorithm, step, name)) WITHOUT ROWID""",
+        "CREATE INDEX metrics_by_name ON metrics (experiment, name, algorithm, step)",
+        "INSERT INTO metrics VALUES ('known', 'grpo', 2, 'reward', 0.5, 1.0), ('known', 'validate', 4, 'reward', 0.5, "
+        "1.0), ('unknown', 'grpo', 1, 'reward', 0.5, 1.0)",
+        "UPDATE agl_schema SET version = 5",
+    )
+    assert [("grpo", 3, 2, None), ("validate", 3, 4, 4), ("grpo", 1, 1, None)] == asyncio.run(look())
 
 
 def test_newer_layout_is_refused(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ class Stores(RuleBasedStateMachine):
     @rule(key=st.sampled_from(["a/1", "a/2", "b"]), value=st.binary(max_size=2), step=st.integers(0, 2))
     def remember(self, key: str, value: bytes, step: int) -> None:
         self.same(lambda store: store.save_state({key: value}))
-        metric = Metric(experiment="x", algorithm=key, step=step, name="n", value=len(value))
+        metric = Metric(experiment="x", algorithm=key, step=step, name="n", value=len(value), run=len(value) or 1)
         self.same(lambda store: store.log_metrics([metric]))
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 50.0]))
@@ -159,6 +159,7 @@ class Stores(RuleBasedStateMachine):
         self.same(lambda store: store.resource("q"))
         self.same(lambda store: store.load_state("a/"))
         self.same(lambda store: store.metrics("x"))
+        self.same(lambda store: store.metrics("x", run=2))
 
 
 async def outcome_of(act: Callable[[Store], Awaitable[Any]], store: Store) -> Any:

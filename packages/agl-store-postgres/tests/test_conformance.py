@@ -35,6 +35,8 @@ class TestPostgresStore(StoreConformance):
         for (name,) in names:
             execute(location, f"DROP INDEX SCHEMA.{name}")
         execute(location, "DROP TABLE SCHEMA.documents")
+        execute(location, "ALTER TABLE SCHEMA.metrics DROP COLUMN run, DROP COLUMN experiment_step")  # and the key
+        execute(location, "ALTER TABLE SCHEMA.metrics ADD PRIMARY KEY (experiment, algorithm, step, name)")
         execute(location, 'CREATE TABLE SCHEMA.states (key text COLLATE "C" PRIMARY KEY, value bytea NOT NULL)')
         for state in states.items():
             execute(location, "INSERT INTO SCHEMA.states VALUES (%s, %s)", *state)

@@ -155,12 +155,15 @@ class AglSpec:
         """
 
     @hookspec
-    def agl_step_finished(self, experiment: str, algorithm: str, report: StepReport, workdir: Path) -> None:
+    def agl_step_finished(
+        self, experiment: str, run: int, algorithm: str, report: StepReport, experiment_step: int, workdir: Path
+    ) -> None:
         """An algorithm finished a step and its state is saved, or the experiment was validated.
 
         Called in the process that runs the experiment, once for every step in the order in which they finish; metric
-        sinks are observers of this. A validation comes as the algorithm ``validate``: its ``report.step`` counts the
-        steps of all algorithms before it, and its metrics are ``reward`` and ``failed``. ``workdir`` is the
+        sinks are observers of this. ``run`` counts the experiment's fresh starts, from 1, and ``experiment_step`` the
+        steps of all algorithms together, this one included. A validation comes as the algorithm ``validate``: its
+        ``report.step`` counts those before it too, and its metrics are ``reward`` and ``failed``. ``workdir`` is the
         experiment's work directory.
 
         .. code-block:: python

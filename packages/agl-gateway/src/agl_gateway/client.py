@@ -242,9 +242,9 @@ class HttpStore:
         """Log numbers."""
         await self._call("log_metrics", metrics=metrics)
 
-    async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
+    async def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         """An experiment's numbers."""
-        return await self._call("metrics", experiment=experiment, name=name)
+        return await self._call("metrics", experiment=experiment, name=name, run=run)
 
     async def delete(self, rollout_ids: Sequence[str]) -> int:
         """Remove finished rollouts."""

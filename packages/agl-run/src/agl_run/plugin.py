@@ -59,11 +59,11 @@ def agl_policies() -> Iterable[PolicyEntry]:
 
 
 @hookimpl
-def agl_step_finished(algorithm: str, report: StepReport, workdir: Path) -> None:
+def agl_step_finished(run: int, algorithm: str, report: StepReport, experiment_step: int, workdir: Path) -> None:
     """Append the step's metrics to ``metrics.jsonl`` in the work directory."""
     from agl_run.experiment.metrics_file import append_metrics
 
-    append_metrics(algorithm, report, workdir)
+    append_metrics(algorithm, report, workdir, run=run, experiment_step=experiment_step)
 
 
 @hookimpl

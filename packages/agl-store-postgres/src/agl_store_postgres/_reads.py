@@ -210,18 +210,16 @@ class PostgresReads:
         rows = self._all("SELECT key, value FROM documents WHERE key >= %b AND key < %b ORDER BY key", start, stop)
         return [(key, value) for key, value in rows]
 
-    def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
-        condition, values = ("", ()) if name is None else ("AND name = %s", (name,))
+    def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
+        asked = {key: value for key, value in (("name", name), ("run", run)) if value is not None}
+        where = " AND ".join(f"{column} = %s" for column in ("experiment", *asked))
+        columns = "run, algorithm, step, name, experiment_step, value, time"
         rows = self._all(
-            f"SELECT algorithm, step, name, value, time FROM metrics WHERE experiment = %s {condition} "
-            "ORDER BY algorithm, step, name",
+            f"SELECT {columns} FROM metrics WHERE {where} ORDER BY run, algorithm, step, name",
             experiment,
-            *values,
+            *asked.values(),
         )
-        return [
-            Metric(experiment=experiment, algorithm=algorithm, step=step, name=of, value=value, time=time)
-            for algorithm, step, of, value, time in rows
-        ]
+        return [Metric(experiment=experiment, **dict(zip(columns.split(", "), row, strict=True))) for row in rows]
 
     def _all(self, query: str, *params: Any) -> list[Row]:
         return self._db.execute(query.encode(), params, binary=True).fetchall()

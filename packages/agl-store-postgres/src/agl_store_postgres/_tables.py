@@ -142,8 +142,8 @@ class PostgresTables:
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
         """Log numbers."""
         for metric in metrics:
-            key = (metric.experiment, metric.algorithm, metric.step, metric.name)
-            self.changes.metrics[key] = (metric.value, metric.time)
+            key = (metric.experiment, metric.run, metric.algorithm, metric.step, metric.name)
+            self.changes.metrics[key] = (metric.experiment_step, metric.value, metric.time)
 
     @property
     def has_spare(self) -> bool:

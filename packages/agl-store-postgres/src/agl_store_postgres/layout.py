@@ -12,7 +12,7 @@ from psycopg import sql
 
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import Rollout, decode
-from agl_run.sql import older_documents
+from agl_run.sql import older_documents, record_key, run_of
 from agl_store_postgres.connections import Connection
 from agl_store_postgres.urls import DatabaseTarget
 
@@ -76,6 +76,14 @@ MIGRATIONS: tuple[tuple[bytes, ...], ...] = (
         b"CREATE INDEX rollouts_created ON rollouts (experiment, mode, stage, created_at, rollout_id)",
         b"CREATE INDEX rollouts_finished ON rollouts (experiment, mode, stage, finished_at, rollout_id)",
     ),
+    (  # metrics of every run, with the steps of all algorithms
+        b"ALTER TABLE metrics ADD COLUMN run bigint NOT NULL DEFAULT 1, ADD COLUMN experiment_step bigint, "
+        b"DROP CONSTRAINT metrics_pkey",
+        b"UPDATE metrics SET experiment_step = step WHERE algorithm = 'validate'",
+        b"ALTER TABLE metrics ADD PRIMARY KEY (experiment, run, algorithm, step, name)",
+        b"DROP INDEX metrics_by_name",
+        b"CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
+    ),
 )
 """Statements that migrate a schema from version N to N + 1; a new schema runs them all."""
 
@@ -88,6 +96,9 @@ _STATES_MOVE = 2
 
 _CREATED_AT = 4
 """The last version without a column of the time of creation, which is in the data too."""
+
+_RUNS = 5
+"""The last version that kept the metrics of one run only, which is the last one of the experiment's record."""
 
 _LOCK = b"SELECT pg_advisory_xact_lock(hashtextextended('agl store ' || %s, 0))"
 
@@ -127,6 +138,8 @@ def _migrate(connection: Connection, target: DatabaseTarget) -> None:
             _move_states(connection)
         if number == _CREATED_AT:
             _fill_created_at(connection)
+        if number == _RUNS:
+            _fill_runs(connection)
     connection.execute("UPDATE agl_schema SET version = %s", (CURRENT,))
 
 
@@ -149,6 +162,14 @@ def _fill_created_at(connection: Connection) -> None:
         with connection.cursor() as cursor:
             cursor.executemany("UPDATE rollouts SET created_at = %s WHERE seq = %s", times)
         last = int(rows[-1][0])
+
+
+def _fill_runs(connection: Connection) -> None:
+    """Set the run of each experiment's metrics."""
+    for (experiment,) in connection.execute("SELECT DISTINCT experiment FROM metrics").fetchall():
+        row = connection.execute("SELECT value FROM documents WHERE key = %b", (record_key(experiment),)).fetchone()
+        run = run_of(bytes(row[0]) if row else None)
+        connection.execute("UPDATE metrics SET run = %s WHERE experiment = %s", (run, experiment))
 
 
 def _version(connection: Connection, target: DatabaseTarget) -> int:

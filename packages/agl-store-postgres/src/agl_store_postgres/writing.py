@@ -16,6 +16,8 @@ from agl_store_postgres.connections import Connection
 
 SpanRow: TypeAlias = tuple[int, int, str, bytes]
 AttemptRow: TypeAlias = tuple[str, str, float, bytes]
+MetricKey: TypeAlias = tuple[str, int, str, int, str]
+MetricRow: TypeAlias = tuple[int | None, float, float]
 FeedRow: TypeAlias = tuple[int | None, str, str, str | None]
 
 _FEED_LOCK = 0x41474C00 << 32
@@ -48,9 +50,10 @@ _SAVE_DOCUMENTS = (
 )
 _DROP_DOCUMENTS = b"DELETE FROM documents WHERE key = ANY(%b::bytea[])"
 _SAVE_METRICS = (
-    b"INSERT INTO metrics SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[], %s::text[], %s::float8[], "
-    b"%s::float8[]) ON CONFLICT (experiment, algorithm, step, name) "
-    b"DO UPDATE SET value = excluded.value, time = excluded.time"
+    b"INSERT INTO metrics (experiment, run, algorithm, step, name, experiment_step, value, time) "
+    b"SELECT * FROM unnest(%s::text[], %s::bigint[], %s::text[], %s::bigint[], %s::text[], %s::bigint[], %s::float8[], "
+    b"%s::float8[]) ON CONFLICT (experiment, run, algorithm, step, name) "
+    b"DO UPDATE SET experiment_step = excluded.experiment_step, value = excluded.value, time = excluded.time"
 )
 _ADD_CHANGES = (
     b"INSERT INTO changes (attempt, kind, status, name) SELECT attempt, kind, status, name "
@@ -92,9 +95,7 @@ class Changes:
     spans: list[SpanRow] = field(default_factory=list[SpanRow])
     versions: list[tuple[str, str, bytes]] = field(default_factory=list[tuple[str, str, bytes]])
     documents: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
-    metrics: dict[tuple[str, str, int, str], tuple[float, float]] = field(
-        default_factory=dict[tuple[str, str, int, str], tuple[float, float]]
-    )
+    metrics: dict[MetricKey, MetricRow] = field(default_factory=dict[MetricKey, MetricRow])
     feed: list[FeedRow] = field(default_factory=list[FeedRow])
     removed: list[int] = field(default_factory=list[int])
     has_queued: bool = False

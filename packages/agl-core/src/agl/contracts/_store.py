@@ -203,8 +203,15 @@ class Presence(Record, frozen=True, kw_only=True):
     details: dict[str, Json] = {}
 
 
-class Metric(Record, frozen=True, kw_only=True):
-    """One logged number. Unique by (experiment, algorithm, step, name): logging again replaces it."""
+class Metric(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One logged number. Unique by (experiment, run, algorithm, step, name): logging again replaces it.
+
+    Attributes:
+        step: The algorithm's own step, from 1; of a validation the steps of all algorithms before it, from 0.
+        run: The run of the experiment, :attr:`ExperimentRecord.run`.
+        experiment_step: Steps of all algorithms together, this one included: the axis on which numbers of several
+            algorithms compare. ``None`` if it is not known, as in numbers that older releases logged.
+    """
 
     experiment: str
     algorithm: str
@@ -212,6 +219,8 @@ class Metric(Record, frozen=True, kw_only=True):
     name: str
     value: float
     time: float = 0.0
+    run: Count = 1
+    experiment_step: Count | None = None
 
 
 class Store(Protocol):
@@ -386,10 +395,10 @@ class Store(Protocol):
         ...
 
     async def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Save numbers; one of the same experiment, algorithm, step and name replaces the earlier one."""
+        """Save numbers; one of the same experiment, run, algorithm, step and name replaces the earlier one."""
 
-    async def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
-        """The experiment's numbers by (algorithm, step, name)."""
+    async def metrics(self, experiment: str, *, name: str | None = None, run: Count | None = None) -> list[Metric]:
+        """The numbers of one run of the experiment, or of all its runs, by (run, algorithm, step, name)."""
         ...
 
     async def close(self) -> None:

@@ -82,7 +82,7 @@ class MemoryTables:
         self._changes: dict[int, Change] = {}
         self._changes_of: defaultdict[str, list[int]] = defaultdict(list)
         self._versions: dict[str, dict[str, bytes]] = {}
-        self._metrics: defaultdict[str, dict[tuple[str, int, str], Metric]] = defaultdict(dict)
+        self._metrics: defaultdict[str, dict[tuple[int, str, int, str], Metric]] = defaultdict(dict)
         self._documents: dict[bytes, bytes] = {}
         self._keys: list[bytes] = []
 
@@ -247,11 +247,11 @@ class MemoryTables:
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
         for metric in metrics:
-            self._metrics[metric.experiment][metric.algorithm, metric.step, metric.name] = metric
+            self._metrics[metric.experiment][metric.run, metric.algorithm, metric.step, metric.name] = metric
 
-    def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
+    def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         of = self._metrics.get(experiment, {})
-        return [of[key] for key in sorted(of) if name in (None, key[2])]
+        return [of[key] for key in sorted(of) if name in (None, key[3]) and run in (None, key[0])]
 
     def get(self, key: bytes) -> bytes | None:
         return self._documents.get(key)

@@ -200,13 +200,8 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         lease_s=lease_s,
         started_at=now,
     )
-    running = replace(
-        rollout,
-        status="running",
-        attempts=number,
-        attempt_id=attempt.attempt_id,
-        started_at=rollout.started_at or now,
-    )
+    began = rollout.started_at or now
+    running = replace(rollout, status="running", attempts=number, attempt_id=attempt.attempt_id, started_at=began)
     return Claim(rollout=running, attempt=attempt)
 
 

@@ -70,7 +70,7 @@ class Tables(Protocol):
         """Add a resource version as the newest of its name."""
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        """Save numbers; each replaces an earlier one of the same experiment, algorithm, step and name."""
+        """Save numbers; each replaces an earlier one of the same experiment, run, algorithm, step and name."""
 
     def get(self, key: bytes) -> bytes | None:
         """The document of a key, ``None`` if there is none."""
@@ -120,7 +120,7 @@ class Reads(Protocol):
         """See :meth:`agl.contracts.Store.resources`."""
         ...
 
-    def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
+    def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
         """See :meth:`agl.contracts.Store.metrics`."""
         ...
 

@@ -1,17 +1,14 @@
-"""Curves of metrics, in block characters for a terminal and as a picture."""
+"""Curves of metrics, and their drawing in block characters, one by one."""
 
 import math
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from agl.contracts import Metric
-from agl.errors import ConfigError
 from agl.schemas import ResourceVersion
+from agl_run.cli.logged import LoggedRun, place_of
 
 STEP = "step"
-"""The axis below a curve where no metric is named for it."""
+"""The axis below a curve where no metric is named for it: the steps of all algorithms of the experiment together."""
 
 HEIGHT = 10
 """Lines of a curve in the terminal."""
@@ -29,13 +26,24 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A metric of one algorithm, and the versions that the algorithm published on the way."""
+    """A metric of one algorithm in one run, and the versions that the algorithm published on the way.
+
+    Attributes:
+        label: Names the curve among those that are drawn with it.
+        points: By their place on the axis below.
+        published: Where each version was published, and its name.
+        color: Index of its run; curves of one run have one colour in all diagrams.
+        style: Index of its algorithm.
+    """
 
     algorithm: str
     metric: str
     over: str
     points: list[Point]
     published: list[tuple[float, str]]
+    label: str
+    color: int
+    style: int
 
     @property
     def has_interval(self) -> bool:
@@ -43,38 +51,61 @@ class Curve(NamedTuple):
         return any(point.low < point.high for point in self.points)
 
 
-def curves_of(
-    found: Sequence[Metric], every: Sequence[Metric], versions: Sequence[ResourceVersion], *, over: str
-) -> list[Curve]:
-    """Return a curve for each algorithm and metric that has a finite value.
+def curves_of(runs: Sequence[LoggedRun], versions: Sequence[ResourceVersion], *, over: str) -> list[Curve]:
+    """Return a curve for each run, algorithm and metric that has a finite value.
 
     Args:
-        found: The values to draw.
-        every: All metrics of the experiment, among which are the ends of intervals and the axis.
+        runs: The metrics to draw; among every one of a run are the ends of intervals and the axis.
         versions: The versions in the store, of all experiments.
         over: The metric on the axis, or :data:`STEP`.
     """
-    known = {(m.algorithm, m.step, m.name): m.value for m in every if math.isfinite(m.value)}
-    curves: dict[tuple[str, str], list[Point]] = {}
-    for metric in found:
-        x = float(metric.step) if over == STEP else known.get((metric.algorithm, metric.step, over))
+    algorithms = list(dict.fromkeys(metric.algorithm for each in runs for metric in each.found))
+    curves: list[Curve] = []
+    for color, each in enumerate(runs):
+        for (algorithm, name), points in _points(each, over=over).items():
+            curve = Curve(
+                algorithm=algorithm,
+                metric=name,
+                over=over,
+                points=points,
+                published=list(_published(algorithm, each, versions, over=over)),
+                label=" ".join([*_run_words(each, runs), algorithm]),
+                color=color,
+                style=algorithms.index(algorithm),
+            )
+            curves.append(curve)
+    return curves
+
+
+def _points(of: LoggedRun, *, over: str) -> dict[tuple[str, str], list[Point]]:
+    """Return the points of each algorithm and metric."""
+    known = {(m.algorithm, m.step, m.name): m.value for m in of.every if math.isfinite(m.value)}
+    points: dict[tuple[str, str], list[Point]] = {}
+    for metric in of.found:
+        x = float(place_of(metric)) if over == STEP else known.get((metric.algorithm, metric.step, over))
         if x is not None and math.isfinite(metric.value):
             ends = [known.get((metric.algorithm, metric.step, f"{metric.name}_{end}")) for end in ("low", "high")]
             low, high = (metric.value if end is None else end for end in ends)
-            curves.setdefault((metric.algorithm, metric.name), []).append(Point(x, metric.value, low, high))
-    marks = {algorithm: list(_published(algorithm, every, versions, over=over)) for algorithm, _ in curves}
-    return [Curve(algorithm, name, over, points, marks[algorithm]) for (algorithm, name), points in curves.items()]
+            points.setdefault((metric.algorithm, metric.name), []).append(Point(x, metric.value, low, high))
+    return points
+
+
+def _run_words(of: LoggedRun, runs: Sequence[LoggedRun]) -> list[str]:
+    """Return what tells a run from the others: its experiment, its number, or nothing if it is the only one."""
+    is_named = any(other.experiment != of.experiment for other in runs)
+    is_numbered = sum(other.experiment == of.experiment for other in runs) > 1
+    return [of.experiment] * is_named + [f"run {of.run}"] * is_numbered
 
 
 def _published(
-    algorithm: str, every: Sequence[Metric], versions: Sequence[ResourceVersion], *, over: str
+    algorithm: str, of: LoggedRun, versions: Sequence[ResourceVersion], *, over: str
 ) -> Iterator[tuple[float, str]]:
-    """Yield where an algorithm of this experiment published versions, and their names."""
-    places = {m.step: m.value if over != STEP else m.step for m in every
+    """Yield where an algorithm published versions in a run, and their names."""
+    places = {m.step: place_of(m) if over == STEP else m.value for m in of.every
               if m.algorithm == algorithm and over in (STEP, m.name)}  # fmt: skip
-    prefix = f"{every[0].experiment}-"
     for version in versions:
-        is_own = version.algorithm == algorithm and version.version.startswith(prefix)
+        name = f"{of.experiment}-{of.run}-{algorithm}-{version.step}"  # the second one of a step ends with .2
+        is_own = version.algorithm == algorithm and f"{version.version}.".startswith(f"{name}.")
         if is_own and version.step in places and not version.metadata.get("candidate"):
             yield float(places[version.step]), f"{version.name}@{version.version}"
 
@@ -143,37 +174,3 @@ def _cell(point: Point, row: int, low: float, high: float) -> str:
     # An interval is drawn in whole cells: a cell belongs to what its middle lies in.
     parts = ((level(point.low), "█"), (level(point.value), "▓"), (level(point.high), "░"))
     return next((character for top, character in parts if top >= 4), " ")
-
-
-def save_picture(curves: Sequence[Curve], output: Path) -> None:
-    """Write a picture with all curves, those of one metric in one diagram; raises :class:`ConfigError`."""
-    try:
-        figures: Any = import_module("matplotlib.figure")
-    except ModuleNotFoundError:
-        raise ConfigError("a picture needs matplotlib; run: pip install matplotlib") from None
-    names = list(dict.fromkeys(curve.metric for curve in curves))
-    figure = figures.Figure(figsize=(8, 3 * len(names)), layout="constrained")
-    for axis, metric in zip(figure.subplots(len(names), squeeze=False)[:, 0], names, strict=True):
-        for curve in curves:
-            if curve.metric == metric:
-                _plot(axis, curve)
-        axis.set(xlabel=curves[0].over, ylabel=metric)
-        axis.xaxis.get_major_locator().set_params(integer=curves[0].over == STEP)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    try:
-        figure.savefig(output)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {str(output)!r}: {error}") from error
-
-
-def _plot(axis: Any, curve: Curve) -> None:
-    """Draw one curve with its interval, and a dotted line for every published version."""
-    x, value, low, high = zip(*curve.points, strict=True)
-    line = axis.plot(x, value, marker=".", label=curve.algorithm)[0]
-    if curve.has_interval:
-        axis.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
-    for place, name in curve.published:
-        axis.axvline(place, color=line.get_color(), linestyle=":", linewidth=1)
-        where = (place, axis.get_ylim()[0])
-        axis.annotate(name, where, rotation=90, fontsize=6, va="bottom", ha="right")

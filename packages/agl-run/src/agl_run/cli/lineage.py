@@ -13,6 +13,7 @@ from agl_run.cli.candidates import Candidate, candidates_of, owner_of
 from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
 from agl_run.comparison import interval
 from agl_run.experiment import labels
+from agl_run.experiment.collect import group_id_of
 
 _MANY = 1000
 
@@ -36,10 +37,15 @@ class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Arm(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """An arm of a comparison: a version and the rewards of all finished rollouts that ran with it."""
+    """An arm of a comparison: a version and the rewards of all finished rollouts that ran with it.
+
+    Attributes:
+        validated: The rewards of its validations, by the content of the task.
+    """
 
     version: str
     rewards: list[float]
+    validated: dict[str, list[float]] = {}
 
     def summary(self, confidence: float) -> str:
         """Return mean and interval in words."""
@@ -98,13 +104,16 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
 
 async def arms(store: Store, name: str, versions: Sequence[str], *, experiment: str | None) -> list[Arm]:
     """Collect the rewards of the counted rollouts that pinned each version; a failed rollout counts 0."""
-    found: dict[str, list[float]] = {version: [] for version in versions}
+    found = {version: Arm(version=version, rewards=[], validated={}) for version in versions}
     async for page in pages(store, RolloutQuery(experiment=experiment, status=COUNTED, limit=_MANY)):
         ours = [r.rollout_id for r in page if is_counted(r) and r.resources.get(name, "") in found]
         async for rollout, reward in rewards_of(store, ours):
             if reward is not None or rollout.status == "failed":
-                found[rollout.resources[name]].append(reward or 0.0)
-    return [Arm(version=version, rewards=rewards) for version, rewards in found.items()]
+                arm = found[rollout.resources[name]]
+                arm.rewards.append(reward or 0.0)
+                if rollout.mode == "val":
+                    arm.validated.setdefault(group_id_of(rollout.task), []).append(reward or 0.0)
+    return list(found.values())
 
 
 def text_of(resource: Resource) -> str:

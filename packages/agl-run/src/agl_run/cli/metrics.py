@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
@@ -12,18 +11,24 @@ from agl.contracts import Metric, Store
 from agl.errors import ConfigError
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
-from agl_run.cli.curves import STEP, Curve, curves_of, drawn, save_picture
+from agl_run.cli.curves import STEP, Curve, curves_of, drawn
+from agl_run.cli.logged import RUN, choice, place_of, read_runs
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table
+from agl_run.cli.overlay import overlaid
+from agl_run.cli.picture import save_picture
 
-_experiment_argument = click.argument("experiment", required=False, shell_complete=complete_experiment)
+_run_option = click.option(
+    "--run", type=RUN, metavar="N|all", help="Only this run, from 1, or all of them; by default the newest."
+)
 _algorithm_option = click.option("--algorithm", help="Only numbers of this algorithm; validate has the validations.")
 _name_option = click.option("--name", "names", multiple=True, help="Only these metrics; repeatable, may hold * and ?.")
 
 
 @click.command()
-@_experiment_argument
+@click.argument("experiment", required=False, shell_complete=complete_experiment)
 @store_option
+@_run_option
 @_algorithm_option
 @_name_option
 @click.option("--last", type=click.IntRange(min=1), help="Only the last steps of each algorithm.")
@@ -33,26 +38,36 @@ def metrics(
     manager: PluginManager,
     experiment: str | None,
     store_url: str | None,
+    run: int | None,
     algorithm: str | None,
     names: tuple[str, ...],
     last: int | None,
     as_json: bool,
 ) -> None:
-    """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default."""
-    found = with_store(manager, store_url, lambda store: _read(store, experiment, algorithm, names))
-    tables = [_last_steps([m for m in found if m.algorithm == each], last) for each in _algorithms(found)]
+    """Print the metrics of EXPERIMENT, a line for each step; the only experiment of the store by default.
+
+    A step is the algorithm's own. Where several algorithms train, a second column counts the steps of all together.
+    """
+    wanted = (experiment,) if experiment else ()
+    runs = with_store(manager, store_url, lambda store: read_runs(store, wanted, run, algorithm, names))
+    tables: dict[str, list[Metric]] = {}
+    for each in runs:
+        for of in dict.fromkeys(metric.algorithm for metric in each.found):
+            title = f"run {each.run} {of}" if len(runs) > 1 else of
+            tables[title] = _last_steps([metric for metric in each.found if metric.algorithm == of], last)
     if as_json:
-        print_json([metric for table in tables for metric in table])
+        print_json([metric for table in tables.values() for metric in table])
         return
-    for number, table in enumerate(tables):
+    for number, (title, table) in enumerate(tables.items()):
         if len(tables) > 1:
-            echo(f"{'' if number == 0 else chr(10)}{table[0].algorithm}")
+            echo(f"{'' if number == 0 else chr(10)}{title}")
         _print_steps(table)
 
 
 @click.command()
-@_experiment_argument
+@click.argument("experiments", nargs=-1, metavar="[EXPERIMENT]...", shell_complete=complete_experiment)
 @store_option
+@_run_option
 @_algorithm_option
 @_name_option
 @click.option("--over", default=STEP, show_default=True, help="Metric on the axis below, such as spent_rollouts.")
@@ -60,8 +75,9 @@ def metrics(
 @pass_manager
 def plot(
     manager: PluginManager,
-    experiment: str | None,
+    experiments: tuple[str, ...],
     store_url: str | None,
+    run: int | None,
     algorithm: str | None,
     names: tuple[str, ...],
     over: str,
@@ -69,70 +85,40 @@ def plot(
 ) -> None:
     """Draw the metrics of EXPERIMENT over its steps; without --name the rewards.
 
-    A metric that has NAME_low and NAME_high beside it is drawn with this interval, and the versions that an algorithm
-    published are marked. The score of a prompt search over its rollouts: --name best_val_score --over spent_rollouts.
+    The steps are those of all its algorithms together, so that a validation stands above the step it follows. Several
+    experiments, or several runs with --run all, are drawn one over the other, a colour for each. A metric that has
+    NAME_low and NAME_high beside it is drawn with this interval, and the versions that an algorithm published are
+    marked. The score of a prompt search over its rollouts: --name best_val_score --over spent_rollouts.
     """
     wanted = names or ("reward",)
 
     async def work(store: Store) -> list[Curve]:
-        found = await _read(store, experiment, algorithm, wanted)
-        every = await store.metrics(found[0].experiment)
+        runs = await read_runs(store, experiments, run, algorithm, wanted)
         newest = await store.resources()
         versions = [version for each in newest for version in await store.resources(each.name)]
-        curves = curves_of(found, every, versions, over=over)
+        curves = curves_of(runs, versions, over=over)
         if not curves:
-            raise ConfigError(
-                f"there is no metric {over!r} at the steps of {', '.join(wanted)}; "
-                f"{_choice(sorted({metric.name for metric in every}))}"
-            )
+            every = sorted({metric.name for each in runs for metric in each.every})
+            raise ConfigError(f"there is no metric {over!r} at the steps of {', '.join(wanted)}; {choice(every)}")
         return curves
 
     curves = with_store(manager, store_url, work)
     if output is None:
-        echo("\n\n".join(drawn(curve, width=shutil.get_terminal_size().columns) for curve in curves))
+        _draw(curves)
         return
     save_picture(curves, output)
     echo(f"{len(curves)} curve{'s' if len(curves) > 1 else ''} in {output}")
 
 
-async def _read(store: Store, experiment: str | None, algorithm: str | None, names: Sequence[str]) -> list[Metric]:
-    """Read the wanted numbers in order of algorithm, step and name.
-
-    Raises:
-        ConfigError: There are none; says which there are.
-    """
-    name = experiment or await _only_experiment(store)
-    every = await store.metrics(name)
-    if not every:
-        raise ConfigError(f"experiment {name!r} has no metrics; {_choice(await _experiments(store))}")
-    own = [metric for metric in every if algorithm in (None, metric.algorithm)]
-    if not own:
-        raise ConfigError(f"no algorithm {algorithm!r} logged metrics; {_choice(_algorithms(every))}")
-    found = [m for m in own if not names or any(fnmatchcase(m.name, pattern) for pattern in names)]
-    if not found:
-        asked = ", ".join(names)
-        raise ConfigError(f"there is no metric {asked!r}; {_choice(sorted({m.name for m in own}))}")
-    return found
-
-
-def _choice(names: Sequence[str]) -> str:
-    return f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
-
-
-async def _experiments(store: Store) -> list[str]:
-    return [record.name for record in await store.experiments() if await store.metrics(record.name)]
-
-
-async def _only_experiment(store: Store) -> str:
-    names = await _experiments(store)
-    if len(names) != 1:
-        which = "name the experiment" if names else "no experiment of this store has metrics"
-        raise ConfigError(f"{which}; {_choice(names)}")
-    return names[0]
-
-
-def _algorithms(found: Sequence[Metric]) -> list[str]:
-    return list(dict.fromkeys(metric.algorithm for metric in found))
+def _draw(curves: Sequence[Curve]) -> None:
+    """Draw every curve by itself, or those of one metric over each other if they come from several runs."""
+    width = shutil.get_terminal_size().columns
+    if all(curve.color == 0 for curve in curves):
+        echo("\n\n".join(drawn(curve, width=width) for curve in curves))
+        return
+    names = dict.fromkeys(curve.metric for curve in curves)
+    pictures = [overlaid([curve for curve in curves if curve.metric == name], width=width) for name in names]
+    click.echo("\n\n".join(pictures))
 
 
 def _last_steps(found: Sequence[Metric], last: int | None) -> list[Metric]:
@@ -145,5 +131,10 @@ def _print_steps(found: Sequence[Metric]) -> None:
     """Print one algorithm's numbers, a column for each metric."""
     names = list(dict.fromkeys(metric.name for metric in found))
     cells = {(metric.step, metric.name): f"{metric.value:.4g}" for metric in found}
-    steps = sorted({metric.step for metric in found})
-    print_table(("step", *names), [(str(step), *(cells.get((step, name), "") for name in names)) for step in steps])
+    places = {metric.step: place_of(metric) for metric in found}
+    head, rows = ("step",), {step: (str(step),) for step in sorted(places)}
+    if any(step != place for step, place in places.items()):
+        head, rows = ("step", "of all"), {step: (str(step), str(places[step])) for step in rows}
+    print_table(
+        (*head, *names), [(*row, *(cells.get((step, name), "") for name in names)) for step, row in rows.items()]
+    )

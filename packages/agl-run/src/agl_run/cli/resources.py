@@ -17,8 +17,9 @@ from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, li
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table, short, visible, when
+from agl_run.cli.pairing import compare_arms
 from agl_run.cli.search_report import report
-from agl_run.comparison import Criterion, check_better, compare
+from agl_run.comparison import Criterion, check_better
 from agl_run.experiment import labels
 
 _confidence = click.FloatRange(0.0, 1.0, min_open=True, max_open=True)
@@ -248,7 +249,11 @@ def compare_(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME."""
+    """Compare the rewards of rollouts that ran with the versions or labels OLD and NEW of NAME.
+
+    Where both were validated on the same tasks, these validations are paired by task: Student's interval of the
+    differences. Otherwise all rollouts count, by Welch's interval of the difference of means; the answer says which.
+    """
 
     async def work(store: Store) -> Sequence[Arm]:
         names = [(await shown(store, name, which)).version.version for which in (old, new)]
@@ -257,13 +262,15 @@ def compare_(
         return await arms(store, name, names, experiment=experiment)
 
     before, after = with_store(manager, store_url, work)
-    result = compare(before.rewards, after.rewards, confidence=confidence)
+    result, counted, note = compare_arms(before, after, confidence=confidence)
     if as_json:
         print_json(result)
         return
-    click.echo(f"{before.version}: {before.summary(confidence)}")
-    click.echo(f"{after.version}: {after.summary(confidence)}")
+    for arm in counted:
+        click.echo(f"{arm.version}: {arm.summary(confidence)}")
     click.echo(result.words)
+    if note:
+        click.echo(note)
 
 
 def _better(pair: Sequence[Arm], bar: Criterion) -> str:

@@ -7,19 +7,20 @@ import sqlite3
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from agl.contracts import Recording, RolloutQuery, Store
+from agl.contracts import Metric, Recording, RolloutQuery, Store
 from agl.episodes import build_episode
 from agl.schemas import Episode, Json, to_json
 from agl.stores import read_recordings
 from agl_run.cli.query import deciding
+from agl_run.experiment.collect import run_of
 from agl_run.explain import tokens_of
 
 TABLES: dict[str, tuple[str, ...]] = {
     "rollouts": (
-        *("rollout_id TEXT", "experiment TEXT", "algorithm TEXT", "step INTEGER", "mode TEXT", "status TEXT"),
-        *("group_id TEXT", "reward REAL", "calls INTEGER", "prompt_tokens INTEGER", "response_tokens INTEGER"),
-        *("attempts INTEGER", "failures INTEGER", "losses INTEGER", "created_at REAL", "started_at REAL"),
-        *("finished_at REAL", "task TEXT", "metadata TEXT"),
+        *("rollout_id TEXT", "experiment TEXT", "run INTEGER", "algorithm TEXT", "step INTEGER", "mode TEXT"),
+        *("status TEXT", "group_id TEXT", "reward REAL", "calls INTEGER", "prompt_tokens INTEGER"),
+        *("response_tokens INTEGER", "attempts INTEGER", "failures INTEGER", "losses INTEGER", "created_at REAL"),
+        *("started_at REAL", "finished_at REAL", "task TEXT", "metadata TEXT"),
     ),
     "attempts": (
         *("attempt_id TEXT", "rollout_id TEXT", "number INTEGER", "status TEXT", "worker TEXT", "started_at REAL"),
@@ -35,7 +36,10 @@ TABLES: dict[str, tuple[str, ...]] = {
         *("rollout_id TEXT", "attempt_id TEXT", "span_id TEXT", "name TEXT", "value REAL", "source TEXT"),
         *("scope TEXT", "feedback TEXT"),
     ),
-    "metrics": ("experiment TEXT", "algorithm TEXT", "step INTEGER", "name TEXT", "value REAL", "time REAL"),
+    "metrics": (
+        *("experiment TEXT", "run INTEGER", "algorithm TEXT", "step INTEGER", "experiment_step INTEGER", "name TEXT"),
+        *("value REAL", "time REAL"),
+    ),
 }
 """The columns of each table, with SQLite's types. Times are Unix seconds; tasks, requests and the like are JSON."""
 
@@ -66,7 +70,7 @@ async def fill_tables(
         names = [experiment] if experiment else [record.name for record in await store.experiments()]
         for name in names:
             found = await store.metrics(name)
-            _insert(database, "metrics", [(m.experiment, m.algorithm, m.step, m.name, m.value, m.time) for m in found])
+            _insert(database, "metrics", map(_metric, found))
     if not _OF_ROLLOUTS & {*tables}:
         return
     spans = "all" if _OF_SPANS & {*tables} else "none"
@@ -91,12 +95,20 @@ def _episode(recording: Recording) -> Episode:
     return build_episode(recording.rollout, attempt, recording.spans)
 
 
+def _metric(metric: Metric) -> Row:
+    return (
+        *(metric.experiment, metric.run, metric.algorithm, metric.step, metric.experiment_step, metric.name),
+        *(metric.value, metric.time),
+    )
+
+
 def _rollout(recording: Recording) -> Iterator[Row]:
     rollout = recording.rollout
     own = [span for span in recording.spans if span.call is not None and span.attempt_id == rollout.attempt_id]
     tokens = [sum(counts) for counts in zip(*map(tokens_of, own), strict=True)] or [0, 0]
     yield (
-        *(rollout.rollout_id, rollout.experiment, rollout.metadata.get("algorithm"), rollout.metadata.get("step")),
+        *(rollout.rollout_id, rollout.experiment, run_of(rollout)),
+        *(rollout.metadata.get("algorithm"), rollout.metadata.get("step")),
         *(rollout.mode, rollout.status, rollout.group_id, _episode(recording).reward, len(own), *tokens),
         *(rollout.attempts, rollout.failures, rollout.losses),
         *(_time(rollout.created_at), _time(rollout.started_at), _time(rollout.finished_at)),

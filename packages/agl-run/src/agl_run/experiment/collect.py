@@ -457,6 +457,14 @@ def group_id_of(task: Json, key: str = "") -> str:
     return f"task-{hashlib.blake2b(to_json(task), digest_size=8).hexdigest()}"
 
 
+def run_of(rollout: Rollout) -> int | None:
+    """Return the run of its experiment that made a rollout, from its id; ``None`` if no run made it."""
+    before, _, rest = rollout.rollout_id.partition(f"{rollout.experiment}-")
+    number = rest.partition("-")[0]
+    is_of_run = not before and number.isdecimal() and "algorithm" in rollout.metadata
+    return int(number) if is_of_run else None
+
+
 def _with_reward(episode: Episode, reward: float) -> Episode:
     return msgspec.structs.replace(episode, reward=reward)
 

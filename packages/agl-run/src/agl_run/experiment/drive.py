@@ -129,9 +129,8 @@ class Driver:
     async def commit(self, name: str, state: AlgorithmState, report: StepReport) -> None:
         """Save a step's state, ledger and live versions in one transaction; then report it."""
         async with self._lock:
-            self.state = msgspec.structs.replace(
-                self.state, live=self.session.live.versions(), turn=self.state.turn + 1
-            )
+            turn = self.state.turn + 1
+            self.state = msgspec.structs.replace(self.state, live=self.session.live.versions(), turn=turn)
             await saved.save(
                 self.session.store,
                 self.state,
@@ -141,7 +140,7 @@ class Driver:
         async with self._changed:
             self._changed.notify_all()
         metrics = {**self._replays.pop(name, {}), **self.reports.sampling.take(name), **report.metrics}
-        await self._report(name, msgspec.structs.replace(report, metrics=metrics))
+        await self._report(name, msgspec.structs.replace(report, metrics=metrics), turn=turn)
 
     async def changed(self) -> None:
         """Return once any algorithm has finished a step."""
@@ -167,19 +166,17 @@ class Driver:
             changed=self.changed,
         )
 
-    async def _report(self, name: str, report: StepReport) -> None:
-        """Log a step's metrics to the store and call the observers."""
-        now = time.time()
+    async def _report(self, name: str, report: StepReport, *, turn: int) -> None:
+        """Log a step's metrics to the store and call the observers; ``turn`` counts the steps of all algorithms."""
+        now, run = time.time(), self.state.run
+        place: dict[str, Any] = {"experiment": self.name, "run": run, "algorithm": name, "experiment_step": turn}
         metrics = [
-            Metric(experiment=self.name, algorithm=name, step=report.step, name=key, value=value, time=now)
-            for key, value in report.metrics.items()
+            Metric(step=report.step, name=key, value=value, time=now, **place) for key, value in report.metrics.items()
         ]
         if metrics:
             await self.session.store.log_metrics(metrics)
         plan = self.session.plan
-        plan.manager.notify(
-            "agl_step_finished", experiment=plan.name, algorithm=name, report=report, workdir=plan.workdir
-        )
+        plan.manager.notify("agl_step_finished", report=report, workdir=plan.workdir, **place)
 
     async def record(self, tasks: Sequence[Json]) -> None:
         """Run every task once and show a summary, for an experiment without an algorithm."""
@@ -208,7 +205,8 @@ class Driver:
             self.validated = collected.episodes
         mean = sum(_reward_or_zero(episode) for episode in collected.episodes) / len(tasks)
         failed = sum(episode.rollout.status != "succeeded" for episode in collected.episodes)
-        await self._report(VALIDATION, StepReport(step=step, metrics={"reward": mean, "failed": float(failed)}))
+        report = StepReport(step=step, metrics={"reward": mean, "failed": float(failed)})
+        await self._report(VALIDATION, report, turn=step)
         self.progress.update(f"{VALIDATION} rollouts", 0, 0)
         note = f" ({failed} of {len(tasks)} failed)" if failed else ""
         self.progress.say(f"validation reward after step {step}: {mean:.3f}{note}")

@@ -230,9 +230,8 @@ async def _run(driver: Driver, turns: Sequence[DrivenAlgorithm]) -> tuple[float 
 async def _best(driver: Driver, before: float | None, after: float | None) -> tuple[float | None, int]:
     """Return the run's highest validation reward and the steps before it, those of an earlier process included."""
     every, turn = driver.session.plan.config.experiment.validate_every, driver.state.turn
-    logged = await driver.session.store.metrics(driver.name, name="reward") if every else []
-    # A run that was started afresh has measured these steps again; others may be left of the run before it.
-    found = {m.step: m.value for m in logged if m.algorithm == VALIDATION and m.step <= turn and m.step % every == 0}
+    logged = await driver.session.store.metrics(driver.name, name="reward", run=driver.state.run) if every else []
+    found = {m.step: m.value for m in logged if m.algorithm == VALIDATION}
     scores: dict[int, float | None] = {**found, 0: before, turn: after}
     known = [(value, step) for step, value in scores.items() if value is not None]
     return max(known, default=(None, 0))

@@ -9,13 +9,11 @@ from agl.schemas import to_json
 NAME = "metrics.jsonl"
 
 
-def append_metrics(algorithm: str, report: StepReport, workdir: Path) -> None:
+def append_metrics(algorithm: str, report: StepReport, workdir: Path, *, run: int, experiment_step: int) -> None:
     """Append every number of a step to ``metrics.jsonl`` in the work directory, one JSON object per line."""
-    now = time.time()
-    lines = [
-        to_json({"time": now, "algorithm": algorithm, "step": report.step, "name": name, "value": value}) + b"\n"
-        for name, value in report.metrics.items()
-    ]
+    place = {"time": time.time(), "run": run, "algorithm": algorithm, "step": report.step}
+    place |= {"experiment_step": experiment_step}
+    lines = [to_json({**place, "name": name, "value": value}) + b"\n" for name, value in report.metrics.items()]
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / NAME, "ab") as file:
         file.writelines(lines)

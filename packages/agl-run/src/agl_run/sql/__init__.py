@@ -5,7 +5,7 @@ A store on another kind of database needs only :mod:`agl.stores`.
 
 from agl_run.sql._batches import Batches, Look, OverdueError, answer_to, perform
 from agl_run.sql._compaction import Compactable, Compaction
-from agl_run.sql._old_layouts import older_documents
+from agl_run.sql._old_layouts import older_documents, record_key, run_of
 from agl_run.sql._packing import AttemptSpans, Packer, Unpacker, place_spans
 from agl_run.sql._rows import (
     ATTEMPT_BITS,
@@ -53,4 +53,6 @@ __all__ = [
     "progress_row",
     "read_change",
     "read_rollout",
+    "record_key",
+    "run_of",
 ]

@@ -1,4 +1,4 @@
-"""Converts entries that layouts 1 and 2 of the durable stores kept among the states of algorithms into documents."""
+"""Converts what older layouts of the durable stores kept elsewhere: states into documents, metrics of no run."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from agl.contracts import ExperimentRecord, LabelMove, Trained, VersionScore
+from agl.schemas import decode
 from agl.stores import documents_of
 
 
@@ -33,3 +34,14 @@ def older_documents(states: Mapping[str, bytes], versions: Iterable[tuple[str, s
                 msgspec.convert({**msgspec.json.decode(score), "name": name, "version": version}, VersionScore)
             )
     return found
+
+
+def record_key(experiment: str) -> bytes:
+    """Return the key of the document with an experiment's record."""
+    (key,) = documents_of(ExperimentRecord(name=experiment))
+    return key
+
+
+def run_of(record: bytes | None) -> int:
+    """Return the run to which the metrics of layout 5 belong: the last one of the experiment's record, or 1."""
+    return 1 if record is None else decode(record, ExperimentRecord).run

@@ -188,16 +188,18 @@ class SQLiteReads:
             )
         return [decode(data, ResourceVersion) for (data,) in rows]
 
-    def metrics(self, experiment: str, *, name: str | None = None) -> list[Metric]:
-        where, values = "WHERE experiment = ?", (experiment,)
-        if name is not None:
-            where, values = f"INDEXED BY metrics_by_name {where} AND name = ?", (experiment, name)
+    def metrics(self, experiment: str, *, name: str | None = None, run: int | None = None) -> list[Metric]:
+        asked = {key: value for key, value in (("name", name), ("run", run)) if value is not None}
+        where = " AND ".join(f"{column} = ?" for column in ("experiment", *asked))
+        index = "INDEXED BY metrics_by_name" if name is not None else ""
+        columns = "run, algorithm, step, name, experiment_step, time"
         rows = self._db.execute(
-            f"SELECT algorithm, step, name, value, time FROM metrics {where} ORDER BY algorithm, step, name", values
+            f"SELECT value, {columns} FROM metrics {index} WHERE {where} ORDER BY run, algorithm, step, name",
+            (experiment, *asked.values()),
         )
         return [
-            Metric(experiment=experiment, algorithm=algorithm, step=step, name=of, value=_float(value), time=time)
-            for algorithm, step, of, value, time in rows
+            Metric(experiment=experiment, value=_float(value), **dict(zip(columns.split(", "), row, strict=True)))
+            for value, *row in rows
         ]
 
     def get(self, key: bytes) -> bytes | None:

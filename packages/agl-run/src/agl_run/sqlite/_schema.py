@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agl.errors import SchemaVersionError, StoreError
 from agl.schemas import Rollout, decode
-from agl_run.sql import older_documents
+from agl_run.sql import older_documents, record_key, run_of
 
 SETTINGS = (
     "page_size = 4096",
@@ -84,6 +84,17 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "UPDATE rollouts SET created_at = created_at(data)",
         "CREATE INDEX rollouts_created ON rollouts (experiment, mode, stage, created_at, rollout_id)",
         "CREATE INDEX rollouts_finished ON rollouts (experiment, mode, stage, finished_at, rollout_id)",
+    ),
+    (  # metrics of every run, with the steps of all algorithms
+        "ALTER TABLE metrics RENAME TO metrics_of_last_run",
+        """CREATE TABLE metrics (
+            experiment TEXT, run INTEGER, algorithm TEXT, step INTEGER, name TEXT, experiment_step INTEGER, value REAL,
+            time REAL, PRIMARY KEY (experiment, run, algorithm, step, name)) WITHOUT ROWID""",
+        "INSERT INTO metrics SELECT experiment, run_of(record), algorithm, step, name, "
+        "CASE algorithm WHEN 'validate' THEN step END, value, time FROM metrics_of_last_run "
+        "LEFT JOIN (SELECT key, value AS record FROM documents) ON key = record_key(experiment)",
+        "DROP TABLE metrics_of_last_run",
+        "CREATE INDEX metrics_by_name ON metrics (experiment, name, run, algorithm, step)",
     ),
 )
 """Statements that bring a file of version N to N + 1; a new file runs them all."""
@@ -182,7 +193,8 @@ def _use_wal(connection: sqlite3.Connection, busy_s: float) -> None:
 def _migrate(connection: sqlite3.Connection, path: Path) -> None:
     if _version(connection, path) == CURRENT:
         return
-    connection.create_function("created_at", 1, _created_at)
+    for name, function in {"created_at": _created_at, "record_key": record_key, "run_of": run_of}.items():
+        connection.create_function(name, 1, function)
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = _version(connection, path)

@@ -210,8 +210,8 @@ class SQLiteTables:
         self.has_changed = True
 
     def log_metrics(self, metrics: Sequence[Metric]) -> None:
-        rows = [(m.experiment, m.algorithm, m.step, m.name, m.value, m.time) for m in metrics]
-        self._db.executemany("REPLACE INTO metrics VALUES (?, ?, ?, ?, ?, ?)", rows)
+        rows = [(m.experiment, m.run, m.algorithm, m.step, m.name, m.experiment_step, m.value, m.time) for m in metrics]
+        self._db.executemany("REPLACE INTO metrics VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def get(self, key: bytes) -> bytes | None:
         row = self._db.execute("SELECT value FROM documents WHERE key = ?", (key,)).fetchone()

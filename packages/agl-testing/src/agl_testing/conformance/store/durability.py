@@ -222,7 +222,7 @@ async def _fill(location: StoreLocation) -> list[object]:
             Trained(experiment="e", run=2, algorithm="a", step=step, rollout_ids=(f"r{step}",)) for step in (1, 2)
         ],
     )
-    await store.log_metrics([Metric(experiment="e", algorithm="a", step=1, name="loss", value=0.5)])
+    await store.log_metrics([Metric(experiment="e", run=2, algorithm="a", step=1, name="loss", value=0.5)])
     seen = await _contents(store)
     await store.close()
     return seen

@@ -3,6 +3,7 @@
 # ruff: noqa: D102  # the names of the tests say what holds
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -156,6 +157,22 @@ class ResourceTests:
         ] == [(m.step, m.name, m.value) for m in await store.metrics("e")]
         assert [3.0] == [m.value for m in await store.metrics("e", name="loss")]
         assert [] == await store.metrics("nobody")
+
+    @store_test
+    async def test_metrics_of_each_run_are_kept_apart(self, store: Store) -> None:
+        def metric(run: int, step: int, name: str, experiment_step: int | None = None) -> Metric:
+            common: dict[str, Any] = {"experiment": "e", "algorithm": "grpo", "value": 0.5, "time": 5.0}
+            return Metric(run=run, step=step, name=name, experiment_step=experiment_step, **common)
+
+        first = [metric(1, 1, "loss"), metric(1, 1, "reward", 2), metric(1, 2, "reward", 4)]
+        second = [metric(2, 1, "reward", 3)]
+        await store.log_metrics([*second, *first, metric(10, 1, "loss")])
+        await store.log_metrics(second)
+        assert [*first, *second, metric(10, 1, "loss")] == await store.metrics("e")
+        assert first == await store.metrics("e", run=1)
+        assert [*first[1:], *second] == await store.metrics("e", name="reward")
+        assert second == await store.metrics("e", name="reward", run=2)
+        assert [] == await store.metrics("e", run=3)
 
     @store_test
     async def test_delete_removes_finished_rollouts_with_all_they_have(self, store: Store) -> None:

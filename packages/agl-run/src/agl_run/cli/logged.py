@@ -1,0 +1,118 @@
+"""Reads the metrics of an experiment's newest run, of another one, or of all its runs."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import click
+
+from agl.contracts import Metric, Store
+from agl.errors import ConfigError
+
+ALL = 0
+"""The number that stands for all runs."""
+
+
+class LoggedRun(NamedTuple):
+    """The metrics of one run of an experiment: those that were asked for, and every one."""
+
+    experiment: str
+    run: int
+    found: list[Metric]
+    every: list[Metric]
+
+
+def place_of(metric: Metric) -> int:
+    """Return the step of the experiment at which a number was logged, or the algorithm's own where that is unknown."""
+    return metric.step if metric.experiment_step is None else metric.experiment_step
+
+
+class _Run(click.ParamType[int]):
+    """A run's number, or ``all``."""
+
+    name = "run"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return the number, :data:`ALL` for all runs."""
+        if value == "all":
+            return ALL
+        if isinstance(value, str) and value.isdecimal() and int(value):
+            return int(value)
+        self.fail(f"{value!r} is no run; write its number, from 1, or all", param, ctx)
+
+
+RUN = _Run()
+"""The type of the option ``--run``."""
+
+
+async def read_runs(
+    store: Store, experiments: Sequence[str], run: int | None, algorithm: str | None, names: Sequence[str]
+) -> list[LoggedRun]:
+    """Read the wanted numbers in order of experiment, run, algorithm, step and name.
+
+    Args:
+        store: Where to look.
+        experiments: The experiments; if empty, the only one that has metrics.
+        run: The run of each, :data:`ALL` for all, ``None`` for the newest.
+        algorithm: Only numbers of this algorithm.
+        names: Only metrics that one of these patterns matches.
+
+    Raises:
+        ConfigError: An experiment has none; says which there are.
+    """
+    wanted = dict.fromkeys(experiments) or [await _only_experiment(store)]
+    return [each for name in wanted for each in await _runs(store, name, run, algorithm, names)]
+
+
+async def _runs(
+    store: Store, experiment: str, run: int | None, algorithm: str | None, names: Sequence[str]
+) -> list[LoggedRun]:
+    every = await store.metrics(experiment, run=await _newest(store, experiment) if run is None else run or None)
+    if not every:
+        raise await _no_metrics(store, experiment, run)
+    own = [metric for metric in every if algorithm in (None, metric.algorithm)]
+    if not own:
+        known = sorted({metric.algorithm for metric in every})
+        raise ConfigError(f"no algorithm {algorithm!r} logged metrics of {experiment!r}; {choice(known)}")
+    found = [m for m in own if not names or any(fnmatchcase(m.name, pattern) for pattern in names)]
+    if not found:
+        known = sorted({metric.name for metric in own})
+        raise ConfigError(f"{experiment!r} has no metric {', '.join(names)!r}; {choice(known)}")
+    return [
+        LoggedRun(experiment, number, [m for m in found if m.run == number], [m for m in every if m.run == number])
+        for number in sorted({metric.run for metric in found})
+    ]
+
+
+async def _newest(store: Store, experiment: str) -> int:
+    """Return the number of an experiment's last run, which may have no metrics yet."""
+    return max((record.run for record in await store.experiments(experiment)), default=1)
+
+
+async def _no_metrics(store: Store, experiment: str, run: int | None) -> ConfigError:
+    """Describe what there is in place of the run that was asked for."""
+    runs = sorted({metric.run for metric in await store.metrics(experiment)})
+    if not runs:
+        return ConfigError(f"experiment {experiment!r} has no metrics; {choice(await _with_metrics(store))}")
+    number = await _newest(store, experiment) if run is None else run
+    return ConfigError(
+        f"run {number} of experiment {experiment!r} has no metrics; give --run one of these that has: "
+        f"{', '.join(map(str, runs))}, or all"
+    )
+
+
+async def _with_metrics(store: Store) -> list[str]:
+    return [record.name for record in await store.experiments() if await store.metrics(record.name)]
+
+
+async def _only_experiment(store: Store) -> str:
+    names = await _with_metrics(store)
+    if len(names) != 1:
+        which = "name the experiment" if names else "no experiment of this store has metrics"
+        raise ConfigError(f"{which}; {choice(names)}")
+    return names[0]
+
+
+def choice(names: Sequence[str]) -> str:
+    """Return the end of a message that says what there is."""
+    return f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
