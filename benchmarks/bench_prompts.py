@@ -39,7 +39,7 @@ ALGORITHMS = ("apo", "gepa", "random")
 BUDGETS = {"easy": 600, "noisy": 1000, "sparse": 1000, "two-prompt": 1000, "memorising": 600, "cluttered": 600}
 """Rollouts that each run may pay for."""
 
-FRESH = range(200, 220)
+FRESH = range(200, 240)
 """Seeds of the worlds and of the searches in them; nothing was ever tuned on one of these."""
 
 CLOSED = 0.95
