@@ -30,7 +30,7 @@ import asyncio
 import math
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -44,13 +44,14 @@ from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.uses import call_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from agl.contracts import AlgorithmContext
+    from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Episode, Json
 
 ReferenceKind = Literal["start", "behaviour"]
@@ -178,6 +179,7 @@ class DPO:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=given.stop_reason,
+            uses=_uses(given.groups, pairs),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -297,6 +299,21 @@ def make_pairs(group: Sequence[Episode], *, gap: float, pairing: Pairing) -> lis
         return found
     # Best against worst has the largest gap of the group, and one pair lets every task count the same.
     return [Pair(chosen=ranked[0].rollout.rollout_id, rejected=ranked[-1].rollout.rollout_id)]
+
+
+def _uses(groups: Sequence[Sequence[Episode]], pairs: Sequence[Pair]) -> dict[str, tuple[CallUse, ...]]:
+    """Return what became of every call, by rollout id: the side that its rollout took in pairs."""
+    sides: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for pair in pairs:
+        sides[pair.chosen]["chosen"] += 1
+        sides[pair.rejected]["rejected"] += 1
+    uses: dict[str, tuple[CallUse, ...]] = {}
+    for episode in (episode for group in groups for episode in group):
+        rollout = episode.rollout.rollout_id
+        live = {call.span_id for call in episode.transitions} if rollout in sides else ()
+        side = ", ".join(f"{name} in {count} pairs" for name, count in sides[rollout].items()) if live else ""
+        uses[rollout] = call_uses(episode, trained=live, note=side, left_out="its rollout is in no pair")
+    return uses
 
 
 def _live_rows(episode: Episode) -> list[RowSample]:

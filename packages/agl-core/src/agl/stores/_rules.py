@@ -200,13 +200,8 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         lease_s=lease_s,
         started_at=now,
     )
-    running = replace(
-        rollout,
-        status="running",
-        attempts=number,
-        attempt_id=attempt.attempt_id,
-        started_at=rollout.started_at or now,
-    )
+    started_at = rollout.started_at or now
+    running = replace(rollout, status="running", attempts=number, attempt_id=attempt.attempt_id, started_at=started_at)
     return Claim(rollout=running, attempt=attempt)
 
 
@@ -298,8 +293,7 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
         )
     if attempt.status == "running":
         return decide(claim, status=outcome.status, error=outcome.error, now=now)
-    is_repeated = attempt.status == outcome.status and (attempt.status == "lost" or attempt.error == outcome.error)
-    if is_repeated:
+    if attempt.status == outcome.status and (attempt.status == "lost" or attempt.error == outcome.error):
         return None
     why = f" ({attempt.error.message})" if attempt.error else ""
     raise FencedError(
