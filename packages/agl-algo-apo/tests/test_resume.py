@@ -34,6 +34,12 @@ if params.pop("has_messages", False):
     turns = {name: [head, {"role": "user", "content": prompt.template}] for name, prompt in seeds.items()}
     seeds = {name: agl.schemas.JsonResource(value=value) for name, value in turns.items()}
 
+def count(rollout):
+    with open(folder / "started.txt", "a") as file:
+        file.write(rollout.rollout_id + "\\n")
+    if rollout.metadata.get("algorithm") == use and len(open(folder / "started.txt").readlines()) >= last > 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
 trainer = agl.Trainer(
     algorithm=algorithm(
         use,
