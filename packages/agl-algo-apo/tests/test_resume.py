@@ -28,6 +28,11 @@ from agl_testing.prompt_world_run import HIDDEN, order_agent, order_reward
 folder, base_url, use, last = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
 params = json.loads(sys.argv[5])
 world = noisy(2)
+seeds = dict(world.seeds())
+if params.pop("has_messages", False):
+    head = {"role": "system", "content": "Help."}
+    turns = {name: [head, {"role": "user", "content": prompt.template}] for name, prompt in seeds.items()}
+    seeds = {name: agl.schemas.JsonResource(value=value) for name, value in turns.items()}
 
 def count(rollout):
     with open(folder / "started.txt", "a") as file:
@@ -44,7 +49,7 @@ trainer = agl.Trainer(
         **params,
     ),
     name="orders", store="sqlite:///runs.db", folder=folder, n_runners=4, hidden=HIDDEN, validation_limit=1,
-    initial_resources=dict(world.seeds()), rewards=(order_reward(world),),
+    initial_resources=seeds, rewards=(order_reward(world),),
 )
 is_old = (folder / "runs.db").exists()
 trainer.fit(order_agent(world, latency_s=0.002, fault=count), world.train, world.val, resume=is_old)
@@ -99,7 +104,10 @@ def what_was_left(folder: Path, use: str) -> tuple[Any, Any, int, int]:
     return result, lineage, *asyncio.run(count())
 
 
-@pytest.mark.parametrize(("use", "params"), [("apo", {"demonstrations": 3}), ("random", {})])
+@pytest.mark.parametrize(
+    ("use", "params"),
+    [("apo", {"demonstrations": 3}), ("apo", {"demonstrations": 3, "has_messages": True}), ("random", {})],
+)
 def test_killed_run_ends_as_an_unbroken_one_and_pays_nothing_twice(
     tmp_path: Path, use: str, params: dict[str, Any]
 ) -> None:

@@ -88,7 +88,13 @@ def episode(rollout: Any, ids: list[int], logprobs: list[float], reward: float, 
         )
 
     calls = tuple(
-        Transition(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt_id, span_id=part.span_id) for part in parts
+        Transition(
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt_id,
+            span_id=part.span_id,
+            branch=i if rows > 1 else 0,
+        )
+        for i, part in enumerate(parts)
     )
     return Episode(
         rollout=rollout,

@@ -80,8 +80,22 @@ def test_masks_punishments_and_shares_are_those_of_the_torch_algorithms(
     for theirs, own in zip(expected.samples, found.samples, strict=True):
         both = theirs.advantages[theirs.mask.bool()].tolist(), own.advantages[own.mask].tolist()
         assert pytest.approx(both[0], abs=1e-6) == both[1]
+    for name, calls in expected.uses.items():
+        for theirs, own in zip(calls, found.uses[name], strict=True):
+            assert replace(theirs, advantage=None) == replace(own, advantage=None)
+            assert theirs.advantage == pytest.approx(own.advantage, abs=1e-6)
     counted = {*shares, "groups_silent", "reward"}
     assert (expected.metrics | shares).items() >= {name: found.metrics[name] for name in counted}.items()
+
+
+def test_calls_of_rows_that_are_too_long_are_named() -> None:
+    group = [played(0, i, reward=float(i), calls=((1, False), (1, False)), rows=1) for i in range(2)]
+    read, _ = read_settings(config(**{"data.max_response_length": 1}))
+    found = prepare([group], credit=EpisodeCredit(), settings=read)
+    assert {("response_too_long", -1)} == {(call.note, call.row) for calls in found.uses.values() for call in calls}
+    read, _ = read_settings(config(**{"algorithm.adv_estimator": "gae"}))
+    uses = prepare([group], credit=EpisodeCredit(), settings=read).uses
+    assert [(0, 1.0, None)] * 2 == [(call.row, call.credit, call.advantage) for call in uses["0-1"]]
 
 
 class Cutting(World):

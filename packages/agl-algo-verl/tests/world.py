@@ -77,7 +77,13 @@ def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: flo
         )
 
     calls = tuple(
-        Transition(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt_id, span_id=part.span_id) for part in parts
+        Transition(
+            rollout_id=rollout.rollout_id,
+            attempt_id=rollout.attempt_id,
+            span_id=part.span_id,
+            branch=i if rows > 1 else 0,
+        )
+        for i, part in enumerate(parts)
     )
     rows_of = tuple(row(i, own) for i, own in enumerate(grouped))
     return Episode(rollout=rollout, attempt=None, reward=reward, transitions=calls, rows=rows_of)

@@ -9,6 +9,10 @@ template's first placeholder, or at the end where it has none:
     Input: Order train-003. Fields: date, amount.
     Output: {"date": "2026-11-22", "amount": "3.50 EUR"}
 
+A prompt of several messages shows each as a pair of messages instead, the user's input and the assistant's output,
+before its last user message, or at the end where it has none. Where that message has one placeholder, the input stands
+in its place there, as it will be asked.
+
 Input and output of several lines start on a line of their own. The text is escaped for the template's engine, so that
 filling the placeholders leaves it as it was recorded. The instructions are kept without it: the optimiser's model
 neither sees nor changes demonstrations, and they keep a rule of their own (`held_out.py`).
@@ -20,6 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from agl.schemas import Json, PromptTemplate, Record, Resource
+from agl_algo_apo.messages import MARK, Message, document_of, messages_of, read_document
 
 HEADING = "Examples of good answers:"
 """The first line of the demonstrations in a prompt."""
@@ -56,7 +61,13 @@ Demonstrations = Mapping[str, tuple[Demonstration, ...]]
 
 
 def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Resource) -> str:
-    """Return instructions with their demonstrations; ``like`` is a template, whose engine decides how to escape."""
+    """Return instructions with their demonstrations.
+
+    ``like`` is a template, whose engine decides how to escape, or a prompt of several messages. Messages that cannot be
+    read are returned as they are: the static gate refuses them.
+    """
+    if shown and messages_of(like):
+        return _with_turns(instructions, shown)
     if not shown or not isinstance(like, PromptTemplate):
         return instructions
     block = "\n\n".join([HEADING, *(demonstration.text for demonstration in shown)])
@@ -70,7 +81,9 @@ def demonstrated(instructions: str, shown: Sequence[Demonstration], *, like: Res
 
 
 def is_escapable(demonstration: Demonstration, *, like: Resource) -> bool:
-    """Return whether a demonstration can stand in a template of that kind without being taken for a part of it."""
+    """Return whether a demonstration can stand in a prompt of that kind without being taken for a part of it."""
+    if messages_of(like):
+        return MARK not in demonstration.text
     return isinstance(like, PromptTemplate) and not (like.engine == "jinja" and "endraw" in demonstration.text)
 
 
@@ -83,6 +96,26 @@ def without_demonstrations(shown: Demonstrations, keys: Mapping[str, Collection[
 def as_text(value: Json) -> str:
     """Return a value as a demonstration shows it: a text as it is, anything else as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _with_turns(instructions: str, shown: Sequence[Demonstration]) -> str:
+    """Return the text of several messages with a pair of messages for each demonstration."""
+    try:
+        messages = messages_of(read_document(instructions))
+        place = max((i for i, (role, _) in enumerate(messages) if role == "user"), default=len(messages))
+        question = messages[place][1] if place < len(messages) else ""
+        turns = [turn for each in shown for turn in _turns(question, each)]
+    except ValueError:
+        return instructions
+    return document_of([*messages[:place], *turns, *messages[place:]]) if messages else instructions
+
+
+def _turns(question: str, shown: Demonstration) -> tuple[Message, Message]:
+    asked, fields = _escaped(shown.input, "f-string"), PromptTemplate(template=question).fields
+    place = "{" + "".join(fields) + "}"
+    if len(fields) == 1 and question.count(place) == 1:
+        asked = question.replace(place, asked)
+    return ("user", asked), ("assistant", _escaped(shown.output, "f-string"))
 
 
 def _labelled(label: str, text: str) -> str:

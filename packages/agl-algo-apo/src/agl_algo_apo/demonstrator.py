@@ -8,6 +8,7 @@ from agl_algo_apo.candidates import PromptCandidate, resource_of
 from agl_algo_apo.critics import SHOWN, Assignment
 from agl_algo_apo.demonstrations import Demonstration, is_escapable
 from agl_algo_apo.good_runs import GoodRun, good_runs, read_demonstration
+from agl_algo_apo.messages import messages_of
 from agl_algo_apo.search_tools import Origin, SearchTools
 
 DEMONSTRATE_EVERY = 3
@@ -47,8 +48,12 @@ class Demonstrator:
         return list(children.values())
 
     def _prompts(self) -> list[str]:
-        """Return the names of the resources that can hold demonstrations: templates, and no JSON."""
-        return [rules.name for rules in self._search.rules if isinstance(rules.seed, PromptTemplate)]
+        """Return the names of the resources that can hold demonstrations: templates and messages, no other JSON."""
+        return [
+            rules.name
+            for rules in self._search.rules
+            if isinstance(rules.seed, PromptTemplate) or messages_of(rules.seed)
+        ]
 
     def _pool(self, parent: PromptCandidate, *, exclude: Sequence[int]) -> list[GoodRun]:
         mean = self._search.evaluator.mean(parent.id, "train")

@@ -2,8 +2,9 @@
 
 A run is good where its reward is the best that any candidate got on its task, and above the mean of the prompt that is
 to be improved: runs that are merely usual for it teach nothing. Its input is made of what filled the prompt in the call
-that read it, its output of the answer to that call; where no recorded call read it, of the task as the agent sees it
-and of the last object that the agent reported. Neither is cut: half an answer is a wrong one.
+that read it (of a prompt of several messages, its last user message), its output of the answer to that call; where no
+recorded call read it, of the task as the agent sees it and of the last object that the agent reported. Neither is cut:
+half an answer is a wrong one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,12 @@ from agl import semconv
 from agl.contracts import AlgorithmContext, RolloutQuery
 from agl.dialects import call_messages
 from agl.errors import NotFoundError
-from agl.schemas import ModelCall, Resource, Rollout, Span
+from agl.schemas import ModelCall, PromptTemplate, Resource, Rollout, Span
 from agl.stores import all_spans
 from agl_algo_apo.candidates import PromptCandidate
 from agl_algo_apo.demonstrations import Demonstration, as_text
 from agl_algo_apo.evidence import rendered
+from agl_algo_apo.messages import messages_of
 from agl_algo_apo.scores import Measured, Scores
 
 
@@ -60,14 +62,22 @@ async def read_demonstration(context: AlgorithmContext, run: GoodRun, *, resourc
         spans = await all_spans(context.store, rollout_id)
     except NotFoundError:
         return None
-    pattern = rendered(resource)
+    pattern, question = rendered(resource), _question(resource)
     calls = [span.call for span in spans if span.call is not None and not span.call.error]
-    read = [found for call in calls if pattern is not None and (found := _exchange(call, pattern, rollout))]
+    read = [found for call in calls if pattern is not None and (found := _exchange(call, pattern, rollout, question))]
     shown = read[-1] if read else _reported(spans, rollout)
     return None if shown is None else Demonstration(input=shown[0], output=shown[1], rollout=rollout_id, task=run.task)
 
 
-def _exchange(call: ModelCall, pattern: Pattern[str], rollout: Rollout) -> tuple[str, str] | None:
+def _question(resource: Resource) -> Pattern[str] | None:
+    """Return a pattern of the last user message; ``None`` where that is the first message, and for one text."""
+    asked = [text for role, text in messages_of(resource)[1:] if role == "user"]
+    return rendered(PromptTemplate(template=asked[-1])) if asked else None
+
+
+def _exchange(
+    call: ModelCall, pattern: Pattern[str], rollout: Rollout, question: Pattern[str] | None
+) -> tuple[str, str] | None:
     """Return input and output of a call that read the prompt and was answered with text."""
     messages = call_messages(call)
     texts = [as_text(message.get("content") or "") for message in messages]
@@ -76,7 +86,14 @@ def _exchange(call: ModelCall, pattern: Pattern[str], rollout: Rollout) -> tuple
     filled = [match for text in texts[:-1] if (match := pattern.search(text))]
     if not filled or not texts[-1].strip():
         return None
-    return _input(filled[-1].groupdict(), rollout), texts[-1].strip()
+    asked = [
+        match.groupdict()
+        for message, text in zip(messages[:-1], texts, strict=False)
+        if question is not None and message.get("role") == "user" and not pattern.search(text)
+        if (match := question.search(text))
+    ]
+    values = {**filled[-1].groupdict(), **(asked[-1] if asked else {})}
+    return _input(values, rollout), texts[-1].strip()
 
 
 def _input(filled: Mapping[str, str | None], rollout: Rollout) -> str:

@@ -22,6 +22,9 @@ from agl.schemas import Json, JsonResource, PromptTemplate, Resource
 ROLES = ("system", "developer", "user", "assistant")
 """The roles that a message may have."""
 
+MARK = "==="
+"""The beginning and the end of the line before a message."""
+
 _HEAD = re.compile(r"^=== (\w+) ===$", re.MULTILINE)
 
 Message: TypeAlias = tuple[str, str]

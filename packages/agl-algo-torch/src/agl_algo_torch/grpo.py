@@ -238,6 +238,7 @@ class GRPO:
             trained=tuple(dict.fromkeys(sample.rollout for sample in batch.samples)),  # each id once, in order
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
+            uses=batch.uses,
         )
 
     def state(self) -> Mapping[str, Json]:

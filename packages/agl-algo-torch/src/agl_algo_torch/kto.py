@@ -154,6 +154,7 @@ class KTO(PreferenceAlgorithm[Label]):
                 token_budget=token_budget,
                 keep=keep,
             ),
+            left_out="its rollout is neither good nor bad",
         )
 
     def examples(self, groups: Sequence[Sequence[Episode]]) -> list[Label]:
@@ -172,6 +173,12 @@ class KTO(PreferenceAlgorithm[Label]):
         """Count the good and the bad rollouts."""
         good = sum(label.is_good for label in examples)
         return {"good": float(good), "bad": float(len(examples) - good)}
+
+    def sides(self, examples: Sequence[Label]) -> dict[str, str]:
+        """Return whether each rollout is good or bad, and how much it counts."""
+        return {
+            label.rollout: f"{'good' if label.is_good else 'bad'}, counts {label.weight:.3g}" for label in examples
+        }
 
     def judge(self, examples: Sequence[Label], ratios: Mapping[str, Ratio]) -> Judgement:
         """Equation 8 and its slopes: weight beta s (1 - s), where s is the sigmoid, up for good and down for bad."""

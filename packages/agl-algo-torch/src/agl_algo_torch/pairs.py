@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -56,7 +56,7 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
         min_gap: float,
         is_per_token: bool,
     ) -> None:
-        super().__init__(name, supply=supply, settings=settings)
+        super().__init__(name, supply=supply, settings=settings, left_out="its rollout is in no pair")
         one_of(name, pairs=(pairing, get_args(Pairing)))
         at_least_one(name, pairs_per_update=settings.per_update)
         if min_gap <= 0:
@@ -90,6 +90,17 @@ class PairAlgorithm(PreferenceAlgorithm[Pair]):
             "accuracy": mean([float(margin > 0) for margin in margins]),  # pairs that the policy ranks as the rewards
         }
         return Judgement(factors=factors, metrics=metrics)
+
+    def sides(self, examples: Sequence[Pair]) -> dict[str, str]:
+        """Return how often each rollout is chosen and rejected."""
+        found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for pair in examples:
+            found[pair.chosen]["chosen"] += 1
+            found[pair.rejected]["rejected"] += 1
+        return {
+            rollout: ", ".join(f"{name} in {count} pairs" for name, count in counted.items())
+            for rollout, counted in found.items()
+        }
 
     def counts(self, examples: Sequence[Pair]) -> dict[str, float]:
         """Count the pairs."""

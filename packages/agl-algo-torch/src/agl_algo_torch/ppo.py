@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ from agl_algo_torch.overlong import SoftOverlong
 from agl_algo_torch.preparation import rollout_shares, without_truncated
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.uses import group_uses
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
@@ -51,8 +53,17 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from agl.contracts import AlgorithmContext
-    from agl.schemas import CallCredit, Episode, Json
+    from agl.contracts import AlgorithmContext, CallUse
+    from agl.schemas import CallCredit, Episode, Json, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedRow:
+    """A row of the call forest, its sample, and the reward at each of its tokens, [T]."""
+
+    row: Row
+    sample: RowSample
+    rewards: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,11 +239,13 @@ class PPO:
 
         # 2. Values, advantages and targets. All are fixed now, before the first update of the step.
         started = time.perf_counter()
-        rows = [row for group in collected.groups() for row in self._rows(group)]
+        groups = collected.groups()
+        returns = [by_span for group in groups for by_span in self._returns(group)]
+        rows = [row for e, by_span in zip(_flat(groups), returns, strict=True) for row in self._rows(e, by_span)]
         valued = await asyncio.to_thread(self._evaluate, learner, critic, rows)
         metrics |= _value_metrics(valued)
         loud = {row.sample.rollout for row in valued if not row.sample.is_silent}
-        metrics |= rollout_shares(collected.groups(), dropped=collected.dropped, loud=loud)
+        metrics |= rollout_shares(groups, dropped=collected.dropped, loud=loud)
 
         # 3. Update policy and critic.
         metrics |= await self._train(learner, critic, valued)
@@ -251,6 +264,7 @@ class PPO:
             trained=tuple(dict.fromkeys(row.sample.rollout for row in valued)),
             published=published,
             stop_reason=f"{self._steps} steps done" if is_finished else "",
+            uses=_uses(groups, returns, rows, valued),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -281,43 +295,46 @@ class PPO:
         # A copy of the policy's network as it is now: it already knows the language and has only the head to learn.
         return CriticLearner(learner, self._critic_optim, clip=self._value_clip, token_budget=self._token_budget)
 
-    def _rows(self, group: Sequence[Episode]) -> list[tuple[RowSample, Tensor]]:
-        """Return the trained rows of a group, each with the reward at its tokens, [T]."""
-        found: list[tuple[RowSample, Tensor]] = []
+    def _returns(self, group: Sequence[Episode]) -> list[dict[str, float]]:
+        """Return G_k of every call k of each episode, by span id."""
+        found: list[dict[str, float]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
             if self._overlong.limit:
                 credits = self._overlong.applied(episode, credits)
-            returns = {credit.span_id: _return_of(credit) for credit in credits}  # G_k of every call k
-            if self._mask_truncated:
-                returns = without_truncated(episode, returns)
-            temperatures = {call.span_id: call.temperature for call in episode.transitions}
-            for row in episode.rows:
-                # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
-                sample = from_row(row, advantages=returns, temperatures=temperatures)
-                if sample.trained_tokens:
-                    found.append((sample, gae.call_rewards(row, returns)))
+            found.append({credit.span_id: _return_of(credit) for credit in credits})
         return found
 
-    def _evaluate(
-        self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[tuple[RowSample, Tensor]]
-    ) -> list[ValuedRow]:
+    def _rows(self, episode: Episode, returns: Mapping[str, float]) -> list[RewardedRow]:
+        """Return the trained rows of an episode, each with the reward at its tokens."""
+        if self._mask_truncated:
+            returns = without_truncated(episode, returns)
+        temperatures = {call.span_id: call.temperature for call in episode.transitions}
+        # The returns stand in for advantages here only to say which calls train; `_evaluate` replaces them.
+        made = [(row, from_row(row, advantages=returns, temperatures=temperatures)) for row in episode.rows]
+        return [
+            RewardedRow(row=row, sample=sample, rewards=gae.call_rewards(row, returns))
+            for row, sample in made
+            if sample.trained_tokens
+        ]
+
+    def _evaluate(self, learner: PolicyLearner, critic: CriticLearner, rows: Sequence[RewardedRow]) -> list[ValuedRow]:
         """Return all rows with values, advantages and targets, and with log pi_old where several updates need it."""
         learner.use_threads()
-        samples = [sample for sample, _ in rows]
+        samples = [row.sample for row in rows]
         # With one update pi_old is pi itself and the update's own forward pass gives it.
         if self._updates_per_step * self._epochs > 1 or self._objective.needs_rollouts:
             samples = self._objective.with_old_logprobs(
                 samples, model=learner.loaded.model, device=learner.loaded.device, skips_silent=False
             )
         valued: list[ValuedRow] = []
-        for sample, values_T, (_, rewards_T) in zip(samples, critic.values(samples), rows, strict=True):
+        for sample, values_T, row in zip(samples, critic.values(samples), rows, strict=True):
             predicted = sample.mask.clone()  # [T] bool, the steps of the trajectory
             predicted[0] = False  # nothing stands before the first token, so it has neither logit nor value
-            advantages_T, targets_T = torch.zeros_like(rewards_T), torch.zeros_like(rewards_T)  # [T] float64
+            advantages_T, targets_T = torch.zeros_like(row.rewards), torch.zeros_like(row.rewards)  # [T] f64
             # GAE sees the N policy tokens side by side, as if nothing had been read between them. float64, because
             # the recursion adds up over thousands of steps.
             advantages_T[predicted], targets_T[predicted] = gae.advantages(
-                rewards_T[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
+                row.rewards[predicted], values_T.double()[predicted], gamma=self._gamma, lam=self._lam
             )
             trained = replace(sample, advantages=advantages_T.float(), mask=predicted)  # from here on A_t, not G_k
             valued.append(ValuedRow(sample=trained, values=values_T, targets=targets_T))
@@ -400,6 +417,28 @@ def _return_of(credit: CallCredit) -> float:
             'Use a credit of returns, such as [credit] use = "turn", or the algorithm "grpo".'
         )
     return credit.value
+
+
+def _flat(groups: Sequence[Sequence[Episode]]) -> list[Episode]:
+    return [episode for group in groups for episode in group]
+
+
+def _uses(
+    groups: Sequence[Sequence[Episode]],
+    returns: Sequence[Mapping[str, float]],
+    rows: Sequence[RewardedRow],
+    valued: Sequence[ValuedRow],
+) -> dict[str, tuple[CallUse, ...]]:
+    """Return what became of every call, by rollout id: its return, and the mean advantage of its tokens."""
+    means: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for given, row in zip(rows, valued, strict=True):
+        for part in given.row.segments:
+            own_T = slice(part.start, part.stop)
+            chosen = row.sample.mask[own_T]  # [T of the call] bool
+            if bool(chosen.any()):
+                means[given.row.rollout_id][part.span_id] = float(row.sample.advantages[own_T][chosen].mean())
+    advantages = [means[episode.rollout.rollout_id] for episode in _flat(groups)]
+    return group_uses(groups, [row.sample for row in valued], credits=returns, advantages=advantages)
 
 
 def _value_metrics(rows: Sequence[ValuedRow]) -> dict[str, float]:

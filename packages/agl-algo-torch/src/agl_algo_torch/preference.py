@@ -36,13 +36,14 @@ from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.uses import call_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from agl.contracts import AlgorithmContext
+    from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Episode, Json
     from agl_algo_torch.supply import RolloutSupply
 
@@ -99,14 +100,15 @@ class PreferenceAlgorithm(ABC, Generic[E]):
 
     Args:
         name: The algorithm's registered name.
+        left_out: Why a rollout that is in no example teaches nothing.
         supply: Where its rollouts come from.
         settings: See :class:`PreferenceSettings`.
     """
 
-    def __init__(self, name: str, *, supply: RolloutSupply, settings: PreferenceSettings) -> None:
+    def __init__(self, name: str, *, supply: RolloutSupply, settings: PreferenceSettings, left_out: str) -> None:
         one_of(name, reference=(settings.reference, get_args(ReferenceKind)))
         at_least_one(name, epochs=settings.epochs, token_budget=settings.token_budget, keep=settings.keep)
-        self._settings = settings
+        self._settings, self._left_out = settings, left_out
         has_reference = settings.reference == "start"
         self._tuned = TunedPolicy(
             settings=settings.learner, algorithm=name, keep=settings.keep, has_reference=has_reference
@@ -121,6 +123,10 @@ class PreferenceAlgorithm(ABC, Generic[E]):
     @abstractmethod
     def counts(self, examples: Sequence[E]) -> dict[str, float]:
         """Return how many examples of each kind a step has, as metrics."""
+
+    @abstractmethod
+    def sides(self, examples: Sequence[E]) -> dict[str, str]:
+        """Return the part that each rollout takes in the examples, in words, by its id."""
 
     @abstractmethod
     def judge(self, examples: Sequence[E], ratios: Mapping[str, Ratio]) -> Judgement:
@@ -161,6 +167,7 @@ class PreferenceAlgorithm(ABC, Generic[E]):
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=given.stop_reason,
+            uses=self._uses(given.groups, examples),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -203,6 +210,16 @@ class PreferenceAlgorithm(ABC, Generic[E]):
                 reports.append(await asyncio.to_thread(self._update, learner, part, by_rollout, reference))
                 self._context.progress(epoch * len(order) + start + len(part), epochs * len(order), "update")
         return {name: mean([report[name] for report in reports]) for name in reports[0]}
+
+    def _uses(self, groups: Sequence[Sequence[Episode]], examples: Sequence[E]) -> dict[str, tuple[CallUse, ...]]:
+        """Return what became of every call, by rollout id."""
+        sides = self.sides(examples)
+        uses: dict[str, tuple[CallUse, ...]] = {}
+        for episode in (episode for group in groups for episode in group):
+            rollout = episode.rollout.rollout_id
+            live = {call.span_id for call in episode.transitions} if rollout in sides else ()
+            uses[rollout] = call_uses(episode, trained=live, note=sides.get(rollout, ""), left_out=self._left_out)
+        return uses
 
     def _reference_sums(self, learner: PolicyLearner, rows: Sequence[RowSample]) -> dict[str, float]:
         """Return log ref(rollout) by rollout, in nats, before the step's first update."""

@@ -14,12 +14,13 @@ import torch
 
 from agl_algo_torch.batch import RowSample, from_row
 from agl_algo_torch.typed_torch import numbers
+from agl_algo_torch.uses import group_uses
 from agl_objectives.estimating import estimate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from agl.contracts import Credit
+    from agl.contracts import CallUse, Credit
     from agl.schemas import CallCredit, Episode
     from agl_algo_torch.overlong import SoftOverlong
     from agl_objectives.contract import Estimator
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 class PreparedBatch:
     """The rows of a batch in the order of its episodes, those of one rollout side by side, and metrics to log.
 
-    `calls` are those with credit, and `final` those of them whose credit was an advantage already.
+    `calls` are those with credit, and `final` those of them whose credit was an advantage already. `uses` are what
+    became of every call, by rollout id.
     """
 
     samples: list[RowSample]
     metrics: dict[str, float]
     calls: int
     final: int
+    uses: dict[str, tuple[CallUse, ...]]
 
 
 def prepare(
@@ -59,16 +62,23 @@ def prepare(
         credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
     places = [index for index, group in enumerate(groups) for _ in group]  # the group of each episode
     advantages = _advantages(credits, places=places, estimator=estimator, tokens=_tokens(episodes))
+    if mask_truncated:
+        advantages = [without_truncated(e, by_span) for e, by_span in zip(episodes, advantages, strict=True)]
     samples: list[RowSample] = []
     for episode, by_span in zip(episodes, advantages, strict=True):
-        if mask_truncated:
-            by_span = without_truncated(episode, by_span)
         temperatures = {call.span_id: call.temperature for call in episode.transitions}
         # A shared beginning is read in every row and trained in one; a row may have nothing of its own to train.
         rows = [from_row(row, advantages=by_span, temperatures=temperatures) for row in episode.rows]
         samples += [row for row in rows if row.trained_tokens]
     final = sum(call.is_advantage for calls in credits for call in calls)
-    return PreparedBatch(samples=samples, metrics=_metrics(groups, samples), calls=sum(map(len, credits)), final=final)
+    given = [{call.span_id: call.value for call in calls} for calls in credits]
+    return PreparedBatch(
+        samples=samples,
+        metrics=_metrics(groups, samples),
+        calls=sum(map(len, credits)),
+        final=final,
+        uses=group_uses(groups, samples, credits=given, advantages=advantages),
+    )
 
 
 def without_truncated(episode: Episode, by_span: Mapping[str, float]) -> dict[str, float]:

@@ -38,12 +38,13 @@ from agl_algo_torch.optim import OptimSettings
 from agl_algo_torch.supply import RolloutSupply
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, one_of
 from agl_algo_torch.typed_torch import backward
+from agl_algo_torch.uses import call_uses
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from agl.contracts import AlgorithmContext
+    from agl.contracts import AlgorithmContext, CallUse
     from agl.schemas import Episode, Json
 
 
@@ -151,6 +152,7 @@ class RFT:
             trained=tuple(dict.fromkeys(row.rollout for row in rows)),
             published=published,
             stop_reason=given.stop_reason,
+            uses=_uses(given.groups, {row.rollout for row in rows}),
         )
 
     def state(self) -> Mapping[str, Json]:
@@ -214,6 +216,17 @@ class RFT:
             backward(loss)  # gradients of micro-batches add up in the parameters
             summed += float(loss.detach())
         return {"loss": summed, "grad_norm": learner.apply()}
+
+
+def _uses(groups: Sequence[Sequence[Episode]], imitated: Collection[str]) -> dict[str, tuple[CallUse, ...]]:
+    """Return what became of every call, by rollout id."""
+    left_out = "its rollout is not among those that are imitated (min_reward, best)"
+    uses: dict[str, tuple[CallUse, ...]] = {}
+    for episode in (episode for group in groups for episode in group):
+        rollout = episode.rollout.rollout_id
+        live = {call.span_id for call in episode.transitions} if rollout in imitated else ()
+        uses[rollout] = call_uses(episode, trained=live, left_out=left_out)
+    return uses
 
 
 def _live_rows(episode: Episode) -> list[RowSample]:

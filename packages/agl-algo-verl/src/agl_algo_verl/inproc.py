@@ -134,6 +134,7 @@ class VERL:
             trained=tuple(dict.fromkeys(sample.rollout for sample in prepared.samples)),  # each once, in order
             published=(f"{self._tuned}@{version.version}",),
             stop_reason=f"{self._steps} steps done" if is_finished else "",
+            uses=prepared.uses,
         )
 
     def state(self) -> Mapping[str, Json]:

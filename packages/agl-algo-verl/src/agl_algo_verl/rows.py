@@ -10,8 +10,8 @@ T is the length of a row, P of its prompt, R of its response; T = P + R.
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +21,14 @@ from agl_algo_verl.advantages import advantages
 from agl_algo_verl.errors import RowTooLongError
 from agl_algo_verl.truncated import punished, rollout_shares, without_truncated
 from agl_algo_verl.typed import from_bytes
+from agl_algo_verl.uses import rollout_uses
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from agl.contracts import Credit
+    from agl.contracts import CallUse, Credit
     from agl.schemas import CallCredit, Episode, Row
     from agl_algo_verl.settings import VerlSettings
 
@@ -84,12 +85,14 @@ class PreparedStep:
         rollouts: Id and place of the task of every rollout, those without a row included.
         metrics: Numbers to log, by name.
         credits: What credit gave the calls, for each of `rollouts`.
+        uses: What became of every call, by rollout id.
     """
 
     samples: list[RowSample]
     rollouts: list[tuple[str, int]]
     metrics: dict[str, float]
     credits: tuple[tuple[CallCredit, ...], ...] = ()
+    uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
 
 
 def prepare(
@@ -122,6 +125,7 @@ def prepare(
         by_span = advantages(credits, groups=places, settings=settings.algorithm)
     samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
+    refused: defaultdict[str, dict[str, str]] = defaultdict(dict)  # by rollout and span id: why its row is left out
     for episode, place, values in zip(episodes, places, by_span, strict=True):
         if mask_truncated:
             values = without_truncated(episode, values)
@@ -132,6 +136,7 @@ def prepare(
                 samples.append(found)
             elif found:
                 left_out[found] += 1
+                refused[row.rollout_id] |= dict.fromkeys((part.span_id for part in row.segments), found)
                 _check_length(row, found, settings)
     if not samples:
         _check_ids(episodes)
@@ -142,7 +147,10 @@ def prepare(
     metrics |= rollout_shares(episodes, dropped=dropped, loud=loud)
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, loud)}
     kept = tuple(tuple(calls) for calls in credits)
-    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
+    # A critic's values and a penalty come later and change advantages per token: there is no number per call then.
+    is_final = not settings.has_critic and not settings.algorithm.use_kl_in_reward
+    uses = rollout_uses(groups, samples, credits=kept, advantages=by_span if is_final else None, refused=refused)
+    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept, uses=uses)
 
 
 def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:

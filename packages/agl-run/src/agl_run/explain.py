@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from agl import semconv
+from agl.contracts import CallUse
 from agl.episodes import ScoreOptions, admitted_rewards, recorded_rewards, score
 from agl.schemas import Episode, LooseCall, RejectReason, Reward, Span, Transition
+from agl_run.training_records import TrainingRecord
 
 _NEXT_STEP: dict[RejectReason, str] = {
     "error": "The backend answered with an error or not at all: look at its log; a client that retries is recorded "
@@ -67,6 +69,37 @@ def explain(episode: Episode, spans: Sequence[Span], *, scores: ScoreOptions | N
     if any(call.detail and not call.reject for call in episode.transitions):
         lines.append(_DRIFT)
     return lines
+
+
+def explain_training(record: TrainingRecord, *, is_saved: bool = True) -> list[str]:
+    """Explain in lines what a step did with a rollout: each call's credit, advantage and row, or why it did not train.
+
+    ``is_saved`` is false for a step that did not end, such as one that was killed.
+    """
+    name = f"{record.algorithm}, step {record.step}" if record.step else record.algorithm
+    if record.note:
+        return [f"{name}: left out before training, {record.note}{_LEFT_OUT.get(record.note, '')}"]
+    trained = sum(call.row >= 0 for call in record.calls)
+    notes = {call.note for call in record.calls if call.row >= 0}
+    common = f"; {notes.pop()}" if len(notes) == 1 and notes != {""} else ""
+    ending = "" if is_saved else "; the step was not saved, and is repeated when the run is resumed"
+    lines = [f"{name}: trained on {trained} of {len(record.calls)} calls{common}{ending}"]
+    return lines + [f"{name}, call {_use(call, hides_note=bool(common))}" for call in record.calls]
+
+
+_LEFT_OUT = {
+    "failed": ': the attempt failed; [experiment] failed = "penalise" would train on it with the penalty',
+    "no reward": ': it has no reward; [experiment] missing_reward = "penalise" would train on it with the penalty',
+}
+
+
+def _use(call: CallUse, *, hides_note: bool) -> str:
+    credit = f"credit {_number(call.credit)}" if call.credit is not None else ""
+    if call.row < 0:
+        return ", ".join(filter(None, (f"{call.span_id}: did not train: {call.note}", credit)))
+    advantage = f"advantage {_number(call.advantage)}" if call.advantage is not None else ""
+    parts = (f"{call.span_id}: row {call.row}", credit, advantage, "" if hides_note else call.note)
+    return ", ".join(filter(None, parts))
 
 
 def _is_without_ids(episode: Episode) -> bool:

@@ -128,11 +128,12 @@ def order_reward(world: PromptWorld) -> ComponentConfig:
 def filled(prompt: Any, order: str) -> str:
     """Return the prompt with the order filled in, or appended where the engine has no placeholders.
 
-    Of a prompt of several messages it is the text of all of them.
+    Of a prompt of several messages it is the text of all of them, in which the assistant's stand as outputs.
     """
     if isinstance(prompt, list):
         messages = cast("Any", prompt).format(order=order)
-        return "\n".join(message["content"] for message in messages)
+        heads = {"assistant": "Output: "}
+        return "\n".join(heads.get(message["role"], "") + message["content"] for message in messages)
     return f"{prompt.template}\n{order}" if prompt.engine == "plain" else prompt.format(order=order)
 
 

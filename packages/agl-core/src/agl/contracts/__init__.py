@@ -38,6 +38,7 @@ from agl.contracts._tracing import CannedAnswer, Responder, Tracer, Upstream
 from agl.contracts._training import (
     Algorithm,
     AlgorithmContext,
+    CallUse,
     CheckedAlgorithm,
     Collected,
     CollectFn,
@@ -57,6 +58,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmContext",
     "AlgorithmEntry",
+    "CallUse",
     "CannedAnswer",
     "Change",
     "CheckedAlgorithm",

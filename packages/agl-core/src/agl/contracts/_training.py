@@ -32,6 +32,25 @@ class Runner(Protocol):
         """Stop running attempts and release everything; idempotent."""
 
 
+class CallUse(Record, frozen=True, kw_only=True):
+    """The use that a step made of one recorded call, for ``agl why``.
+
+    Attributes:
+        span_id: The model call's span.
+        row: The call's branch in its episode, whose row the step trained on; -1 if it did not train on the call.
+        credit: The number that the credit assignment gave the call, ``None`` for none.
+        advantage: The advantage after the estimator, averaged over the call's tokens; ``None`` for an algorithm
+            without advantages.
+        note: The reason why the call did not train, or a remark; ``""`` if there is nothing to say.
+    """
+
+    span_id: str
+    row: int = -1
+    credit: float | None = None
+    advantage: float | None = None
+    note: str = ""
+
+
 class StepReport(Record, frozen=True, kw_only=True):
     """The report of one step of an algorithm.
 
@@ -43,6 +62,8 @@ class StepReport(Record, frozen=True, kw_only=True):
             before by this algorithm.
         published: ``name@version`` of resources that the step published.
         stop_reason: The reason why it finished, in words; ``""`` while it has not.
+        uses: The use of every call of the rollouts that the step looked at, by rollout id. The driver stores them for
+            ``agl why``; observers get the report without them.
     """
 
     step: int
@@ -51,6 +72,7 @@ class StepReport(Record, frozen=True, kw_only=True):
     trained: tuple[str, ...] = ()
     published: tuple[str, ...] = ()
     stop_reason: str = ""
+    uses: dict[str, tuple[CallUse, ...]] = {}
 
 
 class Collected(Record, frozen=True, kw_only=True):

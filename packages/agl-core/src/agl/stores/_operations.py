@@ -158,10 +158,7 @@ def append_spans(tables: Tables, spans: Sequence[Span]) -> None:
     """See :meth:`agl.contracts.Store.append_spans`."""
     rules.check_spans(spans)
     for attempt_id, rollout_id in dict.fromkeys((span.attempt_id, span.rollout_id) for span in spans):
-        if attempt_id:
-            need_held(tables, attempt_id)
-        else:
-            need_rollout(tables, rollout_id)
+        _ = need_held(tables, attempt_id) if attempt_id else need_rollout(tables, rollout_id)
     tables.insert_spans(spans)
 
 

@@ -293,8 +293,7 @@ def settle(claim: Claim, outcome: Outcome, *, now: float) -> Claim | None:
         )
     if attempt.status == "running":
         return decide(claim, status=outcome.status, error=outcome.error, now=now)
-    is_repeated = attempt.status == outcome.status and (attempt.status == "lost" or attempt.error == outcome.error)
-    if is_repeated:
+    if attempt.status == outcome.status and (attempt.status == "lost" or attempt.error == outcome.error):
         return None
     why = f" ({attempt.error.message})" if attempt.error else ""
     raise FencedError(

@@ -1,6 +1,7 @@
 """Describes versions of resources: their text, lineage, labels, scores and rewards."""
 
 import difflib
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -14,17 +15,26 @@ from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
 from agl_run.comparison import interval
 from agl_run.experiment import labels
 from agl_run.experiment.collect import group_id_of
+from agl_run.experiment.plan import TRIAL
 
 _MANY = 1000
 
 
 class ListedVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A version in a list; ``why`` is the decision of the search that made it, with its reason."""
+    """A version in a list.
+
+    Attributes:
+        why: The decision of the search that made it, with its reason.
+        origin: The algorithm and step that made it, or the experiment whose first version it is; ``""`` if unknown.
+        tried: The trials by ``agl dev`` that ran with it, such as ``2 rollouts of sums-dev``.
+    """
 
     version: ResourceVersion
     labels: list[str]
     score: str
     why: str = ""
+    origin: str = ""
+    tried: str = ""
 
 
 class ShownVersion(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -66,13 +76,45 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     pointing = {n: await labels.labels_of(store, n) for n in names}
     scores = {(score.name, score.version): _words(score) for n in names for score in await store.scores(n)}
     tried = [] if name is None else await candidates_of(store, name)
+    trials = {} if name is None else await _trials(store, name, kept)
     found: list[ListedVersion] = []
     for v in kept:
         score = scores.get((v.name, v.version)) or score_of(v.metadata)
         owner = owner_of(v, tried)
         why = f"{owner.decision}: {owner.why}".removesuffix(": ") if owner and owner.parents else ""
-        found.append(ListedVersion(version=v, labels=_pointing(pointing[v.name], v.version), score=score, why=why))
+        found.append(
+            ListedVersion(
+                version=v,
+                labels=_pointing(pointing[v.name], v.version),
+                score=score,
+                why=why,
+                origin=origin_of(v),
+                tried=trials.get(v.version, ""),
+            )
+        )
     return found
+
+
+def origin_of(version: ResourceVersion) -> str:
+    """Name what made a version: an algorithm with its step, or the experiment that began with it; ``""`` if unknown."""
+    if version.algorithm:
+        return f"{version.algorithm} step {version.step}"
+    experiment = version.metadata.get("experiment")
+    return f"the experiment {experiment}" if experiment else ""
+
+
+async def _trials(store: Store, name: str, versions: Sequence[ResourceVersion]) -> dict[str, str]:
+    """Count the rollouts of trials by ``agl dev`` that ran with each version, by version."""
+    experiments = {record.name for record in await store.experiments()}
+    experiments |= {str(v.metadata["experiment"]).removesuffix(TRIAL) for v in versions if "experiment" in v.metadata}
+    counts: Counter[tuple[str, str]] = Counter()
+    for trial in sorted(f"{experiment}{TRIAL}" for experiment in experiments):
+        async for page in pages(store, RolloutQuery(experiment=trial, limit=_MANY)):
+            counts.update((rollout.resources[name], trial) for rollout in page if name in rollout.resources)
+    found: dict[str, list[str]] = {}
+    for (version, trial), count in counts.items():
+        found.setdefault(version, []).append(f"{count} rollout{'' if count == 1 else 's'} of {trial}")
+    return {version: ", ".join(words) for version, words in found.items()}
 
 
 async def shown(store: Store, name: str, which: str | None) -> ShownVersion:

@@ -13,7 +13,7 @@ from agl.errors import ConfigError
 from agl_run.cli.candidates import COLUMNS, Candidate, candidates_of
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
-from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, shown, text_of
+from agl_run.cli.lineage import Arm, ListedVersion, ShownVersion, arms, diff, listed, origin_of, shown, text_of
 from agl_run.cli.main import OpenGroup
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json, print_table, short, visible, when
@@ -54,7 +54,7 @@ def list_(
     if as_json:
         print_json(found)
         return
-    columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "what")
+    columns = ("name", "version", "parent", "made by", "step", "created", "labels", "score", "trials", "what")
     print_table(columns, [_row(item) for item in found], whole=("version",))
 
 
@@ -284,18 +284,20 @@ def _row(item: ListedVersion) -> tuple[str, ...]:
         version.name,
         version.version,
         version.parent or "-",
-        version.algorithm or "-",
+        version.algorithm or item.origin or "-",
         str(version.step or "-"),
         when(version.created_at),
         ", ".join(item.labels) or "-",
         item.score or "-",
+        item.tried or "-",
         short(text_of(version.resource), 40),
     )
 
 
 def _lines(found: ShownVersion) -> list[str]:
     version = found.version
-    lines = [f"{version.name} {version.version}, made by {version.algorithm or 'a person'}, {when(version.created_at)}"]
+    maker = version.algorithm or origin_of(version) or "a person"
+    lines = [f"{version.name} {version.version}, made by {maker}, {when(version.created_at)}"]
     lines += [f"labels: {', '.join(found.labels)}"] if found.labels else []
     lines += [f"lineage: {' <- '.join([version.version, *found.ancestors])}"]
     lines += [f"{key}: {short(value, 200)}" for key, value in version.metadata.items()]

@@ -102,12 +102,13 @@ def _story(versions: Sequence[ListedVersion]) -> Iterator[str]:
     yield f"{name}: {len(published)} published versions, {len(versions) - len(published)} candidates"
     for item in versions:
         version = item.version
-        made = f"by {version.algorithm} step {version.step}" if version.algorithm else "given"
+        made = f"by {item.origin}" if version.algorithm else f"given by {item.origin}" if item.origin else "given"
         names = f", labels {', '.join(item.labels)}" if item.labels else ""
         tried = " (candidate)" if version.metadata.get("candidate") else ""
         score = f", score {item.score}" if item.score else ""
         why = f"; {item.why}" if item.why else ""
-        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}{why}"
+        trials = f"; tried by agl dev: {item.tried}" if item.tried else ""
+        yield f"- {version.version}{tried} from {version.parent or '-'}, {made}{score}{names}{why}{trials}"
     yield from diff(published[0].version, published[-1].version)
 
 

@@ -1,19 +1,28 @@
 """``agl why``: explain the outcome of every recorded model call: its training row, or the reason for its rejection."""
 
 import click
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from agl import PluginManager
 from agl.contracts import Store
 from agl.episodes import build_episode
-from agl.schemas import Episode, Json, Span
+from agl.schemas import Episode, Json, Record, Span
 from agl_run.cli.completion import complete_rollout
 from agl_run.cli.context import pass_manager
 from agl_run.cli.opening import store_option, with_store
 from agl_run.cli.output import echo, json_option, print_json
 from agl_run.cli.query import deciding, find
 from agl_run.cli.span_reader import SpanReader
-from agl_run.explain import explain
+from agl_run.explain import explain, explain_training
+from agl_run.training_records import TrainingRecord, training_of
+
+
+class ShownTraining(Record, frozen=True, kw_only=True):
+    """A record of training, and whether the step that it is about was saved."""
+
+    record: TrainingRecord
+    is_saved: bool
 
 
 @click.command()
@@ -31,21 +40,26 @@ def why(
     store_url: str | None,
     as_json: bool,
 ) -> None:
-    """Explain the outcome of every model call of ROLLOUT_ID.
+    """Explain the outcome of every model call of ROLLOUT_ID, and what each step of an algorithm did with it.
 
     The beginning of an id suffices where it is unique; "latest" is the newest rollout.
     """
 
-    async def load(store: Store) -> tuple[Episode, list[Span]]:
+    async def load(store: Store) -> tuple[Episode, list[Span], list[ShownTraining]]:
         rollout = await find(store, rollout_id)
         attempts = await store.attempts(rollout.rollout_id)
         readers = [SpanReader(store, rollout.rollout_id, name) for name in ("", *(one.attempt_id for one in attempts))]
         spans = [_without_text(span) for reader in readers async for span in reader]
         attempt = deciding(rollout, attempts)
-        return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans
+        training = [
+            ShownTraining(record=record, is_saved=await _is_saved(store, rollout.rollout_id, record))
+            for record in training_of(spans)
+        ]
+        return build_episode(rollout, attempt, spans, agent_match=agents, policy=policy), spans, training
 
-    episode, spans = with_store(manager, store_url, load)
+    episode, spans, training = with_store(manager, store_url, load)
     lines = explain(episode, spans)
+    lines += [line for shown in training for line in explain_training(shown.record, is_saved=shown.is_saved)]
     if as_json:
         calls = [
             {"span_id": call.span_id, "agent": call.agent, "turn": call.turn, "row": call.branch, "start": call.start}
@@ -53,10 +67,19 @@ def why(
             for call in episode.transitions
         ]
         found = {"rollout_id": episode.rollout.rollout_id, "reward": episode.reward, "rewards": episode.rewards}
-        print_json({**found, "calls": calls, "text": lines})
+        steps = [{**to_builtins(shown.record), "is_saved": shown.is_saved} for shown in training]
+        print_json({**found, "calls": calls, "training": steps, "text": lines})
         return
     for line in lines:
         echo(line)
+
+
+async def _is_saved(store: Store, rollout_id: str, record: TrainingRecord) -> bool:
+    """Return false for training that no saved step accounts for, because the process ended before it was saved."""
+    if not record.is_trained or not await store.experiments(record.experiment):
+        return True
+    steps = await store.trained(record.experiment, run=record.run, algorithm=record.algorithm, rollout_ids=[rollout_id])
+    return steps.get(rollout_id) == record.step
 
 
 def _without_text(span: Span) -> Span:

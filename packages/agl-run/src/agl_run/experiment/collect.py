@@ -24,6 +24,7 @@ from agl_run.experiment.hints import proposal
 from agl_run.experiment.plan import NAME, Plan
 from agl_run.experiment.sampling import SamplingReport
 from agl_run.replay.plan import REPLAY, CounterfactualCredit
+from agl_run.training_records import TrainingRecord, save_training
 
 T = TypeVar("T")
 
@@ -233,7 +234,7 @@ class Collector:
         self._agreement.report(episodes, trains=trains)
         if not trains:
             return Collected(episodes=tuple(episodes))
-        kept, dropped = self._apply_policies(episodes)
+        kept, dropped = await self._apply_policies(episodes, step=step)
         if episodes and not kept:
             raise RunError(_nothing_left(episodes, dropped, store_url=self._store_url))
         if self._needs_ids:
@@ -259,7 +260,7 @@ class Collector:
         episodes = await read_episodes(self._store, [r.rollout_id for r in rollouts], selection=self._selection)
         self._names.check(episodes, trains=False)
         self._agreement.report(episodes, trains=True)
-        return self._apply_policies(episodes)
+        return await self._apply_policies(episodes, step=0)
 
     async def pinned_before(
         self, task: Json, *, step: int, mode: Literal["train", "val", "test"]
@@ -336,22 +337,29 @@ class Collector:
         self._done += done
         self._progress(self._done, self._asked, "")
 
-    def _apply_policies(self, episodes: Sequence[Episode]) -> tuple[list[Episode], dict[str, int]]:
+    async def _apply_policies(self, episodes: Sequence[Episode], *, step: int) -> tuple[list[Episode], dict[str, int]]:
+        """Return the episodes that are kept and the number of others by reason; keeps the reasons for ``agl why``."""
         section = self._plan.config.experiment
         kept: list[Episode] = []
-        dropped: Counter[str] = Counter()
+        dropped: dict[str, str] = {}
         for episode in episodes:
             is_failed = episode.rollout.status != "succeeded"
             refusal = self._agreement.refusal(episode)
             if refusal:
-                dropped[refusal] += 1
+                dropped[episode.rollout.rollout_id] = refusal
             elif not is_failed and episode.reward is not None:
                 kept.append(episode)
             elif (section.failed if is_failed else section.missing_reward) == "penalise":
                 kept.append(_with_reward(episode, section.penalty))
             else:
-                dropped[f"{episode.rollout.status}" if is_failed else "no reward"] += 1
-        return kept, dict(dropped)
+                dropped[episode.rollout.rollout_id] = f"{episode.rollout.status}" if is_failed else "no reward"
+        if dropped and self._needs_ids:
+            await save_training(self._store, {name: self._left_out(why, step) for name, why in dropped.items()})
+        return kept, dict(Counter(dropped.values()))
+
+    def _left_out(self, reason: str, step: int) -> TrainingRecord:
+        name = self._plan.name
+        return TrainingRecord(experiment=name, run=self._run, algorithm=self._caller, step=step, note=reason)
 
 
 class EpisodeSelection(Record, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ from agl_run.experiment.settings import changed_settings, training_settings
 from agl_run.experiment.silence import SilenceWatch
 from agl_run.experiment.state import AlgorithmState
 from agl_run.experiment.waiting import StepTimes, steps_in_all, told
+from agl_run.training_records import TrainingRecord, save_training
 
 
 class Driver:
@@ -301,7 +302,8 @@ class DrivenAlgorithm:
             state=dict(self._algorithm.state()),
             settings=self._settings,
         )
-        report = msgspec.structs.replace(report, published=tuple(self._published) or report.published)
+        await self._keep_uses(report)
+        report = msgspec.structs.replace(report, published=tuple(self._published) or report.published, uses={})
         await self._driver.commit(name, self._state, report)
         self.is_finished = report.is_finished
         self._driver.progress.update(f"{name} rollouts", 0, 0)
@@ -318,6 +320,17 @@ class DrivenAlgorithm:
         algorithm, self._algorithm = self._algorithm, None
         if algorithm is not None:
             await algorithm.close()
+
+    async def _keep_uses(self, report: StepReport) -> None:
+        """Store what the step did with each call; before the step is saved, so that no saved step lacks it."""
+        driver, algorithm, step = self._driver, self._config.name, report.step
+        records = {
+            rollout_id: TrainingRecord(
+                experiment=driver.name, run=driver.state.run, algorithm=algorithm, step=step, calls=calls
+            )
+            for rollout_id, calls in report.uses.items()
+        }
+        await save_training(driver.session.store, records)
 
     def _build(self) -> Algorithm:
         manager = self._driver.session.plan.manager

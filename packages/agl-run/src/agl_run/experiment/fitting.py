@@ -15,7 +15,7 @@ from agl_run.experiment.continuation import Beginning, begin, is_of_another_agen
 from agl_run.experiment.drive import DrivenAlgorithm, Driver
 from agl_run.experiment.failures import error_of
 from agl_run.experiment.finished import experiment_of
-from agl_run.experiment.plan import VALIDATION, Plan
+from agl_run.experiment.plan import TRIAL, VALIDATION, Plan
 from agl_run.experiment.progress import Progress
 from agl_run.experiment.result_text import Rows, as_html, as_text, episode_rows, pairs, reward_text
 from agl_run.experiment.retention import retain_after_run
@@ -165,7 +165,7 @@ async def dev_plan(
 ) -> DevResult:
     """Run the agent on a few tasks, as the experiment ``record_as`` or ``NAME-dev``."""
     name = plan.name
-    plan = plan.renamed(record_as or f"{name}-dev")
+    plan = plan.renamed(record_as or f"{name}{TRIAL}")
     session = Session(plan)
     try:
         store = await session.open_store()
@@ -176,6 +176,9 @@ async def dev_plan(
             name=plan.name, run=previous.run if previous else 1, live=previous.live if previous else {}
         )
         await session.start(state, say=progress.say)
+        for key, resource in plan.resources.items():
+            if session.live.current(key).resource != resource:
+                progress.say(_other_text(key, session.live.current(key).version))
         driver = Driver(session, state, progress=progress, is_trial=True)
         chosen = list(plan.train or plan.val)[:tasks]
         config = plan.config.algorithm[0] if plan.config.algorithm else None
@@ -186,6 +189,14 @@ async def dev_plan(
     finally:
         progress.close()
         await session.close()
+
+
+def _other_text(name: str, version: str) -> str:
+    return (
+        f"{name}: the trial uses the version {version}, which the experiment has reached or a label points at, and not "
+        "what the experiment's file says, which differs; to try the file's, give the experiment another name: "
+        "--set experiment.name=NAME"
+    )
 
 
 async def _start(session: Session, beginning: Beginning, progress: Progress) -> tuple[Driver, list[DrivenAlgorithm]]:

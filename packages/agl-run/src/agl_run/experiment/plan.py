@@ -26,6 +26,9 @@ MAX_NAME = 80
 VALIDATION = "validate"
 """Name of validation in rollout ids and metrics; no algorithm may have it."""
 
+TRIAL = "-dev"
+"""The end of the name of the experiment that a trial by ``agl dev`` is recorded as."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:

@@ -13,7 +13,7 @@ import msgspec
 
 from agl.contracts import POLICY_KEY_ENV, ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
-from agl.schemas import LLM, ErrorInfo, Outcome, ResourceVersion
+from agl.schemas import LLM, ErrorInfo, Json, Outcome, ResourceVersion
 from agl.stores import read_recordings
 from agl_run.experiment.address import advertised_url, local_url
 from agl_run.experiment.build import build_exporters, no_token_ids
@@ -248,7 +248,10 @@ class Session:
         for name, resource in initial.items():
             if name not in state.live and not await self._start_from_label(name):
                 version = f"{self.plan.name}-{state.run}-initial"
-                first = ResourceVersion(name=name, version=version, resource=resource, created_at=time.time())
+                origin: dict[str, Json] = {"experiment": self.plan.name}
+                first = ResourceVersion(
+                    name=name, version=version, resource=resource, created_at=time.time(), metadata=origin
+                )
                 self.live.set(await self.live.publish(first))
 
     async def _start_from_label(self, name: str) -> bool:
