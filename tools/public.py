@@ -19,6 +19,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.dialects",
         "agl.episodes",
         "agl.errors",
+        "agl.hints",
         "agl.schemas",
         "agl.semconv",
         "agl.stores",

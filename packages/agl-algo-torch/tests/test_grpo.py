@@ -210,7 +210,7 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(mo
     [
         ({"estimator": "gae"}, "No estimator is named 'gae'.*rloo"),
         ({"estimator": "remax"}, "greedy rollout of every task, and grpo makes none"),
-        ({"loss": "gspoo"}, "No loss is named 'gspoo'. Did you mean 'gspo'"),
+        ({"loss": "gspoo"}, "No loss is named 'gspoo'; did you mean 'gspo'"),
         ({"entropy_coef": -1.0}, "entropy_coef = -1.0; give 0"),
         ({"tis_floor": 0.5}, 'only tis_mode = "mask" reads'),
         ({"aggregation": "mean"}, "aggregation = 'mean'.*token"),

@@ -46,7 +46,7 @@ def test_a_function_of_ones_own_is_an_estimator() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("gspoo", {}, r"No loss is named 'gspoo'\. Did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
+        ("gspoo", {}, r"No loss is named 'gspoo'; did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
         ("gspo", {"clip_hi": 1}, "loss 'gspo' takes no parameter 'clip_hi'; did you mean 'clip_high'"),
         ("gspo", {"clip_high": "much"}, "'clip_high' is wrong: Expected `float`, got `str`; got 'much'"),
         ("gpg", {"scale": 1}, "its parameters are: none"),

@@ -12,7 +12,6 @@ import importlib
 import inspect
 import sys
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -20,6 +19,7 @@ import msgspec
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.entries import EstimatorEntry, LossEntry
 
@@ -85,10 +85,10 @@ def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[
     found = ours | {entry.name: entry for entry in _foreign(hook, record)}
     if name in found:
         return found[name]
-    near = get_close_matches(name, found, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = did_you_mean(name, found)
     raise ConfigError(
-        f"No {kind} is named {name!r}.{hint} Use one of: {', '.join(found)}; or module:name for a function of your own."
+        f"No {kind} is named {name!r}{f'; {near}' if near else '.'} Use one of: {', '.join(found)}; or module:name for "
+        "a function of your own."
     )
 
 
@@ -137,9 +137,11 @@ def _checked(component: str, factory: Any, params: Mapping[str, Any]) -> dict[st
     names = [parameter.name for parameter in keywords]
     unknown = [name for name in params if name not in names]
     if unknown:
-        near = get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {near[0]!r}? Its parameters are" if near else "its parameters are"
-        raise ConfigError(f"{component} takes no parameter {unknown[0]!r}; {hint}: {', '.join(names) or 'none'}")
+        near = did_you_mean(unknown[0], names)
+        hint = f"{near} Its" if near else "its"
+        raise ConfigError(
+            f"{component} takes no parameter {unknown[0]!r}; {hint} parameters are: {', '.join(names) or 'none'}"
+        )
     absent = [p.name for p in keywords if p.default is p.empty and p.name not in params]
     if absent:
         raise ConfigError(f"{component} needs the parameter {absent[0]!r}; its parameters are: {', '.join(names)}")

@@ -201,11 +201,7 @@ def open_attempt(rollout: Rollout, *, worker: str, claim_id: str, lease_s: float
         started_at=now,
     )
     running = replace(
-        rollout,
-        status="running",
-        attempts=number,
-        attempt_id=attempt.attempt_id,
-        started_at=rollout.started_at or now,
+        rollout, status="running", attempts=number, attempt_id=attempt.attempt_id, started_at=rollout.started_at or now
     )
     return Claim(rollout=running, attempt=attempt)
 
