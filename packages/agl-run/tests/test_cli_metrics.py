@@ -88,7 +88,7 @@ def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
     [
         (["other"], "experiment 'other' has no metrics; choose from: calc"),
         (["--algorithm", "ppo"], "no algorithm 'ppo' logged metrics; choose from: grpo, validate"),
-        (["--name", "rewards"], "there is no metric 'rewards'; choose from: loss, reward"),
+        (["--name", "rewards"], "there is no metric 'rewards'; did you mean 'reward'?"),
     ],
 )
 def test_absent_metric_is_answered_with_those_that_exist(store: str, words: list[str], expected: str) -> None:

@@ -154,7 +154,7 @@ def test_compare_reports_both_arms_and_the_ratio(run: Callable[..., Result]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("list", "promt"), "unknown resource 'promt'; there are ['prompt', 'tools']"),
+        (("list", "promt"), "unknown resource 'promt'; did you mean 'prompt'?"),
         (("show", "prompt", "v9"), "unknown version 'prompt@v9'"),
         (("promote", "prompt", "v1", "--label", "a/b"), "may hold letters"),
         (("rollback", "tools"), "unknown label 'tools/production'"),

@@ -10,6 +10,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.curves import STEP, Curve, curves_of, drawn, save_picture
@@ -83,7 +84,7 @@ def plot(
         if not curves:
             raise ConfigError(
                 f"there is no metric {over!r} at the steps of {', '.join(wanted)}; "
-                f"{_choice(sorted({metric.name for metric in every}))}"
+                f"{_choice(over, sorted({metric.name for metric in every}))}"
             )
         return curves
 
@@ -104,19 +105,20 @@ async def _read(store: Store, experiment: str | None, algorithm: str | None, nam
     name = experiment or await _only_experiment(store)
     every = await store.metrics(name)
     if not every:
-        raise ConfigError(f"experiment {name!r} has no metrics; {_choice(await _experiments(store))}")
+        raise ConfigError(f"experiment {name!r} has no metrics; {_choice(name, await _experiments(store))}")
     own = [metric for metric in every if algorithm in (None, metric.algorithm)]
     if not own:
-        raise ConfigError(f"no algorithm {algorithm!r} logged metrics; {_choice(_algorithms(every))}")
+        raise ConfigError(f"no algorithm {algorithm!r} logged metrics; {_choice(algorithm or '', _algorithms(every))}")
     found = [m for m in own if not names or any(fnmatchcase(m.name, pattern) for pattern in names)]
     if not found:
         asked = ", ".join(names)
-        raise ConfigError(f"there is no metric {asked!r}; {_choice(sorted({m.name for m in own}))}")
+        raise ConfigError(f"there is no metric {asked!r}; {_choice(asked, sorted({m.name for m in own}))}")
     return found
 
 
-def _choice(names: Sequence[str]) -> str:
-    return f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
+def _choice(name: str, names: Sequence[str]) -> str:
+    choice = f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
+    return did_you_mean(name, names, otherwise=choice)
 
 
 async def _experiments(store: Store) -> list[str]:
@@ -127,7 +129,7 @@ async def _only_experiment(store: Store) -> str:
     names = await _experiments(store)
     if len(names) != 1:
         which = "name the experiment" if names else "no experiment of this store has metrics"
-        raise ConfigError(f"{which}; {_choice(names)}")
+        raise ConfigError(f"{which}; {_choice('', names)}")
     return names[0]
 
 
