@@ -22,6 +22,7 @@ from agl.errors import ConfigError
 from agl.hints import did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.entries import EstimatorEntry, LossEntry
+from agl_objectives.trial import try_estimator, try_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -53,17 +54,21 @@ class FoundEstimator:
 def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
     """Return the loss of that name with its parameters.
 
-    Raises ConfigError for an unknown name, with the nearest and all known ones, and for parameters that it does not
-    take.
+    Raises ConfigError for an unknown name, with the nearest and all known ones, for parameters that it does not take,
+    and for what `trial.try_loss` refuses.
     """
     entry = _entry("loss", name, LossEntry, hook="agl_losses", known=own.agl_losses)
-    return FoundLoss(entry=entry, call=_built("loss", entry, params or {}))
+    call: Loss = _built("loss", entry, params or {})
+    try_loss(name, call)
+    return FoundLoss(entry=entry, call=call)
 
 
 def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundEstimator:
     """Return the estimator of that name with its parameters; raises ConfigError as `find_loss` does."""
     entry = _entry("estimator", name, EstimatorEntry, hook="agl_estimators", known=own.agl_estimators)
-    return FoundEstimator(entry=entry, call=_built("estimator", entry, params or {}))
+    call: Estimator = _built("estimator", entry, params or {})
+    try_estimator(name, call)
+    return FoundEstimator(entry=entry, call=call)
 
 
 def losses() -> list[LossEntry]:

@@ -65,7 +65,8 @@ def _missing(path: Path) -> str:
     if path.is_file():
         return f"{str(path)!r} is a file, and a model is the folder {str(path.parent)!r}."
     parent = next(parent for parent in path.parents if parent.is_dir())
-    name, there = path.relative_to(parent).parts[0], sorted(each.name for each in parent.iterdir() if each.is_dir())
+    name = path.relative_to(parent).parts[0]
+    there = sorted(each.name for each in parent.iterdir() if each.is_dir() and each.name[0] not in "._")
     listed = f"it has {', '.join(there[:8])}." if there else "it has no folders."
     return f"there is no {name!r} in {str(parent)!r}; {did_you_mean(name, there, otherwise=listed)}"
 
