@@ -253,3 +253,12 @@ def test_credit_of_an_algorithm_on_prompts_is_a_warning(tmp_path: Path, install_
     assert 0 == result.exit_code, result.output
     assert "warning: credit of the algorithm 'tuner' has no effect" in result.output
     assert "this one tunes text; remove it" in result.output
+
+
+def test_work_that_takes_longer_than_a_second_is_told_on_standard_error(tmp_path: Path) -> None:
+    slow = f"import time\n{AGENT}time.sleep(1.5)\n"
+    result = check(tmp_path, agent=slow)
+    assert 0 == result.exit_code, result.output
+    first, last = result.stderr.splitlines()
+    assert ("reading e.toml, its tasks and its agent ...", True) == (first, ": done after " in last)
+    assert "reading" not in result.stdout

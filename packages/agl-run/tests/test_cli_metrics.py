@@ -163,7 +163,7 @@ def test_picture_of_a_search_holds_interval_and_published_versions(searched: str
 
 def test_axis_that_no_step_has_is_answered_with_the_metrics_that_exist(searched: str) -> None:
     result = agl("plot", "--store", searched, "--name", "score", "--over", "rollouts")
-    expected = (
-        "there is no metric 'rollouts' at the steps of score; choose from: score, score_high, score_low, spent_rollouts"
-    )
+    expected = "there is no metric 'rollouts' at the steps of score; did you mean 'spent_rollouts'?"
     assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
+    result = agl("plot", "--store", searched, "--name", "score", "--over", "money")
+    assert "choose from: score, score_high, score_low, spent_rollouts" in result.output

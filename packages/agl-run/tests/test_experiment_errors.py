@@ -228,8 +228,10 @@ def test_task_that_is_not_json_is_named() -> None:
 
 def test_missing_file_lists_the_files_beside_it(tmp_path: Path) -> None:
     (tmp_path / "experiment.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"no experiment file .*there is experiment\.toml"):
+    with pytest.raises(ConfigError, match=r"no experiment file .*did you mean 'experiment\.toml'"):
         load_config(tmp_path / "experimet.toml")
+    with pytest.raises(ConfigError, match=r"no experiment file .*there is experiment\.toml"):
+        load_config(tmp_path / "other.toml")
 
 
 def test_invalid_toml_is_named_with_its_line(tmp_path: Path) -> None:
