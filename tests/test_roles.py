@@ -229,6 +229,15 @@ def test_dev_tells_patterns_that_match_nobody(folder, server, caplog):
     assert [f"{setting} matched none of the agents, nodes and roles of the first rollouts; {SEEN}"] == warned(caplog)
 
 
+def test_role_of_a_credit_that_matches_nobody_is_told(folder, server, caplog):
+    file = experiment(folder, server)
+    file.write_text(file.read_text().replace("rewrite = {", "revise = {"))
+    result = CliRunner().invoke(cli, ["run", str(file)])
+    assert 0 == result.exit_code, result.output
+    setting = "credit of the algorithm 'writing': the role 'revise'"
+    assert [f"{setting} matched none of the first rollouts; {SEEN}"] == warned(caplog)
+
+
 PROMPTS = """
 import agl
 from agl.contracts import StepReport
@@ -236,6 +245,9 @@ from agl.contracts import StepReport
 
 class Prompts:
     needs_token_ids = False
+
+    def __init__(self, *, roles=None):
+        pass
 
     async def setup(self, context):
         self._context = context
@@ -261,14 +273,26 @@ def agl_algorithms():
 
 
 @pytest.mark.parametrize(
-    ("agents", "told"),
+    ("line", "told"),
     [
-        ("author", [f"algorithm 'prompts': agents = 'author' matched no agent, node or role; {SEEN}"]),
-        ("author|write", ["algorithm 'prompts': agents = 'author|write': 'author' matched no agent, node or role in"]),
-        ("critic|write", []),
+        ('params = { roles = { text = "critic|write" } }', []),
+        (
+            'params = { roles = { text = "author" } }',
+            [f"algorithm 'prompts': roles.text = 'author' matched none of the first rollouts; {SEEN}"],
+        ),
+        (
+            'params = { roles = { text = "write|author" } }',
+            ["algorithm 'prompts': roles.text = 'write|author': 'author' matched no agent, node or role"],
+        ),
+        ('agents = "author"', [f"algorithm 'prompts': agents = 'author' matched no agent, node or role; {SEEN}"]),
+        (
+            'agents = "author|write"',
+            ["algorithm 'prompts': agents = 'author|write': 'author' matched no agent, node or role in"],
+        ),
+        ('agents = "critic|write"', []),
     ],
 )
-def test_algorithm_on_prompts_tells_agents_that_match_nobody(folder, server, agl_plugins, caplog, agents, told):
+def test_algorithm_on_prompts_tells_agents_and_roles_that_match_nobody(folder, server, agl_plugins, caplog, line, told):
     agl_plugins.install(PROMPTS, name="prompts-toy")
     file = folder / "prompts.toml"
     file.write_text(f"""
@@ -286,7 +310,7 @@ aliases = ["gpt-*"]
 template = "hi"
 [[algorithm]]
 use = "prompts"
-agents = "{agents}"
+{line}
 """)
     result = CliRunner().invoke(cli, ["run", str(file)])
     assert 0 == result.exit_code, result.output

@@ -30,6 +30,7 @@ lora_rank = 16          # LoRA adapters instead of all weights; 0 trains all
 In Python the same is `agl.GRPO(tunes="small", lr=1e-5, lora_rank=16)`.
 `tunes`, `agents`, `source`, `credit` and `name` are keys of the entry: see [Experiment file](experiment-file.md).
 `agl check` refuses unknown parameters, values of the wrong type or sign, and a budget that is too small for the tasks.
+It calls the functions of `loss` and `estimator` once and refuses those that give no numbers to learn from.
 """
 
 

@@ -19,6 +19,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl.dialects",
         "agl.episodes",
         "agl.errors",
+        "agl.hints",
         "agl.schemas",
         "agl.semconv",
         "agl.stores",
@@ -33,6 +34,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "agl_objectives.kl",
         "agl_objectives.registry",
         "agl_objectives.testing",
+        "agl_objectives.trial",
     ),
     "agl-run": ("agl_run", "agl_run.commands", "agl_run.lightning", "agl_run.replay", "agl_run.sql"),
     "agl-testing": (

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from agl import hints
 from tools.public import ROOT
 from tools.release import needs_of, projects
 
@@ -44,3 +45,11 @@ def test_page_that_installs_from_the_index_leads_to_the_lines_for_a_checkout():
     with_line = [page for page in PAGES if page != INSTALL and SHORT.search(page.read_text())]
     assert len(with_line) > 20
     assert [] == [page for page in with_line if not re.search(r"\]\([\w./-]*install\.md\)", page.read_text())]
+
+
+@pytest.mark.parametrize("name", PROJECTS)
+def test_message_of_a_checkout_installs_as_the_page_does(name, monkeypatch):
+    monkeypatch.setattr(hints, "__file__", str(ROOT / "packages/agl-core/src/agl/hints.py"))
+    monkeypatch.chdir(ROOT)
+    said = re.findall(r"-e packages/([\w-]+)", hints.pip_install(name))
+    assert (set(from_checkout(name)), name) == (set(said), said[-1])

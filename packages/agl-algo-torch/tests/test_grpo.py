@@ -15,6 +15,7 @@ from agl.schemas import CallCredit, ResourceVersion, Rollout, Weights
 from agl_algo_torch.grpo import GRPO
 from agl_algo_torch.model import load_model
 from agl_algo_torch.preparation import prepare
+from agl_objectives.contract import LossTerms, TokenBatch
 from agl_objectives.estimators import dr_grpo
 from agl_testing.conformance import AlgorithmConformance, AlgorithmScenario
 from agl_testing.conformance.bench import AlgorithmBench
@@ -210,12 +211,18 @@ def test_credit_of_finished_advantages_is_said_to_leave_the_estimator_nothing(mo
     assert 'the credit gave 8 of 16 calls finished advantages, in which estimator = "rloo" has no part' in line
 
 
+def summed(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=-(tokens.advantages_M * tokens.logp_M).sum())
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
         ({"estimator": "gae"}, "No estimator is named 'gae'.*rloo"),
         ({"estimator": "remax"}, "greedy rollout of every task, and grpo makes none"),
-        ({"loss": "gspoo"}, "No loss is named 'gspoo'. Did you mean 'gspo'"),
+        ({"loss": f"{__name__}:summed"}, "summed' returned loss_M = .* for 6 trained tokens; return LossTerms"),
+        ({"estimator": f"{__name__}:summed"}, "summed' raised AttributeError: .*advantages_M"),
+        ({"loss": "gspoo"}, "No loss is named 'gspoo'; did you mean 'gspo'"),
         ({"entropy_coef": -1.0}, "entropy_coef = -1.0; give 0"),
         ({"tis_floor": 0.5}, 'only tis_mode = "mask" reads'),
         ({"aggregation": "mean"}, "aggregation = 'mean'.*token"),

@@ -153,14 +153,14 @@ def test_the_largest_ratio_is_that_of_the_policy_to_the_old_one() -> None:
 
 
 def bare(tokens: TokenBatch) -> Any:
-    return -tokens.logp_M
+    return -tokens.logp_M if len(tokens.logp_M) == 8 else LossTerms(loss_M=-tokens.logp_M)
 
 
-def averaged(tokens: TokenBatch) -> LossTerms:
-    return LossTerms(loss_M=-tokens.logp_M.mean())
+def cut(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=-tokens.logp_M[:6])
 
 
-@pytest.mark.parametrize(("loss", "got"), [(bare, "Tensor"), (averaged, r"loss_M of the shape \[\]")])
+@pytest.mark.parametrize(("loss", "got"), [(bare, "Tensor"), (cut, r"loss_M = \[.*\]")])
 def test_a_loss_that_gives_no_number_for_each_token_is_refused(loss: Any, got: str) -> None:
     made = objective(f"{__name__}:{loss.__name__}")
     with pytest.raises(ConfigError, match=f"{loss.__name__}' returned {got} for 8 trained tokens; return LossTerms"):

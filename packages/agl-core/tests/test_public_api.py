@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -14,6 +15,7 @@ import agl
 from agl import ConfigError, PluginManager, errors
 from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
 from agl.errors import UnknownComponentError
+from agl.hints import pip_install
 
 MODULES = [
     "agl",
@@ -22,6 +24,7 @@ MODULES = [
     "agl.dialects",
     "agl.episodes",
     "agl.errors",
+    "agl.hints",
     "agl.schemas",
     "agl.stores",
     "agl.tracing",
@@ -74,10 +77,8 @@ def test_unknown_name_is_an_attribute_error():
 def test_trainer_says_what_to_install_where_agl_run_is_missing():
     code = "import sys; sys.modules['agl_run'] = None; import agl; agl.LLM; agl.Trainer"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    expected = (
-        "ImportError: agl.Trainer is in the distribution agl-run, which is not installed; run: pip install agl-run"
-    )
-    assert expected == done.stderr.splitlines()[-1]
+    said = f"agl.Trainer is in the distribution agl-run, which is not installed; run: {pip_install('agl-run')}"
+    assert f"ImportError: {said}" == done.stderr.splitlines()[-1]
 
 
 def test_every_error_hangs_below_the_root():
@@ -131,5 +132,5 @@ def test_configuration_is_frozen_and_survives_json():
 
 
 def test_missing_package_of_an_algorithm_says_what_to_install():
-    with pytest.raises(UnknownComponentError, match="pip install agl-algo-verl"):
+    with pytest.raises(UnknownComponentError, match=re.escape(pip_install("agl-algo-verl"))):
         PluginManager().algorithm(agl.VERL().use)

@@ -46,7 +46,7 @@ def test_a_function_of_ones_own_is_an_estimator() -> None:
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("gspoo", {}, r"No loss is named 'gspoo'\. Did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
+        ("gspoo", {}, r"No loss is named 'gspoo'; did you mean 'gspo'\? Use one of: ppo-clip, gspo.*module:name"),
         ("gspo", {"clip_hi": 1}, "loss 'gspo' takes no parameter 'clip_hi'; did you mean 'clip_high'"),
         ("gspo", {"clip_high": "much"}, "'clip_high' is wrong: Expected `float`, got `str`; got 'much'"),
         ("gpg", {"scale": 1}, "its parameters are: none"),
@@ -57,6 +57,71 @@ def test_a_function_of_ones_own_is_an_estimator() -> None:
 def test_what_cannot_be_built_is_refused_with_what_to_write(name: str, params: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_loss(name, params)
+
+
+def sums(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=(tokens.advantages_M * tokens.logp_M).sum())
+
+
+def undefined(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=tokens.logp_M * float("nan"))
+
+
+def detached(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=-tokens.advantages_M * tokens.logp_M.detach())
+
+
+def misspelt(tokens: TokenBatch) -> LossTerms:
+    return LossTerms(loss_M=tokens.advantage_M)  # type: ignore[attr-defined]
+
+
+def bare(tokens: TokenBatch) -> torch.Tensor:
+    return tokens.logp_M
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "sums",
+            r":sums' returned loss_M = .* for 6 trained tokens; return LossTerms\(loss_M=\.\.\.\) with one number",
+        ),
+        ("bare", "returned Tensor for 6 trained tokens"),
+        ("undefined", r"returned \[nan, nan, nan, nan, nan, nan\] for six tokens"),
+        ("detached", "returned numbers without a gradient, from which nothing is learnt"),
+        ("misspelt", r"raised AttributeError: .*'advantage_M'.* at test_registry.py:\d+, when it was called"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused_when_it_is_found(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_loss(f"{__name__}:{name}")
+
+
+def as_tensor(scores: Scores) -> torch.Tensor:
+    return scores.scores_S
+
+
+def divided(scores: Scores) -> Estimates:
+    spread = torch.stack([scores.scores_S[scores.group_S == group].std(correction=0) for group in scores.group_S])
+    return Estimates(found_S=(scores.scores_S - scores.scores_S.mean()) / spread, unit_S=torch.ones(4))
+
+
+def one_each(scores: Scores) -> Estimates:
+    return Estimates(found_S=scores.scores_S, unit_S=torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("as_tensor", r"returned Tensor for four scores; return Estimates\(found_S=\.\.\., unit_S"),
+        ("divided", r"returned found_S = .*inf.* for four scores, of which the last is alone in its group"),
+        ("one_each", r"returned unit_S = \[1\.0\] for four scores"),
+        ("misspelt", "raised AttributeError"),
+    ],
+)
+def test_an_estimator_that_gives_no_advantages_is_refused_when_it_is_found(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_estimator(f"{__name__}:{name}")
 
 
 def test_an_unknown_estimator_is_refused_with_the_known_ones() -> None:

@@ -172,7 +172,8 @@ def test_experiment_that_is_not_recorded_is_refused_with_a_choice(store_of, comm
     assert f"{missing}agl runs lists what is recorded" in invoke(command, "--experiment", "clac").output
     store_of(save, ExperimentRecord(name="calc", status="running"))
     result = invoke(command, "--experiment", "clac")
-    assert (1, True) == (result.exit_code, f"{missing}choose from: calc" in result.output)
+    assert (1, True) == (result.exit_code, f"{missing}did you mean 'calc'?" in result.output)
+    assert "'else' is recorded; choose from: calc" in invoke(command, "--experiment", "else").output
 
 
 def test_runs_are_sorted_and_searched(store_of):
@@ -386,8 +387,10 @@ def test_ambiguous_beginning_lists_the_candidates_and_an_unknown_one_says_so(sto
     result = named(command, "ro-calc-0")
     assert 1 == result.exit_code
     assert "several rollouts begin with 'ro-calc-0': ro-calc-000, ro-calc-001; write more of the id" in result.stderr
-    unknown = named(command, "ro-calc-1")
-    assert (1, True) == (unknown.exit_code, "unknown rollout 'ro-calc-1'; no id begins so" in unknown.stderr)
+    unknown = named(command, "ro-other")
+    assert (1, True) == (unknown.exit_code, "unknown rollout 'ro-other'; no id begins so" in unknown.stderr)
+    slip = named(command, "ro-clac-001")
+    assert (1, True) == (slip.exit_code, "'ro-clac-001'; did you mean 'ro-calc-001'? agl runs lists" in slip.stderr)
 
 
 def test_long_list_of_candidates_is_cut(store_of):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from agl.hints import pip_install
 from agl_run import load_config
 from agl_run.cli.init import TEMPLATES
 from agl_run.cli.main import cli
@@ -39,8 +40,8 @@ def test_answer_names_the_next_steps_and_the_packages_that_are_missing(template:
     folder = tmp_path / "new"
     missing = [name for name in TEMPLATES[template].needs if name not in INSTALLED]
     expected = [
+        *map(pip_install, missing),
         f"cd {folder}",
-        *([f"pip install {' '.join(missing)}"] if missing else []),
         *(f"agl {command} experiment.toml" for command in ("check", "dev", "run")),
     ]
     lines = init(str(folder), "-t", template).output.splitlines()

@@ -90,7 +90,7 @@ def test_picture_shows_every_curve(store: str, tmp_path: Path) -> None:
     [
         (["other"], "experiment 'other' has no metrics; choose from: calc"),
         (["--algorithm", "ppo"], "no algorithm 'ppo' logged metrics of 'calc'; choose from: grpo, validate"),
-        (["--name", "rewards"], "'calc' has no metric 'rewards'; choose from: loss, reward"),
+        (["--name", "rewards"], "'calc' has no metric 'rewards'; did you mean 'reward'?"),
     ],
 )
 def test_absent_metric_is_answered_with_those_that_exist(store: str, words: list[str], expected: str) -> None:
@@ -195,7 +195,7 @@ def test_label_that_is_higher_than_the_picture_keeps_its_end(store: str, tmp_pat
 
 def test_axis_that_no_step_has_is_answered_with_the_metrics_that_exist(searched: str) -> None:
     result = agl("plot", "--store", searched, "--name", "score", "--over", "rollouts")
-    expected = (
-        "there is no metric 'rollouts' at the steps of score; choose from: score, score_high, score_low, spent_rollouts"
-    )
+    expected = "there is no metric 'rollouts' at the steps of score; did you mean 'spent_rollouts'?"
     assert (1, f"Error: {expected}\n") == (result.exit_code, result.output)
+    result = agl("plot", "--store", searched, "--name", "score", "--over", "money")
+    assert "choose from: score, score_high, score_low, spent_rollouts" in result.output

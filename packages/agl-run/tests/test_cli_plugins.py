@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 import agl
+from agl.hints import pip_install
 from agl_run.cli.main import cli
 
 TOY = """
@@ -96,7 +97,7 @@ def test_mistyped_command_gets_the_close_match():
 
 @pytest.mark.skipif(find_spec("agl_gateway") is not None, reason="agl-gateway is installed here")
 def test_command_of_a_missing_package_gets_the_install_line():
-    assert "run: pip install agl-gateway" in invoke("--no-plugins", "serve").stderr
+    assert f"run: {pip_install('agl-gateway')}" in invoke("--no-plugins", "serve").stderr
 
 
 def test_error_is_one_paragraph_and_debug_gives_the_traceback(toy):
@@ -194,5 +195,5 @@ def test_component_whose_extra_is_not_installed_is_named_and_not_wrong(install_p
 
     assert 0 == result.exit_code
     assert "toy: optional: the reward 'toy' needs the Python module" in result.output
-    assert 'pip install "agl-toy[absent]"' in result.output
+    assert "pip install 'agl-toy[absent]'" in result.output
     assert "all well" in result.output

@@ -207,7 +207,7 @@ def test_compare_without_common_tasks_counts_all_rollouts_and_says_so(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("list", "promt"), "unknown resource 'promt'; there are ['prompt', 'tools']"),
+        (("list", "promt"), "unknown resource 'promt'; did you mean 'prompt'?"),
         (("show", "prompt", "v9"), "unknown version 'prompt@v9'"),
         (("promote", "prompt", "v1", "--label", "a/b"), "may hold letters"),
         (("rollback", "tools"), "unknown label 'tools/production'"),

@@ -154,8 +154,8 @@ def test_slip_in_a_file_is_named_with_its_remedy(changes: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"algorithm": "verll"}, "no algorithm is named 'verll'.*did you mean 'verl'.*pip install agl-algo-verl"),
-        ({"algorithm": agl.VERL(tunes="x")}, "no algorithm is named 'verl'; run: pip install agl-algo-verl"),
+        ({"algorithm": "verll"}, "no algorithm is named 'verll'.*did you mean 'verl'.*pip install .*agl-algo-verl"),
+        ({"algorithm": agl.VERL(tunes="x")}, "no algorithm is named 'verl'; run: pip install .*agl-algo-verl"),
         ({"runner": "proces"}, "no runner is named 'proces' .did you mean 'process'"),
         ({"credit": "episod"}, "no credit is named 'episod' .did you mean 'episode'"),
     ],

@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 
 REQUESTS = ("improve", "critique", "edit", "merge", "rewrite")
 _PLACES = {
@@ -39,7 +40,8 @@ class Requests:
     def __init__(self, replaced: Mapping[str, str], *, folder: Path) -> None:
         unknown = sorted(set(replaced) - set(REQUESTS))
         if unknown:
-            raise ConfigError(f"requests has {unknown}; the kinds of request are {list(REQUESTS)}")
+            hint = did_you_mean(unknown[0], REQUESTS, otherwise=f"the kinds of request are {list(REQUESTS)}")
+            raise ConfigError(f"requests has {unknown}; {hint}")
         self._texts = {kind: _read(kind, replaced.get(kind), folder) for kind in REQUESTS}
 
     def text(self, kind: str, **values: str) -> str:

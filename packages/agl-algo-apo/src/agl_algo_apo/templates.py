@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any, cast
 
 from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl.schemas import Json, JsonResource, PromptTemplate, Record, Resource
 from agl_algo_apo.candidates import resource_of, text_of
 from agl_algo_apo.messages import changed_messages, check_messages, messages_of
@@ -161,7 +162,7 @@ def _jinja_placeholders(template: str, *, name: str) -> frozenset[str]:
     except ImportError:
         raise ConfigError(
             f"the prompt {name!r} is a jinja template, and jinja2 is not installed; "
-            'run: pip install "agl-algo-apo[jinja]"'
+            f"run: {pip_install('agl-algo-apo[jinja]')}"
         ) from None
     jinja2: Any = import_module("jinja2")
     try:

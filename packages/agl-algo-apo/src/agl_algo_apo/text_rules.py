@@ -2,6 +2,7 @@
 
 from agl.contracts import AlgorithmContext
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_algo_apo.candidates import text_of
 from agl_algo_apo.settings import SearchSettings
 from agl_algo_apo.templates import TextRules, check_fields, check_seed
@@ -19,7 +20,8 @@ def text_rules(context: AlgorithmContext, settings: SearchSettings, *, algorithm
         )
     unknown = sorted({*settings.invariants, *settings.roles} - set(context.tunes))
     if unknown:
-        raise ConfigError(f"invariants or roles name {unknown}; this algorithm tunes {list(context.tunes)}")
+        hint = did_you_mean(unknown[0], context.tunes, otherwise=f"this algorithm tunes {list(context.tunes)}")
+        raise ConfigError(f"invariants or roles name {unknown}, which {algorithm} does not tune; {hint}")
     return [_rules_of(name, context, settings) for name in context.tunes]
 
 

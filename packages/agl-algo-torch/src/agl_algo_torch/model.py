@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl_algo_torch.typed_torch import modules
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def add_lora(model: nn.Module, settings: LoraSettings) -> nn.Module:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError(
-            "LoRA was asked for, but peft is not installed. Run: pip install 'agl-algo-torch[lora]'."
+            f"LoRA was asked for, but peft is not installed. Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
     every = settings.targets == ("all-linear",)
     config = LoraConfig(
@@ -175,7 +176,7 @@ def open_adapter(model: nn.Module, path: str, *, settings: LoraSettings | None) 
     except ImportError as error:
         raise ConfigError(
             f"The weights {path} are a LoRA adapter, but peft is not installed. "
-            "Run: pip install 'agl-algo-torch[lora]'."
+            f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
     adapted = cast("Any", PeftModel).from_pretrained(model, path, is_trainable=settings is not None)
     if settings is None:

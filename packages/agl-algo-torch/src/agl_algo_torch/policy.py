@@ -10,6 +10,7 @@ Limit: Python threads share one interpreter, so a busy agent in the same process
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import secrets
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 
 from agl.contracts import POLICY_KEY_ENV, ServedModel
 from agl.errors import ConfigError, PolicyError
+from agl.hints import did_you_mean
 from agl.schemas import ResourceVersion, Weights
 from agl_algo_torch.codec import TextCodec
 from agl_algo_torch.engine import Engine, EngineSettings
@@ -217,9 +219,10 @@ def _settings(name: str, values: dict[str, Any]) -> PolicySettings:
     known = set(PolicySettings.__dataclass_fields__)
     unknown = sorted(values.keys() - known)
     if unknown:
+        near = did_you_mean(unknown[0], [*known, *inspect.signature(TorchPolicy).parameters])
         raise ConfigError(
-            f"The policy {name!r} does not know {unknown}. Use one of: {', '.join(sorted(known))}, or the arguments "
-            "of TorchPolicy."
+            f"The policy {name!r} does not know {unknown}{f'; {near}' if near else '.'} Use one of: "
+            f"{', '.join(sorted(known))}, or the arguments of TorchPolicy."
         )
     return PolicySettings(**(cast("dict[str, Any]", {"model_name": name}) | values))
 

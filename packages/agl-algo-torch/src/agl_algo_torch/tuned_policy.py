@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Weights, to_builtins
 from agl_algo_torch.checkpoint import keep_start, read_origin
 from agl_algo_torch.learner import LearnerSettings, PolicyLearner, saved_path, tuned_name, tuned_weights
@@ -171,10 +171,10 @@ def one_of(algorithm: str, **choices: tuple[str, Sequence[str]]) -> None:
     """Raise ConfigError for a value that is not among the known ones: `name=(value, known)`."""
     for name, (value, known) in choices.items():
         if value not in known:
-            near = get_close_matches(str(value), known, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
+            near = did_you_mean(str(value), known)
             raise ConfigError(
-                f"{algorithm} got {name} = {value!r}, which is unknown. {hint}Use one of: {', '.join(known)}."
+                f"{algorithm} got {name} = {value!r}, which is unknown{f'; {near}' if near else '.'} "
+                f"Use one of: {', '.join(known)}."
             )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl_algo_torch.model import LoadedModel, load_model, served_state
 from agl_algo_torch.typed_torch import read_tensors
 
@@ -51,7 +52,7 @@ def _read_adapter(weights: Weights) -> dict[str, Tensor]:
     except ImportError as error:
         raise ConfigError(
             f"The weights {weights.uri} are a LoRA adapter, but peft is not installed. "
-            "Run: pip install 'agl-algo-torch[lora]'."
+            f"Run: {pip_install('agl-algo-torch[lora]')}"
         ) from error
     base = load_model(weights.base_model, device="cpu")
     adapted = cast("Any", PeftModel).from_pretrained(base.model, weights.uri)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 
 ENGINES = ("inproc", "ray")
 
@@ -22,4 +23,5 @@ def make(*, engine: str = "inproc", threads: int = 0, keep: int = 2, **config: A
         from agl_algo_verl.ray_engine import RayVERL
 
         return RayVERL(threads=threads, keep=keep, **config)
-    raise ConfigError(f"verl got engine = {engine!r}; use one of: {', '.join(ENGINES)}.")
+    hint = did_you_mean(engine, ENGINES, otherwise=f"use one of: {', '.join(ENGINES)}.")
+    raise ConfigError(f"verl got engine = {engine!r}; {hint}")

@@ -6,7 +6,6 @@ in the experiment decides it, or it is refused. The keys that exist are read fro
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 import yaml
 
 from agl.errors import ConfigError
+from agl.hints import closest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -155,8 +155,8 @@ def _unknown(name: str, shape: type[msgspec.Struct]) -> str:
 def misspelling(name: str, shape: type[msgspec.Struct]) -> str:
     """Return the answer to a key that does not exist, with the closest one that does."""
     known = verl_keys()
-    near = get_close_matches(name, sorted(known | set(_paths(shape))), n=1, cutoff=0.75)
-    return f"{name}: VERL has no such key; " + (f"did you mean {near[0]}?" if near else "remove it")
+    near = closest(name, sorted(known | set(_paths(shape))), cutoff=0.75)
+    return f"{name}: VERL has no such key; " + (f"did you mean {near}?" if near else "remove it")
 
 
 def _open_keys(known: frozenset[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl_algo_verl.keys import FIXED, has, is_verl_key, leaves, misspelling, put
 from agl_algo_verl.ray_refused import ALLOWED, DECIDED, MINI_BATCH, REFUSED
 from agl_algo_verl.runtime import check_attention
@@ -178,13 +179,6 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         )
 
 
-INSTALL_SERVER = {
-    "vllm": 'it with: pip install "agl-algo-verl[vllm]"',
-    "sglang": "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)",
-}
-"""The package to install for each server, as the end of a sentence that begins with Install."""
-
-
 def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     """Raise ConfigError for what this machine lacks; a cluster elsewhere is checked when it is started."""
     absent = [name for name in ("ray", "transfer_queue") if find_spec(name) is None]
@@ -207,7 +201,7 @@ def check_machine(read: RaySettings, *, has_gpu: bool) -> None:
     if find_spec(read.rollout) is None:
         raise ConfigError(
             f"actor_rollout_ref.rollout.name = {read.rollout!r}, and {read.rollout} is not installed here. "
-            f"Install {INSTALL_SERVER[read.rollout]}, or use another server."
+            f"Install {_how(read.rollout)}, or use another server."
         )
     check_attention(read.settings)
     if read.settings.has_critic and find_spec("flash_attn") is None:
@@ -234,3 +228,10 @@ def _check_address(address: str) -> None:
             f"No Ray cluster answers at ray_kwargs.ray_init.address = {address!r} ({error}). "
             "Start one there (ray start --head --port 6379), or remove the address to start one here."
         ) from error
+
+
+def _how(server: str) -> str:
+    """Return what to install for a server, and how."""
+    if server == "vllm":
+        return f"it with: {pip_install('agl-algo-verl[vllm]')}"
+    return "sglang 0.5.12 as VERL's documentation says (pip cannot: the extra of VERL 0.9.1 contradicts itself)"

@@ -1,7 +1,7 @@
 """agl: train agents from their own runs.
 
 These are the names that an agent's or a plugin's author types; the rest is in :mod:`agl.schemas`, :mod:`agl.contracts`,
-:mod:`agl.errors`, :mod:`agl.algorithms`, :mod:`agl.tracing`, :mod:`agl.stores`, :mod:`agl.dialects`,
+:mod:`agl.errors`, :mod:`agl.hints`, :mod:`agl.algorithms`, :mod:`agl.tracing`, :mod:`agl.stores`, :mod:`agl.dialects`,
 :mod:`agl.episodes` and :mod:`agl.semconv`. ``import agl`` is cheap: each name is imported when it is first used, so a
 program that only emits rewards never loads a store.
 """
@@ -108,10 +108,12 @@ def __getattr__(name: str) -> Any:
     try:
         return _get(name)
     except ModuleNotFoundError as error:
+        from agl.hints import pip_install
+
         if error.name != "agl_run":
             raise
         raise ImportError(
-            f"agl.{name} is in the distribution agl-run, which is not installed; run: pip install agl-run"
+            f"agl.{name} is in the distribution agl-run, which is not installed; run: {pip_install('agl-run')}"
         ) from error
 
 

@@ -2,11 +2,13 @@
 
 from importlib import import_module
 
+from agl.hints import pip_install
+
 try:
     command = import_module("agl_run.cli.main")
 except ModuleNotFoundError as error:
     if error.name != "agl_run":
         raise
-    raise SystemExit("the agl command is in the distribution agl-run; run: pip install agl-run") from None
+    raise SystemExit(f"the agl command is in the distribution agl-run; run: {pip_install('agl-run')}") from None
 
 command.main()

@@ -6,7 +6,7 @@ _SECRET = re.compile(
     r"(?P<token>agl_[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,})"
     r"|(?P<key>\bsk-[A-Za-z0-9_-]{12,})"
     r"|(?P<bearer>\b[Bb]earer\s+[A-Za-z0-9._~+/=-]{12,})"
-    r"|(?P<header>\b(?:x-)?api-key['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9._~+/=-]{12,})",
+    r"|(?P<header>\b(?:x-)?api-key['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9._~+/=-]{12,})"
 )
 _SHOWN = {"token": "agl_***", "key": "sk-***", "bearer": "Bearer ***", "header": "api-key: ***"}
 
@@ -17,9 +17,5 @@ def redact(text: str) -> str:
     Text without any of them comes back as the same object.
     """
     if "agl_" in text or "sk-" in text or "earer" in text or "api-key" in text:
-        return _SECRET.sub(_masked, text)
+        return _SECRET.sub(lambda match: _SHOWN[match.lastgroup or "token"], text)
     return text
-
-
-def _masked(match: re.Match[str]) -> str:
-    return _SHOWN[match.lastgroup or "token"]

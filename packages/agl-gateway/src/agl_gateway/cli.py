@@ -12,6 +12,7 @@ import click
 
 from agl.contracts import Upstream
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.stores import shown_url
 from agl.tracing import AttemptTokens
 from agl_gateway.service import GatewayService, Settings
@@ -127,7 +128,8 @@ def parse_upstream(text: str) -> Upstream:
     given: dict[str, str] = {part.partition("=")[0]: part.partition("=")[2] for part in rest}
     unknown = sorted(given.keys() - _UPSTREAM_KEYS)
     if unknown:
-        raise ConfigError(f"--upstream {text!r} has unknown settings {unknown}; known are {sorted(_UPSTREAM_KEYS)}")
+        hint = did_you_mean(unknown[0], _UPSTREAM_KEYS, otherwise=f"known are {sorted(_UPSTREAM_KEYS)}")
+        raise ConfigError(f"--upstream {text!r} has unknown settings {unknown}; {hint}")
     return Upstream(
         name=name,
         base_url=base_url,

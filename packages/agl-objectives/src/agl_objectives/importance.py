@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_objectives.typed_torch import unique
 
 if TYPE_CHECKING:
@@ -66,7 +67,8 @@ class Importance:
         """Raise ConfigError for values that are unknown or have no effect."""
         for name, value, known in (("tis_level", self.level, get_args(Level)), ("tis_mode", self.mode, get_args(Mode))):
             if value not in known:
-                raise ConfigError(f"{algorithm} got {name} = {value!r}; use one of: {', '.join(known)}.")
+                hint = did_you_mean(value, known, otherwise=f"use one of: {', '.join(known)}.")
+                raise ConfigError(f"{algorithm} got {name} = {value!r}; {hint}")
         if self.floor and self.mode != "mask":
             raise ConfigError(
                 f'{algorithm} got tis_floor = {self.floor}, which only tis_mode = "mask" reads. Set that, or remove it.'

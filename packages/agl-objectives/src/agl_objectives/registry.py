@@ -12,7 +12,6 @@ import importlib
 import inspect
 import sys
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
@@ -20,8 +19,10 @@ import msgspec
 
 from agl import PluginManager
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_objectives import plugin as own
 from agl_objectives.entries import EstimatorEntry, LossEntry
+from agl_objectives.trial import try_estimator, try_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -53,17 +54,21 @@ class FoundEstimator:
 def find_loss(name: str, params: Mapping[str, Any] | None = None) -> FoundLoss:
     """Return the loss of that name with its parameters.
 
-    Raises ConfigError for an unknown name, with the nearest and all known ones, and for parameters that it does not
-    take.
+    Raises ConfigError for an unknown name, with the nearest and all known ones, for parameters that it does not take,
+    and for what `trial.try_loss` refuses.
     """
     entry = _entry("loss", name, LossEntry, hook="agl_losses", known=own.agl_losses)
-    return FoundLoss(entry=entry, call=_built("loss", entry, params or {}))
+    call: Loss = _built("loss", entry, params or {})
+    try_loss(name, call)
+    return FoundLoss(entry=entry, call=call)
 
 
 def find_estimator(name: str, params: Mapping[str, Any] | None = None) -> FoundEstimator:
     """Return the estimator of that name with its parameters; raises ConfigError as `find_loss` does."""
     entry = _entry("estimator", name, EstimatorEntry, hook="agl_estimators", known=own.agl_estimators)
-    return FoundEstimator(entry=entry, call=_built("estimator", entry, params or {}))
+    call: Estimator = _built("estimator", entry, params or {})
+    try_estimator(name, call)
+    return FoundEstimator(entry=entry, call=call)
 
 
 def losses() -> list[LossEntry]:
@@ -85,10 +90,10 @@ def _entry(kind: str, name: str, record: type[E], *, hook: str, known: Callable[
     found = ours | {entry.name: entry for entry in _foreign(hook, record)}
     if name in found:
         return found[name]
-    near = get_close_matches(name, found, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = did_you_mean(name, found)
     raise ConfigError(
-        f"No {kind} is named {name!r}.{hint} Use one of: {', '.join(found)}; or module:name for a function of your own."
+        f"No {kind} is named {name!r}{f'; {near}' if near else '.'} Use one of: {', '.join(found)}; or module:name for "
+        "a function of your own."
     )
 
 
@@ -137,9 +142,11 @@ def _checked(component: str, factory: Any, params: Mapping[str, Any]) -> dict[st
     names = [parameter.name for parameter in keywords]
     unknown = [name for name in params if name not in names]
     if unknown:
-        near = get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {near[0]!r}? Its parameters are" if near else "its parameters are"
-        raise ConfigError(f"{component} takes no parameter {unknown[0]!r}; {hint}: {', '.join(names) or 'none'}")
+        near = did_you_mean(unknown[0], names)
+        hint = f"{near} Its" if near else "its"
+        raise ConfigError(
+            f"{component} takes no parameter {unknown[0]!r}; {hint} parameters are: {', '.join(names) or 'none'}"
+        )
     absent = [p.name for p in keywords if p.default is p.empty and p.name not in params]
     if absent:
         raise ConfigError(f"{component} needs the parameter {absent[0]!r}; its parameters are: {', '.join(names)}")

@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Json, Reward, Rollout, Span
 from agl_rewards.source import text_source, unfenced
 
@@ -111,7 +112,8 @@ def _tags_check(tags: Sequence[str]) -> Check:
 def _json_check(shape: dict[str, str]) -> Check:
     for key, kind in shape.items():
         if kind not in _TYPES:
-            raise ConfigError(f"format's json has the type {kind!r} for {key!r}; use one of {', '.join(_TYPES)}")
+            hint = did_you_mean(kind, _TYPES, otherwise=f"use one of {', '.join(_TYPES)}")
+            raise ConfigError(f"format's json has the type {kind!r} for {key!r}; {hint}")
 
     def check(text: str) -> str:
         try:

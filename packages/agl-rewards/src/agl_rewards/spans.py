@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from agl import semconv
 from agl.episodes import Enclosing, ScoreOptions, Timeline, call_rewards, chronological, is_answered
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Reward, Rollout, Span
 from agl.tracing import make_reward_span
 
@@ -183,7 +184,8 @@ def _step_pattern(weights: Mapping[str, float], steps: str) -> re.Pattern[str] |
     """Return the pattern of steps, ``None`` without steps; raises :class:`ConfigError` for what does not fit."""
     unknown = sorted(set(weights) - set(EVENTS))
     if unknown:
-        raise ConfigError(f"spans has weights for unknown events: {', '.join(unknown)}; use {', '.join(EVENTS)}")
+        hint = did_you_mean(unknown[0], EVENTS, otherwise=f"use {', '.join(EVENTS)}")
+        raise ConfigError(f"spans has weights for unknown events: {', '.join(unknown)}; {hint}")
     if not steps:
         if {"step_ok", "step_error"} & set(weights):
             raise ConfigError('spans has weights for steps but no steps; name them with steps = "execute|check"')

@@ -9,12 +9,12 @@ import json
 import sys
 import traceback
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 from agl.contracts import Tracer
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 
 
 def import_attribute(path: str, folder: str = "", *, kind: str = "agent") -> Any:
@@ -60,8 +60,8 @@ def _no_attribute(module: Any, attribute: str, kind: str) -> str:
     """Word the error for a missing attribute, with a close match, or with all that the module defines."""
     values = cast("dict[str, Any]", vars(module))
     own = [name for name, value in values.items() if getattr(value, "__module__", "") == module.__name__]
-    near = get_close_matches(attribute, dir(module), n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(sorted(own)) or 'no function or class'}"
+    has = f"it has: {', '.join(sorted(own)) or 'no function or class'}"
+    hint = did_you_mean(attribute, dir(module), otherwise=has)
     where = Path(getattr(module, "__file__", None) or module.__name__).name
     return f"the {kind}'s module {where} has no {attribute!r}; {hint}"
 
@@ -90,10 +90,8 @@ def _other_module(name: str, folder: Path) -> str:
     if name.endswith(".py"):
         return f"write the module without .py: '{name.removesuffix('.py')}:NAME'"
     there = sorted(path.stem for path in folder.glob("*.py"))
-    near = get_close_matches(name, there, n=1)
-    if near:
-        return f"did you mean {near[0]!r}?"
-    return f"there are {', '.join(there[:8])}" if there else "name a module of that folder, or an installed one"
+    listed = f"there are {', '.join(there[:8])}" if there else "name a module of that folder, or an installed one"
+    return did_you_mean(name, there, otherwise=listed)
 
 
 def _at(error: BaseException, folder: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Record
 
 Sync = Literal["auto", "reload", "restart"]
@@ -72,7 +73,8 @@ def read_settings(name: str, values: Mapping[str, Any]) -> VllmSettings:
     known = VllmSettings.__struct_fields__
     unknown = sorted(values.keys() - set(known))
     if unknown:
-        raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; use some of {', '.join(known)}")
+        hint = did_you_mean(unknown[0], known, otherwise=f"use some of {', '.join(known)}")
+        raise ConfigError(f"policy {name!r}: vllm does not know {unknown}; {hint}")
     if "model" not in values:
         raise ConfigError(f"policy {name!r}: vllm needs model, the directory or hub name of the weights")
     try:

@@ -9,7 +9,6 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from agl._entries import Entry
 from agl._plugins.source import Source, describe, interrupted
 from agl.errors import AglError, BrokenPluginError, ConfigError, MissingExtraError, PluginError
+from agl.hints import did_you_mean, pip_install
 
 _log = logging.getLogger("agl.plugins")
 
@@ -77,9 +77,8 @@ def _attribute(module: Any, path: str) -> Any:
     found = module
     for part in path.split("."):
         if not hasattr(found, part):
-            near = get_close_matches(part, dir(found), n=1)
-            hint = f"; did its author mean {near[0]!r}?" if near else ""
-            raise AttributeError(f"no {part!r} in {module.__name__}{hint}")
+            near = did_you_mean(part, dir(found), otherwise="no other name is similar")
+            raise AttributeError(f"no {part!r} in {module.__name__}; {near}")
         found = getattr(found, part)
     return found
 
@@ -91,34 +90,33 @@ def _not_installed(error: ModuleNotFoundError, factory: str, component: str, sou
             f"{component} cannot be built: the plugin {source.shown_name} names {factory!r}, which does not exist "
             f"({describe(error)}); {source.remedy}"
         )
-    package = _package_for(name, source)
-    kind = MissingExtraError if "[" in package else PluginError
-    return kind(f"{component} needs the Python module {name!r}, which is not installed; run: pip install {package}")
+    command = _install_line(name, source)
+    kind = MissingExtraError if "[" in command else PluginError
+    return kind(f"{component} needs the Python module {name!r}, which is not installed; run: {command}")
 
 
-def _package_for(module: str, source: Source) -> str:
-    """The package to install for a module: the plugin's requirement or extra of that name, else the module's name."""
+def _install_line(module: str, source: Source) -> str:
+    """The command that installs a module: the plugin's requirement or extra of that name, else the module's name."""
     for line in source.requires:
         project = re.split(r"[^\w.-]", line, maxsplit=1)[0]
         if project.lower().replace("-", "_").replace(".", "_") != module.lower():
             continue
-        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
-        return f'"{source.distribution}[{extra[1]}]"' if extra else f"--upgrade {source.distribution}"
-    return module
+        package, extra = source.distribution, re.search(r"extra\s*==\s*['\"]([^'\"]+)", line)
+        return pip_install(f"{package}[{extra[1]}]") if extra else f"pip install --upgrade {package}"
+    return pip_install(module)
 
 
 def _accepted(name: str, accepted: list[str], *, what: str = "parameters") -> str:
     if not accepted:
         return "it takes none; remove it"
-    near = get_close_matches(name, accepted, n=1)
-    return f"{f'did you mean {near[0]!r}? Its' if near else 'its'} {what} are: {', '.join(accepted)}"
+    near = did_you_mean(name, accepted)
+    return f"{f'{near} Its' if near else 'its'} {what} are: {', '.join(accepted)}"
 
 
 def _type_hints(factory: Callable[..., Any]) -> dict[str, Any]:
     target = getattr(factory, "__init__", factory) if inspect.isclass(factory) else factory
     try:
-        own = get_type_hints(target)
-        return {**(get_type_hints(factory) if inspect.isclass(factory) else {}), **own}
+        return {**(get_type_hints(factory) if inspect.isclass(factory) else {}), **get_type_hints(target)}
     except (NameError, TypeError):  # imported for type checkers only, or no annotations at all
         return {}
 

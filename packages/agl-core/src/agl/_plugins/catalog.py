@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TypeVar, cast
 
 from agl._entries import CommandEntry, Entry, Kind
@@ -10,6 +9,7 @@ from agl._plugins.hooks import PROVIDERS
 from agl._plugins.packages import known
 from agl._plugins.source import DISABLED_VARIABLE, Source
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError, UnknownComponentError
+from agl.hints import closest, pip_install
 
 E = TypeVar("E", bound=Entry)
 Key = tuple[Kind, str]
@@ -121,21 +121,20 @@ def missing(
 
 def _suggestion(key: Key, names: Sequence[str]) -> str:
     kind, name = key
-    installable = [one for known_kind, one in known() if known_kind == kind]
-    near = get_close_matches(name.lower(), [*names, *installable], n=1)
+    near = closest(name.lower(), [*names, *(one for known_kind, one in known() if known_kind == kind)])
     if key in known() or not near:
         return ""
-    install = "" if near[0] in names else f" Then run: pip install {known()[kind, near[0]]}"
-    return f" (did you mean {near[0]!r}?{install})"
+    install = "" if near in names else f" Then run: {pip_install(known()[kind, near])}"
+    return f" (did you mean {near!r}?{install})"
 
 
 def _advice(key: Key, names: Sequence[str]) -> list[str]:
     if key in known():
-        return [f"run: pip install {known()[key]}"]
+        return [f"run: {pip_install(known()[key])}"]
     if names:
         return [f"available: {', '.join(names)}"]
     homes = sorted({home for (kind, _), home in known().items() if kind == key[0]})
-    return [f"no {key[0]} is installed", *(f"run: pip install {home}" for home in homes)]
+    return [f"no {key[0]} is installed", *(f"run: {pip_install(home)}" for home in homes)]
 
 
 def _quarantined(key: Key, plugin: QuarantinedPlugin) -> PluginError:

@@ -7,7 +7,6 @@ do nothing. Here they are errors with the remedy.
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
 from typing import Any
 
 import pluggy
@@ -27,6 +26,7 @@ from agl._entries import (
 )
 from agl._hookspecs import PROJECT, AglSpec
 from agl.errors import PluginError
+from agl.hints import did_you_mean
 
 PROVIDERS: dict[str, type[Entry]] = {
     "agl_tracers": TracerEntry,
@@ -89,8 +89,7 @@ def _functions(plugin: object) -> Iterator[tuple[str, Any]]:
 
 def _check_impl(caller: pluggy.HookCaller, impl: pluggy.HookImpl) -> None:
     if caller.spec is None and not impl.optionalhook:
-        near = get_close_matches(caller.name, HOOKS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the hooks are {', '.join(HOOKS)}"
+        hint = did_you_mean(caller.name, HOOKS, otherwise=f"the hooks are {', '.join(HOOKS)}")
         raise PluginError(f"{caller.name} is no hook; {hint}")
     if impl.wrapper or impl.hookwrapper:
         raise PluginError(f"{caller.name} is a wrapper; hooks are called one by one, so remove wrapper=True")

@@ -34,15 +34,7 @@ from agl._plugins.build import build, resolve
 from agl._plugins.catalog import KINDS, RECORDS, Catalog, Key, QuarantinedPlugin, key_of, missing
 from agl._plugins.discovery import Candidate, candidates, check_bound
 from agl._plugins.hooks import OBSERVERS, check_hooks, components, hookimpls
-from agl._plugins.source import (
-    CORE,
-    DISABLED_VARIABLE,
-    RUN,
-    STRICT_VARIABLE,
-    Source,
-    describe,
-    interrupted,
-)
+from agl._plugins.source import CORE, DISABLED_VARIABLE, RUN, STRICT_VARIABLE, Source, describe, interrupted
 from agl.errors import BrokenPluginError, DuplicateComponentError, PluginError
 
 E = TypeVar("E", bound=Entry)
@@ -79,9 +71,8 @@ class PluginManager:
         self._skipped: list[Source] = []
         self._named: dict[Source, tuple[Key, ...]] = {}
         self._failures: dict[str, int] = {}
-        self._admit(
-            Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__), builtin
-        )
+        core = Source(name=CORE_PLUGIN, distribution=CORE, version=agl.__version__, module=builtin.__name__)
+        self._admit(core, builtin)
         for candidate in candidates(RUN):
             self._load(candidate)
 

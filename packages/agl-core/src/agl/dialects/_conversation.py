@@ -1,6 +1,6 @@
 """Converts any dialect's call to OpenAI chat messages, for exports, fine-tuning and prompt optimisers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -29,11 +29,6 @@ def call_messages(call: ModelCall) -> list[Message]:
             return _anthropic(request, response)
         case "embeddings":
             return _prompt(request.get("input"))
-
-
-def comparable(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages in a form that compares equal: clients differ in whether an empty part is absent, null or empty."""
-    return [{key: value for key, value in message.items() if value not in (None, "", [])} for message in messages]
 
 
 def _chat_answer(response: dict[str, Any]) -> list[Message]:

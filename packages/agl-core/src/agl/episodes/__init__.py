@@ -1,7 +1,7 @@
 """Turns recorded spans into training data: the call forest, transitions, rows, scores and credit."""
 
 from agl._actors import Enclosing, Who
-from agl.episodes._agreement import Agreement, Verdict, client_of, find_disagreement
+from agl.episodes._agreement import Agreement, Verdict, find_disagreement
 from agl.episodes._credit import EpisodeCredit
 from agl.episodes._forest import Forest, ForestOptions, build_forest
 from agl.episodes._rejects import Reject, Selection, find_rejects, is_answered
@@ -9,7 +9,7 @@ from agl.episodes._rewards import ExactMatch, final_text
 from agl.episodes._rows import attach, make_rows
 from agl.episodes._scores import Score, ScoreOptions, call_rewards, counts, episode_reward, score
 from agl.episodes._timeline import Timeline, chronological
-from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards, to_transitions
+from agl.episodes._transitions import EpisodeOptions, admitted_rewards, build_episode, recorded_rewards
 
 __all__ = [
     "Agreement",
@@ -32,7 +32,6 @@ __all__ = [
     "build_forest",
     "call_rewards",
     "chronological",
-    "client_of",
     "counts",
     "episode_reward",
     "final_text",
@@ -42,5 +41,4 @@ __all__ = [
     "make_rows",
     "recorded_rewards",
     "score",
-    "to_transitions",
 ]

@@ -50,7 +50,8 @@ def find_disagreement(spans: Sequence[Span], *, attempt_id: str | None) -> Agree
     by_id = {span.span_id: span for span in own}
     calls = [span for span in own if span.call is not None]
     loose = [span for span in calls if _enclosing_span(span, by_id) is None]
-    unseen = _without_overlapping_call(_unseen(own, calls, by_id), [span for span in loose if not _names_a_span(span)])
+    unnamed = [span for span in loose if semconv.FRAMEWORK_SPAN_ID not in span.attributes]
+    unseen = _without_overlapping_call(_unseen(own, calls, by_id), unnamed)
     enclosing = Enclosing(own)
     return Agreement(
         unseen=tuple(_loose_call(span, enclosing) for span in unseen),
@@ -115,10 +116,6 @@ def _enclosing_span(span: Span, by_id: Mapping[str, Span]) -> Span | None:
     found = by_id.get(framework) if isinstance(framework, str) else None
     found = found or by_id.get(span.parent_id or "")
     return None if found is None or found.name == semconv.ROOT_SPAN_NAME else found
-
-
-def _names_a_span(call: Span) -> bool:
-    return semconv.FRAMEWORK_SPAN_ID in call.attributes
 
 
 def _is_chat(span: Span) -> bool:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from agl.contracts import Tracer
+from agl.hints import pip_install
 from agl.schemas import SpanEvent
 from agl.tracing._context import ActiveAttempt, current, innermost
 from agl.tracing._open_span import OpenSpan, open_span
@@ -22,7 +23,7 @@ try:
     from opentelemetry.sdk import trace as sdk
 except ModuleNotFoundError as error:
     raise ImportError(
-        "the OpenTelemetry tracer needs opentelemetry-sdk, which is not installed; run: pip install 'agl-core[otel]'"
+        f"the tracer otel needs opentelemetry-sdk, which is not installed; run: {pip_install('agl-core[otel]')}"
     ) from error
 
 _log = logging.getLogger(__name__)

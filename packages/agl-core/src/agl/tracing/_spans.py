@@ -9,10 +9,7 @@ from agl.errors import CaptureError
 from agl.schemas import Dialect, Json, ModelCall, Reward, Span
 from agl.schemas._ids import new_span_id
 
-_OPERATIONS: dict[Dialect, str] = {
-    "completions": semconv.OP_TEXT_COMPLETION,
-    "embeddings": semconv.OP_EMBEDDINGS,
-}
+_OPERATIONS: dict[Dialect, str] = {"completions": semconv.OP_TEXT_COMPLETION, "embeddings": semconv.OP_EMBEDDINGS}
 
 
 def chat_spans(

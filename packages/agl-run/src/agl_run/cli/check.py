@@ -10,26 +10,33 @@ from agl import PluginManager
 from agl_run.cli.again import run_again
 from agl_run.cli.context import pass_manager
 from agl_run.cli.experiment import experiment_argument, make_trainer
+from agl_run.cli.output import visible
 from agl_run.experiment.build import check_components
 from agl_run.experiment.dataset import unkeyed_tasks
 from agl_run.experiment.frameworks import unlisted_tracers
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.unused import unused_credits
+from agl_run.experiment.waiting import told
 
 
 @click.command()
 @experiment_argument
 @pass_manager
 def check(manager: PluginManager, file: Path, settings: tuple[str, ...]) -> None:
-    """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks.
+    """Check the experiment in FILE: datasets, plugins, parameters, prompts, keys of providers, frameworks, models.
 
-    Starts nothing.
+    Starts nothing. Says on standard error what it does where that takes longer than a second.
     """
-    plan = make_trainer(file, settings, manager=manager).plan()
+    with told(f"reading {file.name}, its tasks and its agent", say=_say):
+        plan = make_trainer(file, settings, manager=manager).plan()
     # before components import frameworks
     warnings = [*unlisted_tracers(plan), *unkeyed_tasks(plan.train, plan.val), *unused_credits(plan)]
-    asyncio.run(check_components(plan))
+    asyncio.run(check_components(plan, say=_say))
     click.echo(_summary(plan, warnings, again=run_again(file, settings)))
+
+
+def _say(text: str) -> None:
+    click.echo(visible(text), err=True)
 
 
 def _summary(plan: Plan, warnings: Sequence[str], *, again: str) -> str:

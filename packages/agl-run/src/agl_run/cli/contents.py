@@ -11,8 +11,9 @@ from typing import Any, cast
 import msgspec
 
 from agl import semconv
-from agl.dialects import call_messages, comparable
+from agl.dialects import call_messages
 from agl.schemas import ErrorInfo, ModelCall, Span, to_json
+from agl_run.comparable import comparable
 
 CUT = 200
 """Characters of a text that are shown unless all of it is asked for."""

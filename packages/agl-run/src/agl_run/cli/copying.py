@@ -13,6 +13,7 @@ import click
 from agl import PluginManager
 from agl.contracts import ExperimentRecord, Recording, RolloutQuery, Store, Trained
 from agl.errors import ConfigError, ConflictError, NotFoundError
+from agl.hints import did_you_mean
 from agl.schemas import Record
 from agl.stores import TableStore, read_recordings
 from agl_run.cli.completion import complete_experiment
@@ -76,7 +77,9 @@ async def _copied(source: Store, target: TableStore, names: Sequence[str]) -> Co
     resources = await _survey(source, names)
     unknown = sorted(set(names).difference(resources, (record.name for record in records)))
     if unknown:
-        raise NotFoundError("experiment", unknown[0], "agl runs lists the rollouts with their experiments")
+        every = [record.name for record in await source.experiments()]
+        listed = "agl runs lists the rollouts with their experiments"
+        raise NotFoundError("experiment", unknown[0], did_you_mean(unknown[0], every, otherwise=listed))
     await _refuse_others(records, target)
     chosen = {name for record in records for name in record.live}.union(*(found for _, found in resources.values()))
     await _copy_resources(source, target, sorted(chosen) if names else await _all_resources(source))

@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from agl.dialects import call_messages, comparable
+from agl.dialects import call_messages
 from agl.schemas import Episode, ModelCall, Span
+from agl_run.comparable import comparable
 
 _LEFT_OUT = frozenset({"error", "incomplete", "superseded", "not_final", "late", "not_selected"})
 

@@ -11,6 +11,7 @@ import click
 from agl import PluginManager
 from agl.algorithms import AlgorithmConfig, ComponentConfig
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.file import load_config, load_data, parse_config
 from agl_run.experiment.progress import Progress
@@ -119,8 +120,11 @@ def _entry(items: list[dict[str, Any]], name: str, place: _Place) -> dict[str, A
     if len(found) == 1:
         return found[0]
     what = "there is no" if not found else f"there are {len(found)} entries called"
-    there = ", ".join(str(item.get("name") or item.get("use")) for item in items) or "nothing"
-    raise place.error(f"{what} {name!r} in that list; use a name, or the position from 0 (it holds: {there})")
+    there = [str(item.get("name") or item.get("use")) for item in items]
+    choice = f"use a name, or the position from 0 (it holds: {', '.join(there) or 'nothing'})"
+    raise place.error(
+        f"{what} {name!r} in that list; {did_you_mean(name, there, otherwise=choice) if not found else choice}"
+    )
 
 
 def _value(text: str) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from agl.errors import ConfigError
+from agl.hints import pip_install
 from agl_run.cli.output import visible
 
 FOLDER = Path(__file__).parents[1] / "templates"
@@ -73,8 +74,8 @@ def _files(template: str) -> list[Path]:
 def _next_steps(folder: Path, template: Template) -> str:
     missing = [name for name in template.needs if not _is_installed(name)]
     steps = (
+        *map(pip_install, missing),  # before cd, because a checkout's packages are named from here
         *([f"cd {folder}"] if folder != Path() else []),
-        *([f"pip install {' '.join(missing)}"] if missing else []),
         "agl check experiment.toml",
         "agl dev experiment.toml",
         "agl run experiment.toml",

@@ -9,6 +9,7 @@ import msgspec
 
 from agl.contracts import RolloutQuery, Store, VersionScore
 from agl.errors import NotFoundError
+from agl.hints import did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Record, Resource, ResourceVersion
 from agl_run.cli.candidates import Candidate, candidates_of, owner_of
 from agl_run.cli.query import COUNTED, is_counted, pages, rewards_of
@@ -70,7 +71,7 @@ async def listed(store: Store, name: str | None, *, has_candidates: bool) -> lis
     """List the newest version of every resource, or all versions of one, in order of publication."""
     versions = await store.resources(name)
     if name is not None and not versions:
-        raise NotFoundError("resource", name, await _known(store))
+        raise NotFoundError("resource", name, await _known(store, name))
     kept = [v for v in versions if has_candidates or not v.metadata.get("candidate")]
     names = dict.fromkeys(v.name for v in kept)
     pointing = {n: await labels.labels_of(store, n) for n in names}
@@ -122,7 +123,7 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
     names = await labels.labels_of(store, name)
     versions = {v.version: v for v in await store.resources(name)}
     if not versions:
-        raise NotFoundError("resource", name, await _known(store))
+        raise NotFoundError("resource", name, await _known(store, name))
     newest = [v for v in versions.values() if not v.metadata.get("candidate")] or list(versions.values())
     wanted = newest[-1].version if which is None else names.get(which, which)
     tried = await candidates_of(store, name)
@@ -130,6 +131,7 @@ async def shown(store: Store, name: str, which: str | None) -> ShownVersion:
         wanted = next((c.versions.get(name, wanted) for c in reversed(tried) if c.id == wanted), wanted)
     if wanted not in versions:
         hint = f"there are the labels {sorted(names)} and {len(versions)} versions; see agl resources list {name}"
+        hint = did_you_mean(wanted, [*names, *versions], otherwise=hint)
         raise NotFoundError("version", f"{name}@{wanted}", hint)
     version = versions[wanted]
     ancestors: list[str] = []
@@ -198,5 +200,6 @@ def _pointing(names: dict[str, str], version: str) -> list[str]:
     return sorted(label for label, pointed in names.items() if pointed == version)
 
 
-async def _known(store: Store) -> str:
-    return f"there are {sorted(version.name for version in await store.resources())}"
+async def _known(store: Store, name: str) -> str:
+    names = sorted(version.name for version in await store.resources())
+    return did_you_mean(name, names, otherwise=f"there are {names}")

@@ -8,6 +8,7 @@ import click
 
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 
 ALL = 0
 """The number that stands for all runs."""
@@ -73,11 +74,14 @@ async def _runs(
     own = [metric for metric in every if algorithm in (None, metric.algorithm)]
     if not own:
         known = sorted({metric.algorithm for metric in every})
-        raise ConfigError(f"no algorithm {algorithm!r} logged metrics of {experiment!r}; {choice(known)}")
+        raise ConfigError(
+            f"no algorithm {algorithm!r} logged metrics of {experiment!r}; {choice(algorithm or '', known)}"
+        )
     found = [m for m in own if not names or any(fnmatchcase(m.name, pattern) for pattern in names)]
     if not found:
         known = sorted({metric.name for metric in own})
-        raise ConfigError(f"{experiment!r} has no metric {', '.join(names)!r}; {choice(known)}")
+        asked = ", ".join(names)
+        raise ConfigError(f"{experiment!r} has no metric {asked!r}; {choice(asked, known)}")
     return [
         LoggedRun(experiment, number, [m for m in found if m.run == number], [m for m in every if m.run == number])
         for number in sorted({metric.run for metric in found})
@@ -93,7 +97,8 @@ async def _no_metrics(store: Store, experiment: str, run: int | None) -> ConfigE
     """Describe what there is in place of the run that was asked for."""
     runs = sorted({metric.run for metric in await store.metrics(experiment)})
     if not runs:
-        return ConfigError(f"experiment {experiment!r} has no metrics; {choice(await _with_metrics(store))}")
+        there = choice(experiment, await _with_metrics(store))
+        return ConfigError(f"experiment {experiment!r} has no metrics; {there}")
     number = await _newest(store, experiment) if run is None else run
     return ConfigError(
         f"run {number} of experiment {experiment!r} has no metrics; give --run one of these that has: "
@@ -109,10 +114,11 @@ async def _only_experiment(store: Store) -> str:
     names = await _with_metrics(store)
     if len(names) != 1:
         which = "name the experiment" if names else "no experiment of this store has metrics"
-        raise ConfigError(f"{which}; {choice(names)}")
+        raise ConfigError(f"{which}; {choice('', names)}")
     return names[0]
 
 
-def choice(names: Sequence[str]) -> str:
-    """Return the end of a message that says what there is."""
-    return f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
+def choice(name: str, names: Sequence[str]) -> str:
+    """Return the end of a message that says which name was meant, or what there is."""
+    there = f"choose from: {', '.join(names)}" if names else "run an experiment with an algorithm first"
+    return did_you_mean(name, names, otherwise=there)

@@ -4,7 +4,6 @@ import logging
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ import click
 import agl
 from agl.contracts import CommandEntry
 from agl.errors import AglError, UnknownComponentError
+from agl.hints import did_you_mean
 from agl_run.cli.context import manager_of
 from agl_run.cli.output import visible
 
@@ -26,9 +26,10 @@ class OpenGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, importing a plugin's; an unknown one is a usage error."""
         own, name = super().get_command(ctx, cmd_name), f"{self.name} {cmd_name}"
-        near = get_close_matches(cmd_name, self.list_commands(ctx), n=1)
-        if own is None and near and near[0] != cmd_name:
-            raise click.UsageError(f"there is no command {name!r}; did you mean {near[0]!r}?", ctx)
+        names = self.list_commands(ctx)
+        if own is None and cmd_name not in names:
+            near = did_you_mean(cmd_name, names, otherwise=f"there are {', '.join(names)}")
+            raise click.UsageError(f"there is no command {name!r}; {near}", ctx)
         return own or _plugin_command(ctx, name)
 
 

@@ -9,6 +9,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.curves import STEP, Curve, curves_of, drawn
@@ -99,7 +100,7 @@ def plot(
         curves = curves_of(runs, versions, over=over)
         if not curves:
             every = sorted({metric.name for each in runs for metric in each.every})
-            raise ConfigError(f"there is no metric {over!r} at the steps of {', '.join(wanted)}; {choice(every)}")
+            raise ConfigError(f"there is no metric {over!r} at the steps of {', '.join(wanted)}; {choice(over, every)}")
         return curves
 
     curves = with_store(manager, store_url, work)

@@ -8,6 +8,7 @@ import click
 from agl import PluginManager
 from agl.contracts import Kind, PluginStatus
 from agl.errors import AglError, MissingExtraError, PluginError, UnknownComponentError
+from agl.hints import did_you_mean
 from agl.schemas import Record
 from agl_run.cli.context import pass_manager
 from agl_run.cli.output import json_option, print_json, print_table
@@ -112,8 +113,9 @@ def _named(manager: PluginManager, name: str) -> PluginStatus:
     for status in statuses:
         if name in (status.name, status.distribution):
             return status
-    names = ", ".join(status.name for status in statuses)
-    raise UnknownComponentError(f"no plugin named {name!r} is installed; there are: {names}")
+    names = [status.name for status in statuses]
+    hint = did_you_mean(name, names, otherwise=f"there are: {', '.join(names)}")
+    raise UnknownComponentError(f"no plugin named {name!r} is installed; {hint}")
 
 
 def _entry_of(manager: PluginManager, component: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import msgspec
 from agl.contracts import Recording, RolloutQuery, SpanChoice, SpanQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError, NotFoundError
+from agl.hints import closest, did_you_mean
 from agl.schemas import Attempt, Rollout, RolloutStatus
 from agl.stores import read_recordings
 from agl_run.cli.completion import LATEST, complete_experiment
@@ -23,6 +24,9 @@ PAGE = 500
 
 _LISTED = 8
 """Candidates at most that an ambiguous beginning of an id is answered with."""
+
+_SLIP = 0.9
+"""How close an id must be to be meant; ids of one time begin alike."""
 
 CONVERSATIONS = "served-conversations"
 """The experiment of conversations that a gateway serves; their rollouts run until the conversation ends."""
@@ -85,9 +89,9 @@ async def check_experiment(store: Store, name: str | None) -> None:
     if name is None or await store.rollouts(RolloutQuery(experiment=name, limit=1)):
         return
     known = sorted(record.name for record in await store.experiments())
+    listed = f"choose from: {', '.join(known)}" if known else "agl runs lists what is recorded"
     raise ConfigError(
-        f"no rollout of an experiment {name!r} is recorded; "
-        + (f"choose from: {', '.join(known)}" if known else "agl runs lists what is recorded")
+        f"no rollout of an experiment {name!r} is recorded; {did_you_mean(name, known, otherwise=listed)}"
     )
 
 
@@ -124,12 +128,20 @@ async def find(store: Store, rollout_id: str) -> Rollout:
     behind = await store.rollouts(RolloutQuery(after=rollout_id, limit=_LISTED + 1)) if rollout_id else []
     begun = [rollout for rollout in behind if rollout.rollout_id.startswith(rollout_id)]
     if not begun:
-        raise NotFoundError("rollout", rollout_id, "no id begins so; agl runs lists them, and latest is the newest")
+        raise NotFoundError("rollout", rollout_id, await _no_rollout(store, rollout_id))
     if len(begun) > 1:
         listed = ", ".join(rollout.rollout_id for rollout in begun[:_LISTED])
         more = " and more" if len(begun) > _LISTED else ""
         raise ConfigError(f"several rollouts begin with {rollout_id!r}: {listed}{more}; write more of the id")
     return begun[0]
+
+
+async def _no_rollout(store: Store, rollout_id: str) -> str:
+    """Return what to write instead of an id that no rollout has: one of the newest with a slip, or the list."""
+    newest = await store.rollouts(RolloutQuery(limit=PAGE, is_newest_first=True))
+    near = closest(rollout_id, [rollout.rollout_id for rollout in newest], cutoff=_SLIP)
+    meant = f"did you mean {near!r}?" if near else "no id begins so;"
+    return f"{meant} agl runs lists them, and latest is the newest"
 
 
 async def find_exact(store: Store, rollout_id: str) -> Rollout | None:

@@ -1,4 +1,4 @@
-"""Reports ``agents`` patterns, of policies and of algorithms, that match no agent that was recorded.
+"""Reports ``agents`` and ``roles`` patterns, of policies, algorithms and credits, that match no recorded agent.
 
 A pattern that matches nothing is told after the first rollouts; a name within one, such as ``author`` in
 ``write|author``, only at the end of the run, because its agent may be needed late.
@@ -7,6 +7,8 @@ A pattern that matches nothing is told after the first rollouts; a name within o
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from agl.algorithms import AlgorithmConfig
 from agl.errors import ConfigError
@@ -34,9 +36,8 @@ class PatternReport:
         """Take the names of the agents behind calls."""
         self._seen |= _names(calls)
 
-    def add(self, setting: str, pattern: str, calls: Sequence[Transition], *, matches: _Matches) -> bool:
-        """Match a pattern with the agents that it may match; returns true if any name in it has matched one by now."""
-        names = _names(calls)
+    def add(self, setting: str, pattern: str, names: set[str], *, matches: _Matches) -> bool:
+        """Match a pattern with the names that it may match; returns true if any name in it has matched one by now."""
         parts = set(_parts(pattern))
         left = self._unmatched.get(setting, parts)
         self._unmatched[setting] = {part for part in left if not any(matches(part, name) for name in names)}
@@ -69,6 +70,7 @@ class AgentPatternCheck:
     def __init__(self, plan: Plan, algorithm: AlgorithmConfig | None, *, report: PatternReport) -> None:
         self._policies = {name: policy.agents for name, policy in plan.config.policy.items() if policy.agents}
         self._algorithm = algorithm
+        self._roles = [] if algorithm is None else _roles(algorithm, plan)
         self._report = report
         self._is_first = True
 
@@ -90,12 +92,14 @@ class AgentPatternCheck:
             self._check_policy(policy, pattern, calls, trains=trains)
         if self._algorithm is not None and self._algorithm.agents:
             self._check_algorithm(self._algorithm, calls, trains=trains)
+        for role in self._roles:
+            self._check_role(role, calls)
         self._is_first = False
 
     def _check_policy(self, policy: str, pattern: str, calls: Sequence[Transition], *, trains: bool) -> None:
         setting = f"[policy.{policy}] agents = {pattern!r}"
         own = [call for call in calls if call.policy == policy]
-        is_matched = self._report.add(setting, pattern, own, matches=re.fullmatch)
+        is_matched = self._report.add(setting, pattern, _names(own), matches=re.fullmatch)
         if is_matched or not self._is_first:
             return
         text = f"{setting} matched none of the agents, nodes and roles of the first rollouts; {seen(_names(calls))}"
@@ -105,13 +109,56 @@ class AgentPatternCheck:
 
     def _check_algorithm(self, algorithm: AlgorithmConfig, calls: Sequence[Transition], *, trains: bool) -> None:
         setting = f"algorithm {algorithm.name!r}: agents = {algorithm.agents!r}"
-        is_matched = self._report.add(setting, algorithm.agents, calls, matches=re.search)
+        is_matched = self._report.add(setting, algorithm.agents, _names(calls), matches=re.search)
         if not self._is_first:
             return
         if trains and all(call.reject == "not_selected" for call in calls):
             raise ConfigError(f"{setting} selected none of the calls of its policy; {seen(_names(calls))}")
         if not is_matched:
             self._report.tell(setting, f"{setting} matched no agent, node or role; {seen(_names(calls))}")
+
+    def _check_role(self, role: "_Role", calls: Sequence[Transition]) -> None:
+        names = {call.agent for call in calls if call.agent} if role.is_agents_alone else _names(calls)
+        is_matched = self._report.add(role.setting, role.pattern, names, matches=role.matches)
+        if self._is_first and not is_matched:
+            self._report.tell(role.setting, f"{role.setting} matched none of the first rollouts; {seen(names)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Role:
+    """A pattern in ``roles``, and how its user matches it: a credit with the whole names of agents alone."""
+
+    setting: str
+    pattern: str
+    matches: _Matches
+    is_agents_alone: bool
+
+
+def _roles(algorithm: AlgorithmConfig, plan: Plan) -> list[_Role]:
+    """Return the patterns of an algorithm on prompts, ``roles`` by resource, and of the credit for weights."""
+    found: list[_Role] = []
+    for name, pattern in _table(algorithm.params.get("roles")).items():
+        setting = f"algorithm {algorithm.name!r}: roles.{name} = {pattern!r}"
+        found.append(_Role(setting=setting, pattern=str(pattern), matches=re.search, is_agents_alone=False))
+    if plan.trained_policies().intersection(algorithm.tunes):
+        credit = algorithm.credit or plan.config.credit
+        owner = f"credit of the algorithm {algorithm.name!r}" if algorithm.credit else "[credit]"
+        for pattern in _table(credit.params.get("roles")):
+            setting = f"{owner}: the role {pattern!r}"
+            found.append(_Role(setting=setting, pattern=pattern, matches=re.fullmatch, is_agents_alone=True))
+    return [role for role in found if _is_expression(role.pattern)]
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _is_expression(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False  # its user refuses it
+    return True
 
 
 def _names(calls: Sequence[Transition]) -> set[str]:

@@ -1,6 +1,6 @@
 """Builds every component of a plan once, so that wrong parameters and missing packages show before a run."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agl.contracts import Exporter, RewardEmitter, RewardSetup, Upstream
@@ -9,14 +9,17 @@ from agl.schemas import LLM, PromptTemplate
 from agl_run.experiment.counterfactual import check_replays
 from agl_run.experiment.declared import check_keys, check_policy_key, check_template
 from agl_run.experiment.dry_check import check_without_starting
+from agl_run.experiment.models import policy_params
 from agl_run.experiment.own_rewards import build_own, is_own
 from agl_run.experiment.plan import Plan
+from agl_run.experiment.waiting import loading, told
 
 
-async def check_components(plan: Plan) -> None:
+async def check_components(plan: Plan, *, say: Callable[[str], None] | None = None) -> None:
     """Build and release every component that can be built without being started; raises the first error.
 
-    Algorithms also check what they need of the plan, such as a budget for its tasks.
+    Algorithms also check what they need of the plan, such as a budget for its tasks, and call the functions that they
+    are given. ``say`` is called with a line for what takes longer than a second.
     """
     config, manager = plan.config, plan.manager
     for credit in (config.credit, *(a.credit for a in config.algorithm if a.credit is not None)):
@@ -25,19 +28,22 @@ async def check_components(plan: Plan) -> None:
         if isinstance(resource, PromptTemplate):
             check_template(name, resource)
     check_keys(plan)
-    build_rewards(plan)
-    for name in config.tracers:
-        manager.build(manager.tracer(name))
-    for exporter in build_exporters(plan):
-        await exporter.close()
+    with told("importing the rewards, tracers and exporters", say=say):
+        build_rewards(plan)
+        for name in config.tracers:
+            manager.build(manager.tracer(name))
+        for exporter in build_exporters(plan):
+            await exporter.close()
     trained = plan.trained_policies() if plan.needs_token_ids() else set[str]()
     for name, policy in config.policy.items():
-        built = manager.build(manager.policy(policy.use), name=name, **policy.params)
+        with told(loading(name, policy.use, policy.params, folder=plan.folder), say=say):
+            built = manager.build(manager.policy(policy.use), name=name, **policy_params(plan, name))
         if name in trained and not built.has_token_ids:
             raise ConfigError(no_token_ids(name, policy.use))
         check_policy_key(plan, name, built.resource())
     for algorithm in config.algorithm:
-        await check_without_starting(plan, algorithm)
+        with told(f"algorithm {algorithm.name!r}: checking {algorithm.use}", say=say):
+            await check_without_starting(plan, algorithm)
 
 
 async def check_algorithms(plan: Plan) -> None:

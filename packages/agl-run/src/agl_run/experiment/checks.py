@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmEntry, Store
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import JsonResource, PromptTemplate, Resource
 from agl.stores import MAX_ATTEMPTS
 from agl_run.experiment.config import ExperimentConfig, ResourceConfig
@@ -172,8 +172,7 @@ def _check_first(config: ExperimentConfig) -> None:
         )
     for name in schedule.first:
         if name not in names:
-            near = get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(names)}"
+            hint = did_you_mean(name, names, otherwise=f"there are {sorted(names)}")
             raise ConfigError(f"schedule.first names {name!r}, which is no algorithm; {hint}")
 
 
@@ -291,8 +290,7 @@ def _check_sources(plan: Plan, algorithm: AlgorithmConfig, *, earlier: Collectio
             _check_experiment(plan, algorithm, source)
             continue
         if source not in others:
-            near = get_close_matches(source, others, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the others are {sorted(others) or 'none'}"
+            hint = did_you_mean(source, others, otherwise=f"the others are {sorted(others) or 'none'}")
             raise ConfigError(
                 f"algorithm {algorithm.name!r} has the source {source!r}, and no other algorithm has that name; {hint}"
             )
@@ -343,8 +341,7 @@ def _check_target(plan: Plan, algorithm: AlgorithmConfig, name: str) -> None:
         if kind not in kinds:
             raise ConfigError(_wrong_kind(plan, algorithm, name, kind))
     else:
-        near = get_close_matches(name, _tunable(plan), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {_tunable(plan)}"
+        hint = did_you_mean(name, _tunable(plan), otherwise=f"there are {_tunable(plan)}")
         raise ConfigError(f"algorithm {algorithm.name!r} tunes {name!r}, which is no policy or resource; {hint}")
 
 
@@ -369,9 +366,8 @@ def _check_agent(plan: Plan) -> None:
     known = {*BUILT_IN_PARAMETERS, *plan.config.policy, *plan.resources}
     for parameter in loaded.parameters[1:]:
         if parameter not in known:
-            near = get_close_matches(parameter, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = did_you_mean(parameter, known)
             raise ConfigError(
-                f"the agent needs the resource {parameter!r}, which the experiment lacks{hint} "
+                f"the agent needs the resource {parameter!r}, which the experiment lacks{f'; {near}' if near else '.'} "
                 f"Add [policy.{parameter}] or [resource.{parameter}]; there are {_tunable(plan)}"
             )

@@ -1,13 +1,13 @@
 """Datasets: JSON-lines files, JSON arrays, tables, or any sequence of tasks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from agl.errors import DatasetError
+from agl.hints import did_you_mean
 from agl.schemas import Json
 from agl_run.experiment.tables import Tasks, is_table_file, read_table, rows_of
 
@@ -25,8 +25,8 @@ def load_dataset(path: Path) -> list[Json]:
             return _refuse_none(_as_json(read_table(path), name=str(path)), path, "row below its header")
         data = path.read_bytes()
     except FileNotFoundError:
-        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "paths in an experiment file are relative to it"
+        there = [p.name for p in path.parent.glob("*") if p.suffix in _SUFFIXES]
+        hint = did_you_mean(path.name, there, otherwise="paths in an experiment file are relative to it")
         raise DatasetError(f"no dataset {str(path)!r}; {hint}") from None
     except IsADirectoryError:
         raise DatasetError(f"the dataset {str(path)!r} is a directory; name a JSON-lines file in it") from None
@@ -109,8 +109,7 @@ def check_hidden(tasks: Sequence[Json], hidden: Sequence[str], *, name: str) -> 
             keys = sorted(
                 {found for task in tasks if isinstance(task, dict) for found in cast("dict[str, Json]", task)}
             )
-            near = get_close_matches(key, keys, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys of tasks are {keys[:8]}"
+            hint = did_you_mean(key, keys, otherwise=f"the keys of tasks are {keys[:8]}")
             raise DatasetError(f"hidden key {key!r} is in no task of {name}; check [experiment] hidden; {hint}")
 
 

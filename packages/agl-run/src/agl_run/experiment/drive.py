@@ -21,6 +21,7 @@ from agl.contracts import (
     StepReport,
 )
 from agl.errors import AglError, ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Episode, Json, Resource, ResourceVersion
 from agl_run.experiment import state as saved
 from agl_run.experiment.agent_patterns import PatternReport
@@ -371,7 +372,8 @@ class DrivenAlgorithm:
     def _policy(self, name: str) -> Policy:
         policies = self._driver.session.policies
         if name not in policies:
-            raise ConfigError(f"there is no policy {name!r}; there are {sorted(policies)}")
+            hint = did_you_mean(name, policies, otherwise=f"there are {sorted(policies)}")
+            raise ConfigError(f"there is no policy {name!r}; {hint}")
         return policies[name]
 
     async def _publish(

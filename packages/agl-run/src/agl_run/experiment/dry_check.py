@@ -10,6 +10,7 @@ from typing import Any, NoReturn, cast
 from agl.algorithms import AlgorithmConfig
 from agl.contracts import AlgorithmContext, CheckedAlgorithm, Credit
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import ResourceVersion
 from agl_run.experiment.plan import Plan
 
@@ -88,5 +89,6 @@ def _first_version(plan: Plan, name: str) -> ResourceVersion:
     if name in plan.config.policy or plan.label(name):
         raise _NotStartedError(name)
     if name not in plan.resources:
-        raise ConfigError(f"there is no resource {name!r}; there are {sorted(plan.resources)}")
+        hint = did_you_mean(name, plan.resources, otherwise=f"there are {sorted(plan.resources)}")
+        raise ConfigError(f"there is no resource {name!r}; {hint}")
     return ResourceVersion(name=name, version="initial", resource=plan.resources[name], created_at=0.0)

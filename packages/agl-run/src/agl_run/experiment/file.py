@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl_run.experiment.config import ExperimentConfig
 from agl_run.experiment.shape import check_shape
 
@@ -30,9 +31,9 @@ def load_data(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        near = sorted(str(p.name) for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"; there is {', '.join(near)}" if near else ""
-        raise ConfigError(f"no experiment file {str(path)!r}{hint}") from None
+        there = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = did_you_mean(path.name, there, otherwise=f"there is {', '.join(there)}" if there else "")
+        raise ConfigError(f"no experiment file {str(path)!r}{f'; {hint}' if hint else ''}") from None
     except IsADirectoryError:
         inside = path / "experiment.toml"
         hint = f", such as {inside}" if inside.is_file() else ""

@@ -7,6 +7,7 @@ import re
 
 from agl.contracts import LabelMove, Store
 from agl.errors import ConfigError, NotFoundError
+from agl.hints import did_you_mean
 from agl.schemas import ResourceVersion
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -39,7 +40,10 @@ async def move_back(store: Store, name: str, label: str) -> LabelMove:
     """Point a label at its previous version; each further call goes one version back."""
     moves = await store.label_moves(name, label)
     if not moves:
-        raise NotFoundError("label", f"{name}/{label}", f"there are {sorted(await labels_of(store, name)) or 'none'}")
+        there = sorted(await labels_of(store, name))
+        raise NotFoundError(
+            "label", f"{name}/{label}", did_you_mean(label, there, otherwise=f"there are {there or 'none'}")
+        )
     path: list[str] = []  # what a roll-back leaves again, newest last
     for made in moves:
         if made.is_back:

@@ -7,6 +7,7 @@ import msgspec
 
 from agl.contracts import Store
 from agl.errors import NotFoundError
+from agl.hints import did_you_mean
 from agl.schemas import LLM, NamedResources, Resource, ResourceVersion, Rollout
 from agl_run.messages import value_for_agent
 
@@ -31,7 +32,8 @@ class LiveResources:
     def current(self, name: str) -> ResourceVersion:
         """Return the live version; raises :class:`NotFoundError` that lists the known resources."""
         if name not in self._live:
-            raise NotFoundError("resource", name, f"there are {sorted(self._live)}")
+            hint = did_you_mean(name, self._live, otherwise=f"there are {sorted(self._live)}")
+            raise NotFoundError("resource", name, hint)
         return self._live[name]
 
     def versions(self) -> dict[str, str]:

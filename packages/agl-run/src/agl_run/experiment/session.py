@@ -1,5 +1,6 @@
 """A running experiment: store, gateway, policies, runner and worker, started in order and stopped in reverse."""
 
+import asyncio
 import logging
 import os
 import time
@@ -7,12 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 from agl.contracts import POLICY_KEY_ENV, ExperimentRecord, Gateway, Policy, RolloutQuery, ServedModel, Store, Upstream
 from agl.errors import ConfigError, PolicyError, UnknownComponentError
+from agl.hints import did_you_mean
 from agl.schemas import LLM, ErrorInfo, Json, Outcome, ResourceVersion
 from agl.stores import read_recordings
 from agl_run.experiment.address import advertised_url, local_url
@@ -23,6 +24,7 @@ from agl_run.experiment.hints import address_of
 from agl_run.experiment.labels import labelled
 from agl_run.experiment.live import LiveResources
 from agl_run.experiment.lock import ExperimentLock
+from agl_run.experiment.models import policy_params
 from agl_run.experiment.ownership import Ownership
 from agl_run.experiment.plan import Plan
 from agl_run.experiment.serving import Announcement, Serving, make_serving, withdraw
@@ -124,7 +126,8 @@ class Session:
     def endpoint(self, name: str) -> LLM:
         """Return a policy's own endpoint, not the gateway's; raises :class:`ConfigError` that lists the policies."""
         if name not in self._served:
-            raise ConfigError(f"there is no policy {name!r}; there are {sorted(self._served)}")
+            hint = did_you_mean(name, self._served, otherwise=f"there are {sorted(self._served)}")
+            raise ConfigError(f"there is no policy {name!r}; {hint}")
         return self._served[name].llm
 
     async def publish(self, version: ResourceVersion) -> ResourceVersion:
@@ -169,9 +172,8 @@ class Session:
     async def _start_policies(self) -> None:
         manager, trained = self.plan.manager, self.plan.trained_policies()
         for name, config in self.plan.config.policy.items():
-            policy: Policy = manager.build(
-                manager.policy(config.use), name=name, **_from_folder(config.params, self.plan)
-            )
+            params = await asyncio.to_thread(policy_params, self.plan, name)
+            policy: Policy = manager.build(manager.policy(config.use), name=name, **params)
             self.policies[name] = policy
             if name in trained and self.plan.needs_token_ids() and not policy.has_token_ids:
                 raise ConfigError(no_token_ids(name, config.use))
@@ -331,14 +333,6 @@ def _require_name(name: str, served: ServedModel, *, agents_ask_for: str) -> Non
             f"policy {name!r} serves its new weights as {served.model!r} and agents ask for {agents_ask_for!r}; only "
             'the gateway can send their calls there: install agl-gateway, and do not set [gateway] use = "none"'
         )
-
-
-def _from_folder(params: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return a policy's parameters, with the path of a ``model`` folder made absolute."""
-    model = params.get("model")
-    if isinstance(model, str) and (plan.folder / model).is_dir():
-        return {**params, "model": str((plan.folder / model).absolute())}
-    return dict(params)
 
 
 def open_store(plan: Plan) -> Store:

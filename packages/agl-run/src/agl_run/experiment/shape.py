@@ -4,12 +4,12 @@ Every error names the key, what it holds and what to write instead, in the notat
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import Record
 from agl_run.experiment.config import ExperimentConfig, PolicyConfig
 from agl_run.experiment.wording import EXAMPLES, check_value, shown
@@ -109,9 +109,9 @@ def _hint(where: str, key: str, value: Any, data: Mapping[str, Any], known: list
     """Return what to write instead of an unknown key."""
     if where in _GONE:
         return f"there is no section [[{where}]]: {_GONE[where]}"
-    near, home = get_close_matches(key, known, n=1), _home(key)
+    near, home = did_you_mean(key, known), _home(key)
     if near:
-        return f"did you mean {near[0]!r}?"
+        return near
     if key in _RENAMED:
         return f"it is {_RENAMED[key]} in a file"
     if home:

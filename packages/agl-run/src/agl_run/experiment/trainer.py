@@ -1,7 +1,6 @@
 """The trainer behind ``agl run`` and ``agl.Trainer(...).fit(...)``, for scripts, notebooks and async programs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from agl import PluginManager
 from agl.algorithms import AlgorithmConfig, ComponentConfig, algorithm, component
 from agl.contracts import Store
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 from agl.schemas import LLM, JsonResource, Mode, PromptTemplate, Resource
 from agl_run.experiment.arguments import check_arguments
 from agl_run.experiment.blocking import require_blocking, run_beside, run_blocking
@@ -289,8 +289,7 @@ def _section(settings: dict[str, Any], *, name: str, store: str) -> ExperimentSe
     for key in settings:
         if key not in known:
             arguments = [*known, *(Trainer.__init__.__kwdefaults__ or ())]
-            near = get_close_matches(key, arguments, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"settings of an experiment are {', '.join(known)}"
+            hint = did_you_mean(key, arguments, otherwise=f"settings of an experiment are {', '.join(known)}")
             hint = f"n_workers is n_runners: write n_runners={settings[key]!r}" if key == "n_workers" else hint
             raise ConfigError(f"Trainer got the unknown argument {key!r}; {hint}")
     fields: dict[str, Any] = {"agent": "", **settings, "name": name, "store": store}

@@ -1,12 +1,12 @@
 """Words the errors for values of another type than a setting's: the key, the value, and what to write instead."""
 
 import types
-from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 
 EXAMPLES = {
     "agent": 'write "module:attribute", such as agent = "agent:solve", or a command as an array of words: '
@@ -56,8 +56,8 @@ def _array(key: str, value: Any, item: Any) -> str:
 
 
 def _one_of(value: Any, choices: tuple[str, ...]) -> str:
-    near = get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"write one of {', '.join(choices)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = did_you_mean(value, choices) if isinstance(value, str) else ""
+    return f"write one of {', '.join(choices)}" + (f"; {near}" if near else "")
 
 
 def shown(value: Any) -> str:

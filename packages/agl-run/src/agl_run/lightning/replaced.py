@@ -1,10 +1,10 @@
 """The names of Agent Lightning that have no counterpart of the same form, and what replaced each."""
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import NoReturn
 
 from agl.errors import ConfigError
+from agl.hints import did_you_mean
 
 _ADAPTER = (
     "algorithms read episodes, which agl.episodes.build_episode makes of spans",
@@ -82,8 +82,7 @@ def refuse(name: str) -> NoReturn:
     if name not in REPLACED:
         from agl_run import lightning
 
-        near = get_close_matches(name, [*lightning.__all__, *REPLACED], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise AttributeError(f"module 'agl_run.lightning' has no attribute {name!r}{hint}")
+        near = did_you_mean(name, [*lightning.__all__, *REPLACED])
+        raise AttributeError(f"module 'agl_run.lightning' has no attribute {name!r}{f'; {near}' if near else ''}")
     remedy, page = REPLACED[name]
     raise ConfigError(f"Agent Lightning's {name} has no counterpart of its form here; {remedy} (see {page or _PAGE})")

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from agl.dialects import call_messages, comparable
+from agl.dialects import call_messages
 from agl.schemas import Dialect, Json, ModelCall, to_json
+from agl_run.comparable import comparable
 from agl_run.replay.streams import stream_of
 
 _NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}

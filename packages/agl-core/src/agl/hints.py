@@ -1,0 +1,42 @@
+"""Words the next step of a message: the name that was probably meant, and the command that installs a package."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+__all__ = ["closest", "did_you_mean", "pip_install"]
+
+
+def closest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the choice that ``name`` resembles most, by a ratio from ``cutoff`` to 1; ``""`` if it resembles none."""
+    return next(iter(get_close_matches(name, list(choices), n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean(name: str, choices: Iterable[str], *, otherwise: str = "") -> str:
+    """Return ``did you mean 'CHOICE'?`` with the choice that ``name`` resembles; ``otherwise`` if there is none."""
+    near = closest(name, choices)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
+def pip_install(package: str) -> str:
+    """Return the command that installs a package, which may have extras: ``pip install 'agl-algo-torch[lora]'``.
+
+    Where this core runs from a checkout, the checkout's packages are installed from there, with those that they need.
+    """
+    name, bracket, extras = package.partition("[")
+    folders = _folders(Path(__file__).parents[3] / name)
+    words = [word for folder in dict.fromkeys(folders) for word in ("-e", folder)] or [name]
+    words[-1] += bracket + extras
+    return shlex.join(["pip", "install", *words])
+
+
+def _folders(project: Path) -> list[str]:
+    """Return the folders that a package of the checkout needs, its own last; none for a package from elsewhere."""
+    if not (project / "pyproject.toml").is_file():
+        return []
+    needs = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    own = str(project.relative_to(Path.cwd()) if project.is_relative_to(Path.cwd()) else project)
+    return [*(one for need in needs for one in _folders(project.with_name(re.split(r"[^\w-]", need)[0]))), own]

@@ -1,0 +1,58 @@
+"""The next step of a message: the name that was meant, and the line that installs a package where the user is."""
+
+from pathlib import Path
+
+import pytest
+
+from agl import hints
+from agl.hints import closest, did_you_mean, pip_install
+
+PROJECT = '[project]\nname = "{name}"\ndependencies = {needs}\n'
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of three packages, from which the core runs."""
+    needs = {"agl-core": ["pluggy"], "agl-base": ["agl-core>=0.1,<0.2"], "agl-top": ["agl-core>=0.1", "agl-base>=0.1"]}
+    for name, lines in needs.items():
+        (tmp_path / "packages" / name).mkdir(parents=True)
+        (tmp_path / "packages" / name / "pyproject.toml").write_text(PROJECT.format(name=name, needs=lines))
+    monkeypatch.setattr(hints, "__file__", str(tmp_path / "packages/agl-core/src/agl/hints.py"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_package_of_the_checkout_is_installed_from_there_with_those_that_it_needs(checkout: Path) -> None:
+    assert "pip install -e packages/agl-core -e packages/agl-base -e packages/agl-top" == pip_install("agl-top")
+
+
+def test_extra_is_asked_for_where_the_checkouts_package_is_named(checkout: Path) -> None:
+    assert "pip install -e packages/agl-core -e 'packages/agl-base[gpu]'" == pip_install("agl-base[gpu]")
+
+
+def test_checkout_is_named_by_its_whole_path_outside_of_it(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "elsewhere").mkdir()
+    monkeypatch.chdir(checkout / "elsewhere")
+    assert f"pip install -e {checkout}/packages/agl-core" == pip_install("agl-core")
+
+
+@pytest.mark.parametrize(("package", "shown"), [("jinja2", "jinja2"), ("agl-other[x]", "'agl-other[x]'")])
+def test_package_that_the_checkout_lacks_comes_from_the_index(package: str, shown: str, checkout: Path) -> None:
+    assert f"pip install {shown}" == pip_install(package)
+
+
+def test_installed_core_installs_from_the_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "__file__", str(tmp_path / "lib/python3.11/site-packages/agl/hints.py"))
+    assert "pip install agl-rewards" == pip_install("agl-rewards")
+
+
+def test_name_that_was_meant_is_asked_for() -> None:
+    assert "did you mean 'turn'?" == did_you_mean("trun", ["role", "turn"], otherwise="there are two")
+
+
+def test_name_that_resembles_none_gets_what_else_there_is_to_say() -> None:
+    assert ("there are two", "") == (did_you_mean("x", ["role", "turn"], otherwise="there are two"), closest("x", []))
+
+
+def test_cutoff_says_how_close_a_name_must_be() -> None:
+    assert ("turns", "") == (closest("turn", ["turns"]), closest("turn", ["turns"], cutoff=0.9))
