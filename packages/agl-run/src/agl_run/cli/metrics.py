@@ -9,7 +9,6 @@ import click
 from agl import PluginManager
 from agl.contracts import Metric, Store
 from agl.errors import ConfigError
-from agl.hints import did_you_mean
 from agl_run.cli.completion import complete_experiment
 from agl_run.cli.context import pass_manager
 from agl_run.cli.curves import STEP, Curve, curves_of, drawn
