@@ -21,7 +21,7 @@ from agl_algo_torch.forward import recompute_logprobs
 from agl_algo_torch.logprobs import entropy, policy_entropy
 from agl_algo_torch.tuned_policy import one_of
 from agl_objectives.aggregation import AGGREGATIONS, Aggregation
-from agl_objectives.contract import LossTerms, SurveyedLoss, TokenBatch
+from agl_objectives.contract import SurveyedLoss, TokenBatch, checked_terms
 from agl_objectives.kl import KL, check_penalty, kl_estimate
 from agl_objectives.registry import find_loss
 
@@ -148,7 +148,8 @@ class Objective:
         # the gradient of r, which is that of logp.
         old_M = logp_M.detach() if batch.old_M is None else batch.old_M
         entropy_M = entropy(logits_M_V.detach())  # [M]
-        terms = _checked(self._entry.name, self._loss(batch.tokens(logp_M, old_M=old_M, entropy_M=entropy_M)), logp_M)
+        found = self._loss(batch.tokens(logp_M, old_M=old_M, entropy_M=entropy_M))
+        terms = checked_terms(self._entry.name, found, logp_M)
         loss = batch.mean(self._weighted(terms.loss_M, batch, old_M=old_M, tally=tally))
         if self._kl_coef:
             # The penalty is a term of the loss, as in GRPO's paper, and not of the reward, as in PPO for RLHF: the
@@ -214,17 +215,6 @@ class Objective:
             row_M=spread(range(len(rows))),
             rollout_M=spread([number[row.rollout] for row in rows]),
         )
-
-
-def _checked(name: str, found: Any, logp_M: Tensor) -> LossTerms:
-    """Return what a loss returned; raises ConfigError for anything but a number for each token."""
-    if isinstance(found, LossTerms) and found.loss_M.shape == logp_M.shape:
-        return found
-    got = f"loss_M of the shape {list(found.loss_M.shape)}" if isinstance(found, LossTerms) else type(found).__name__
-    raise ConfigError(
-        f"The loss {name!r} returned {got} for {len(logp_M)} trained tokens; return LossTerms(loss_M=...) with one "
-        "number for each token, and let agl weigh them and add them up."
-    )
 
 
 def _rows_of(values_M: Tensor, rows: Sequence[RowSample]) -> list[Tensor]:

@@ -11,16 +11,17 @@ T is the length of a row, P of its prompt, R of its response; T = P + R.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from agl.errors import MissingTokenIdsError
-from agl_algo_verl.advantages import advantages
 from agl_algo_verl.errors import RowTooLongError
-from agl_algo_verl.truncated import punished, rollout_shares, without_truncated
+from agl_algo_verl.objectives import chosen_estimator
 from agl_algo_verl.typed import from_bytes
+from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
+from agl_objectives.estimating import call_advantages, trained_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,12 +85,14 @@ class PreparedStep:
         rollouts: Id and place of the task of every rollout, those without a row included.
         metrics: Numbers to log, by name.
         credits: What credit gave the calls, for each of `rollouts`.
+        tokens: Tokens that each call wrote, by span id.
     """
 
     samples: list[RowSample]
     rollouts: list[tuple[str, int]]
     metrics: dict[str, float]
     credits: tuple[tuple[CallCredit, ...], ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def prepare(
@@ -112,14 +115,16 @@ def prepare(
     # Credit compares the episodes of one task, so it gets them group by group.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
     episodes = [episode for group in groups for episode in group]
-    long = settings.reward.reward_kwargs
-    credits = [punished(episode, calls, settings=long) for episode, calls in zip(episodes, credits, strict=True)]
+    overlong = soft_overlong(settings)
+    credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
+    tokens = trained_tokens(episodes)
     if settings.has_critic:
         # The critic's values turn returns into advantages later (`shaping.py`); until then returns stand in, which
         # decides nothing but the calls that are trained.
         by_span = [{call.span_id: call.value for call in calls} for calls in credits]
     else:
-        by_span = advantages(credits, groups=places, settings=settings.algorithm)
+        estimator = chosen_estimator(settings).call
+        by_span = call_advantages(credits, groups=places, tokens=tokens, estimator=estimator)
     samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
     for episode, place, values in zip(episodes, places, by_span, strict=True):
@@ -142,7 +147,20 @@ def prepare(
     metrics |= rollout_shares(episodes, dropped=dropped, loud=loud)
     metrics |= {} if settings.has_critic else {"groups_silent": _silent(groups, loud)}
     kept = tuple(tuple(calls) for calls in credits)
-    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept)
+    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept, tokens=tokens)
+
+
+def soft_overlong(settings: VerlSettings) -> SoftOverlong:
+    """Return the punishment of long answers that VERL's keys describe.
+
+    It is that of VERL's reward manager `dapo` up to the limit of an answer, where VERL's answers end. Beyond it the
+    punishment stays what it is; VERL's would grow on.
+    """
+    long = settings.reward.reward_kwargs
+    buffer = long.overlong_buffer_cfg
+    if not buffer.enable:
+        return SoftOverlong()
+    return SoftOverlong(limit=long.max_resp_len or 0, buffer=buffer.len, factor=buffer.penalty_factor)
 
 
 def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:

@@ -14,10 +14,22 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from agl.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Estimates", "Estimator", "Loss", "LossTerms", "Scores", "SurveyedLoss", "TokenBatch", "surveyed"]
+__all__ = [
+    "Estimates",
+    "Estimator",
+    "Loss",
+    "LossTerms",
+    "Scores",
+    "SurveyedLoss",
+    "TokenBatch",
+    "checked_terms",
+    "surveyed",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +91,17 @@ def surveyed(loss: Loss, tokens: TokenBatch) -> TokenBatch:
         return tokens
     found = loss.survey(replace(tokens, logp_M=tokens.logp_M.detach()))
     return replace(tokens, extras={**tokens.extras, **found})
+
+
+def checked_terms(name: str, found: object, logp_M: Tensor) -> LossTerms:
+    """Return what a loss returned; raises ConfigError for anything but a number for each token."""
+    if isinstance(found, LossTerms) and found.loss_M.shape == logp_M.shape:
+        return found
+    got = f"loss_M of the shape {list(found.loss_M.shape)}" if isinstance(found, LossTerms) else type(found).__name__
+    raise ConfigError(
+        f"The loss {name!r} returned {got} for {len(logp_M)} trained tokens; return LossTerms(loss_M=...) with one "
+        "number for each token, and let agl weigh them and add them up."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
