@@ -15,6 +15,8 @@ import agl
 from agl.errors import ConfigError
 from agl_algo_verl.inproc import VERL
 from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
+from agl_algo_verl.objectives import chosen_estimator, chosen_loss
+from agl_algo_verl.ray_keys import read_ray_settings
 from agl_algo_verl.refused_values import ESTIMATORS, LOSSES
 from agl_algo_verl.settings import OWN, Estimator, Loss, VerlSettings, read_settings
 from agl_algo_verl.worker import check_device
@@ -109,9 +111,43 @@ def test_the_tables_name_keys_that_verl_has() -> None:
 def test_every_name_that_verl_registers_is_taken_or_refused_with_a_remedy() -> None:
     from verl.trainer.ppo import core_algos
 
-    estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY}
+    estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY} - {"agl"}
     assert estimators == {*get_args(Estimator), *ESTIMATORS}
     assert set(core_algos.POLICY_LOSS_REGISTRY) == {*get_args(Loss), *LOSSES}
+
+
+NEEDED: dict[str, dict[str, Any]] = {"dro": {"actor.policy_loss.dro_beta": 0.1}}
+"""Keys without which a loss of VERL's is refused."""
+
+LACKING = {
+    "gdpo": "credit gives one number",
+    "remax": "reward of a greedy rollout",
+    "optimal_token_baseline": "norm of the gradient of every token",
+    "tir_optimal_token_baseline": "norm of the gradient of every token",
+    "bypass_mode": "recorded log-probabilities",
+}
+"""Names that are refused, and the part of the message that says what is missing."""
+
+
+@pytest.mark.parametrize("read", [read_settings, read_ray_settings])
+def test_every_loss_and_estimator_of_verl_trains_or_is_refused_with_what_it_lacks(read: Any) -> None:
+    from verl.trainer.ppo import core_algos
+
+    estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY} - {"agl"}
+    names = [("algorithm.adv_estimator", name) for name in sorted(estimators)]
+    names += [("actor.policy_loss.loss_mode", name) for name in sorted(core_algos.POLICY_LOSS_REGISTRY)]
+    assert 26 == len(names)
+    for key, name in names:
+        keys = {key: name, **NEEDED.get(name, {})}
+        keys |= {"rollout.name": "agl_hf"} if read is read_ray_settings else {}
+        if name in LACKING:
+            with pytest.raises(ConfigError, match=rf"{name}'.*{LACKING[name]}.*; .*use "):
+                read(config(**keys))
+            continue
+        found = read(config(**keys))
+        settings = found.settings if read is read_ray_settings else found[0]
+        assert settings.has_critic or chosen_estimator(settings).call
+        assert chosen_loss(settings) is not None or settings.actor.policy_loss.loss_mode in ("vanilla", "gspo")
 
 
 def test_the_settings_are_keys_that_verl_has() -> None:
