@@ -135,8 +135,10 @@ def python_of(version: str) -> str:
 
 
 def ours(*packages: str) -> list[str]:
-    """Arguments that install packages of this repository, editable, and the one that agl-algo-torch needs."""
-    shared = ["agl-objectives"] if any(name.startswith("agl-algo-torch") for name in packages) else []
+    """Arguments that install packages of this repository, editable, and the one that trainers of weights need."""
+    shared = (
+        ["agl-objectives"] if any(name.startswith(("agl-algo-torch", "agl-algo-verl")) for name in packages) else []
+    )
     return [part for name in dict.fromkeys([*packages, *shared]) for part in ("-e", f"packages/{name}")]
 
 

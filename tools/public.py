@@ -28,6 +28,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "agl-objectives": (
         "agl_objectives",
         "agl_objectives.aggregation",
+        "agl_objectives.answers",
         "agl_objectives.contract",
         "agl_objectives.estimating",
         "agl_objectives.importance",

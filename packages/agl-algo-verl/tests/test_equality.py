@@ -1,7 +1,4 @@
-"""VERL's advantages and losses against those of agl-objectives and agl-algo-torch, on random ragged groups of calls.
-
-The two packages share no code: one calls `verl.trainer.ppo.core_algos`, the other has its own formulas.
-"""
+"""VERL's own functions against those of agl-objectives and agl-algo-torch, on random groups of ragged rows."""
 
 from __future__ import annotations
 
@@ -13,23 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl.schemas import CallCredit
-from agl_algo_verl.advantages import advantages
 from agl_algo_verl.batches import importance
+from agl_algo_verl.objectives import ESTIMATORS, chosen_estimator
 from agl_algo_verl.opening import actor_config
 from agl_algo_verl.rows import RowSample
-from agl_algo_verl.settings import AlgorithmKeys, read_settings
+from agl_algo_verl.settings import read_settings
 from agl_algo_verl.shaping import gae
+from agl_objectives import aggregation as aggregating
+from agl_objectives import clipping, contract, kl
+from agl_objectives import importance as weighting
+from agl_objectives.estimating import estimate
 
 from .world import config
 
-aggregating = pytest.importorskip("agl_objectives.aggregation", reason="needs agl-objectives")
-clipping = pytest.importorskip("agl_objectives.clipping", reason="needs agl-objectives")
-contract = pytest.importorskip("agl_objectives.contract", reason="needs agl-objectives")
-estimating = pytest.importorskip("agl_objectives.estimating", reason="needs agl-objectives")
-weighting = pytest.importorskip("agl_objectives.importance", reason="needs agl-objectives")
-kl = pytest.importorskip("agl_objectives.kl", reason="needs agl-objectives")
-registry = pytest.importorskip("agl_objectives.registry", reason="needs agl-objectives")
 torch_gae = pytest.importorskip("agl_algo_torch.gae", reason="needs agl-algo-torch")
 torch_critic = pytest.importorskip("agl_algo_torch.critic", reason="needs agl-algo-torch")
 
@@ -44,18 +37,14 @@ CLOSE = pytest.mark.parametrize(
 """For formulas that are written out here and add up in another order."""
 
 values = st.integers(-8, 8).map(lambda n: n / 4) | st.floats(-2, 2, width=32)
-same = st.tuples(values, st.integers(1, 4)).map(lambda pair: [pair[0]] * pair[1])
-ragged = st.lists(st.lists(st.lists(values, min_size=1, max_size=4), min_size=2, max_size=5), min_size=1, max_size=4)
-episodes = st.lists(st.lists(same, min_size=2, max_size=5), min_size=1, max_size=4)
+EXACT = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose numbers are VERL's to the last bit in float64."""
 
-PAIRS = [
-    ("grpo", AlgorithmKeys(adv_estimator="grpo")),
-    ("dr_grpo", AlgorithmKeys(adv_estimator="grpo", norm_adv_by_std_in_grpo=False)),
-    ("rloo", AlgorithmKeys(adv_estimator="rloo")),
-    ("reinforce++", AlgorithmKeys(adv_estimator="reinforce_plus_plus")),
-    ("reinforce++-baseline", AlgorithmKeys(adv_estimator="reinforce_plus_plus_baseline")),
+NAMED = [
+    *((name, {"algorithm.adv_estimator": name}) for name in ESTIMATORS),
+    ("dr_grpo", {"algorithm.norm_adv_by_std_in_grpo": False}),
 ]
-ESTIMATORS = pytest.mark.parametrize(("name", "algorithm"), PAIRS, ids=[pair[0] for pair in PAIRS])
+NAMES = pytest.mark.parametrize(("name", "keys"), NAMED, ids=[name for name, _ in NAMED])
 
 
 def is_told_apart(group: list[float]) -> bool:
@@ -63,70 +52,34 @@ def is_told_apart(group: list[float]) -> bool:
     return max(group) - min(group) > 1e-3
 
 
-def through_verl(groups: list[list[list[float]]], algorithm: AlgorithmKeys) -> list[float]:
-    places = [index for index, group in enumerate(groups) for _ in group]
-    credits = [
-        [CallCredit(span_id=f"{g}/{r}/{c}", value=value, baseline=f"task {g}") for c, value in enumerate(calls)]
-        for g, group in enumerate(groups)
-        for r, calls in enumerate(group)
-    ]
-    found = advantages(credits, groups=places, settings=algorithm)
-    return [by_span[call.span_id] for calls, by_span in zip(credits, found, strict=True) for call in calls]
-
-
-def through_torch(groups: list[list[list[float]]], estimator: str) -> list[float]:
-    flat = [(g, r, v) for g, group in enumerate(groups) for r, calls in enumerate(group) for v in calls]
-    return estimating.estimate(
-        torch.tensor([v for _, _, v in flat], dtype=torch.float64),
-        rollouts_N=torch.tensor([g * 100 + r for g, r, _ in flat]),
-        groups_N=torch.tensor([g for g, _, _ in flat]),
-        estimator=registry.find_estimator(estimator).call,
-    ).tolist()
-
-
-@ESTIMATORS
-@settings(max_examples=60)
-@given(groups=episodes)
-def test_advantages_of_whole_episodes_are_the_same_numbers(
-    name: str, algorithm: AlgorithmKeys, groups: list[list[list[float]]]
-) -> None:
-    assert through_torch(groups, name) == through_verl(groups, algorithm)
-
-
-@ESTIMATORS
-@settings(max_examples=60)
-@given(groups=ragged)
-def test_advantages_of_single_calls_are_the_same_numbers(
-    name: str, algorithm: AlgorithmKeys, groups: list[list[list[float]]]
-) -> None:
-    assert through_torch(groups, name) == through_verl(groups, algorithm)
-
-
-@ESTIMATORS
+@NAMES
 @PRECISION
 @settings(max_examples=60)
 @given(groups=st.lists(st.lists(values, min_size=2, max_size=6).filter(is_told_apart), min_size=1, max_size=4))
 def test_advantages_are_those_of_verls_functions(
-    name: str, algorithm: AlgorithmKeys, groups: list[list[float]], dtype: torch.dtype, tolerance: float
+    name: str, keys: dict[str, Any], groups: list[list[float]], dtype: torch.dtype, tolerance: float
 ) -> None:
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     scores_S = torch.tensor([score for group in groups for score in group], dtype=dtype)
     group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group])
-    is_grpo = algorithm.adv_estimator == "grpo"
-    options = {"norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo} if is_grpo else {}
-    theirs_S1, _ = get_adv_estimator_fn(algorithm.adv_estimator)(
+    read, _ = read_settings(config(**keys))
+    theirs = read.algorithm.adv_estimator
+    options = {} if read.algorithm.norm_adv_by_std_in_grpo else {"norm_adv_by_std_in_grpo": False}
+    theirs_S1, _ = get_adv_estimator_fn(theirs)(
         token_level_rewards=scores_S[:, None].clone(),
         response_mask=torch.ones(len(scores_S), 1, dtype=dtype),
         index=group_S.numpy(),
-        config=AlgoConfig(adv_estimator=algorithm.adv_estimator, gamma=1.0),
+        config=AlgoConfig(adv_estimator=theirs, gamma=1.0),
         **options,
     )
-    own_S = estimating.estimate(
-        scores_S, rollouts_N=torch.arange(len(scores_S)), groups_N=group_S, estimator=registry.find_estimator(name).call
+    own_S = estimate(
+        scores_S, rollouts_N=torch.arange(len(scores_S)), groups_N=group_S, estimator=chosen_estimator(read).call
     )
-    assert float((own_S - theirs_S1[:, 0]).abs().max()) <= tolerance
+    # VERL's grpo_vectorized takes deviations in float32, as differences of sums; other forms add up in another order.
+    allowed = tolerance if name in EXACT else 3e-3 if name == "grpo_vectorized" else max(tolerance, 1e-6)
+    assert float((own_S - theirs_S1[:, 0]).abs().max()) <= allowed
 
 
 rows = st.lists(st.lists(st.booleans(), min_size=1, max_size=7).filter(any), min_size=1, max_size=5)

@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 
 from agl_algo_verl.opening import actor_config
 from agl_algo_verl.settings import read_settings
+from agl_objectives import contract, importance, registry
 
 from .world import config
-
-contract = pytest.importorskip("agl_objectives.contract", reason="needs agl-objectives")
-registry = pytest.importorskip("agl_objectives.registry", reason="needs agl-objectives")
-importance = pytest.importorskip("agl_objectives.importance", reason="needs agl-objectives")
 
 F64 = torch.float64
 rows = st.lists(st.lists(st.booleans(), min_size=1, max_size=7).filter(any), min_size=1, max_size=5)

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 from agl.schemas import CallCredit
 from agl_algo_verl.kl_control import KlController
 from agl_algo_verl.rows import PreparedStep, RowSample
-from agl_algo_verl.settings import AlgorithmKeys, KlControlKeys
+from agl_algo_verl.settings import AlgorithmKeys, KlControlKeys, read_settings
 from agl_algo_verl.shaping import penalise, with_penalty
 from agl_testing.conformance import AlgorithmConformance
 
 from .test_inproc import train
-from .world import World, scenario
+from .world import World, config, scenario
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,8 +45,9 @@ def test_a_penalty_takes_the_kl_of_all_its_tokens_off_a_rollouts_score() -> None
         sample("a", old=[-1.0, -1.0], reference=[-2.0, -4.0], mask=[1, 1]),
         sample("b", old=[-1.0, -1.0], reference=[-1.0, -9.0], mask=[1, 0]),
     ]
-    settings = AlgorithmKeys(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)
-    penalty = penalise(rows, settings=settings, beta=0.5)
+    keys = {"algorithm.use_kl_in_reward": True, "algorithm.norm_adv_by_std_in_grpo": False}
+    settings, _ = read_settings(config(**keys))
+    penalty = penalise(rows, settings=settings.algorithm, beta=0.5)
     assert [[-0.5, -1.5], [0.0, 0.0]] == [rewards.tolist() for rewards in penalty.rewards]
     assert pytest.approx(4.0 / 3) == penalty.kl
     credits = tuple((CallCredit(span_id=f"{name}/0", value=1.0, baseline="t"),) for name in "ab")

@@ -287,6 +287,29 @@ def test_steps_on_ray_are_the_steps_in_one_process_and_collecting_goes_on_meanwh
 
 
 @FORGOTTEN
+def test_loss_that_compares_all_tokens_of_an_update_learns_on_ray_what_it_learns_in_one_process(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "loss": "clip-cov",
+        "loss_params": {"ratio": 0.3, "cov_low": 0.0, "clip_low": 0.05},
+        "estimator": "opo",
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor.entropy_coeff": 0.01,
+        "actor.ppo_epochs": 2,
+        "actor.optim.lr": 3e-2,  # the second epoch finds ratios beyond the clip
+        "trainer.n_gpus_per_node": 1,
+    }
+    here, expected = train(tmp_path / "inproc", model_dir, engine="inproc", steps=2, **keys)
+    there, found = train(tmp_path / "ray", model_dir, engine="ray", steps=2, **keys)
+    for mine, its in zip(here, there, strict=True):
+        for name in ("loss", "pg_loss", "grad_norm", "held_back"):
+            assert mine[name] == pytest.approx(its[name], rel=1e-3, abs=1e-5)
+        assert 0 < its["held_back"] < 1
+    assert difference(found, expected, start=model_dir) < 0.05
+
+
+@FORGOTTEN
 @pytest.mark.soak
 def test_a_critic_and_adapters_learn_on_ray_what_they_learn_in_one_process(model_dir: Path, tmp_path: Path) -> None:
     keys = {

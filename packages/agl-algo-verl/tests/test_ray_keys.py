@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from agl.errors import ConfigError
 from agl_algo_verl.engines import make
 from agl_algo_verl.keys import leaves, verl_keys
+from agl_algo_verl.loss_worker import loss_of
 from agl_algo_verl.ray_config import compose
 from agl_algo_verl.ray_engine import RayVERL
 from agl_algo_verl.ray_keys import HERE, RaySettings, check_machine, classify, read_ray_settings
@@ -84,6 +85,28 @@ def test_the_tables_name_keys_that_verl_has() -> None:
     known = verl_keys()
     absent = {name for name in (*REFUSED, *DECIDED, *ALLOWED, *HERE) if name not in known}
     assert absent <= {"reward_model", "custom_reward_function"}, absent
+
+
+LOSS_KEYS = {"loss": "cispo", "loss_params": {"clip_high": 0.1}, "estimator": "opo"}
+
+
+@pytest.mark.parametrize(("rollout", "others"), [("agl_hf", ["agl_algo_verl.ray_model"]), ("vllm", [])])
+def test_a_loss_of_ours_reaches_verls_workers_in_the_name_of_the_loss(rollout: str, others: list[str]) -> None:
+    found = composed(**LOSS_KEYS, **{"rollout.name": rollout})
+    named = loss_of(found["actor_rollout_ref.actor.policy_loss.loss_mode"])
+    assert named is not None
+    assert ("cispo", 0.1) == (named.entry.name, named.call.clip_high)
+    assert [*others, "agl_algo_verl.ray_losses"] == found["actor_rollout_ref.model.external_lib"]
+    assert not set(LOSS_KEYS) & found.keys()
+    own = composed(**{"rollout.name": rollout, "actor.policy_loss.loss_mode": "gspo"})
+    assert "gspo" == own["actor_rollout_ref.actor.policy_loss.loss_mode"]
+    assert (others or [None])[0] == own["actor_rollout_ref.model.external_lib"]
+
+
+def test_a_loss_of_ours_takes_the_modes_in_which_verl_would_count_rows() -> None:
+    keys = {"actor.loss_agg_mode": "seq-mean-token-mean", "actor.use_kl_loss": True, "actor.entropy_coeff": 0.1}
+    assert "seq-mean-token-mean" == composed(**keys, loss="ppo-clip")["actor_rollout_ref.actor.loss_agg_mode"]
+    assert "seq-mean-token-mean" == composed(loss="gmpo")["actor_rollout_ref.actor.loss_agg_mode"]
 
 
 VERL = Path(next(iter(find_spec("verl").submodule_search_locations)))

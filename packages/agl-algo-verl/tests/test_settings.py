@@ -15,8 +15,10 @@ import agl
 from agl.errors import ConfigError
 from agl_algo_verl.inproc import VERL
 from agl_algo_verl.keys import DECIDED_ELSEWHERE, FIXED, verl_keys
+from agl_algo_verl.objectives import chosen_estimator, chosen_loss
+from agl_algo_verl.ray_keys import read_ray_settings
 from agl_algo_verl.refused_values import ESTIMATORS, LOSSES
-from agl_algo_verl.settings import Estimator, Loss, VerlSettings, read_settings
+from agl_algo_verl.settings import OWN, Estimator, Loss, VerlSettings, read_settings
 from agl_algo_verl.worker import check_device
 
 from .world import config
@@ -109,9 +111,43 @@ def test_the_tables_name_keys_that_verl_has() -> None:
 def test_every_name_that_verl_registers_is_taken_or_refused_with_a_remedy() -> None:
     from verl.trainer.ppo import core_algos
 
-    estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY}
+    estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY} - {"agl"}
     assert estimators == {*get_args(Estimator), *ESTIMATORS}
     assert set(core_algos.POLICY_LOSS_REGISTRY) == {*get_args(Loss), *LOSSES}
+
+
+NEEDED: dict[str, dict[str, Any]] = {"dro": {"actor.policy_loss.dro_beta": 0.1}}
+"""Keys without which a loss of VERL's is refused."""
+
+LACKING = {
+    "gdpo": "credit gives one number",
+    "remax": "reward of a greedy rollout",
+    "optimal_token_baseline": "norm of the gradient of every token",
+    "tir_optimal_token_baseline": "norm of the gradient of every token",
+    "bypass_mode": "recorded log-probabilities",
+}
+"""Names that are refused, and the part of the message that says what is missing."""
+
+
+@pytest.mark.parametrize("read", [read_settings, read_ray_settings])
+def test_every_loss_and_estimator_of_verl_trains_or_is_refused_with_what_it_lacks(read: Any) -> None:
+    from verl.trainer.ppo import core_algos
+
+    estimators = {str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY} - {"agl"}
+    names = [("algorithm.adv_estimator", name) for name in sorted(estimators)]
+    names += [("actor.policy_loss.loss_mode", name) for name in sorted(core_algos.POLICY_LOSS_REGISTRY)]
+    assert 26 == len(names)
+    for key, name in names:
+        keys = {key: name, **NEEDED.get(name, {})}
+        keys |= {"rollout.name": "agl_hf"} if read is read_ray_settings else {}
+        if name in LACKING:
+            with pytest.raises(ConfigError, match=rf"{name}'.*{LACKING[name]}.*; .*use "):
+                read(config(**keys))
+            continue
+        found = read(config(**keys))
+        settings = found.settings if read is read_ray_settings else found[0]
+        assert settings.has_critic or chosen_estimator(settings).call
+        assert chosen_loss(settings) is not None or settings.actor.policy_loss.loss_mode in ("vanilla", "gspo")
 
 
 def test_the_settings_are_keys_that_verl_has() -> None:
@@ -126,7 +162,8 @@ def test_the_settings_are_keys_that_verl_has() -> None:
 
     # The engines take `mixed_precision`, and the reward manager `dapo` its arguments; neither is in VERL's file.
     elsewhere = (".mixed_precision.", "reward.reward_kwargs.")
-    absent = [name for name in paths(VerlSettings) if name not in verl_keys() and not any(e in name for e in elsewhere)]
+    named = [name for name in paths(VerlSettings) if name not in OWN]
+    absent = [name for name in named if name not in verl_keys() and not any(e in name for e in elsewhere)]
     assert [] == absent
     source = importlib.metadata.distribution("verl").locate_file("verl/experimental/reward_loop/reward_manager/dapo.py")
     dapo = Path(str(source)).read_text(encoding="utf-8")
@@ -176,7 +213,9 @@ def test_the_examples_keys_are_taken(name: str) -> None:
         ({"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": 3}, r"multiple of critic\.ppo_mini"),
         ({"algorithm.adv_estimator": "gae", "critic.use_dynamic_bsz": True}, r"micro-batches of rows"),
         ({"algorithm.adv_estimator": "remax"}, r"adv_estimator = 'remax': .*use rloo"),
-        ({"actor.policy_loss.loss_mode": "cispo"}, r"loss_mode = 'cispo': use vanilla"),
+        ({"actor.policy_loss.loss_mode": "bypass_mode"}, r"loss_mode = 'bypass_mode': .*use vanilla with"),
+        ({"estimator": "rloo", "algorithm.adv_estimator": "grpo"}, r"'rloo' and algorithm\.adv_estimator are given"),
+        ({"estimator_params": {"eps": 1.0}}, r"estimator_params = .*without estimator"),
         ({"actor.kl_loss_type": "kl"}, r"kl_loss_type = 'kl': .*gradient is 0 on average; use low_var_kl"),
         ({"algorithm.adv_estimator": "best"}, r"Invalid enum value 'best'.*algorithm\.adv_estimator"),
         ({"algorithm.rollout_correction.rollout_is": "sequence"}, r"rollout_is = 'sequence'.*use token"),

@@ -13,9 +13,9 @@ from agl.episodes import EpisodeCredit
 from agl.errors import ConfigError
 from agl.schemas import Episode, Rollout, pack_ids
 from agl_algo_verl.ray_keys import read_ray_settings
-from agl_algo_verl.rows import prepare
+from agl_algo_verl.rows import prepare, soft_overlong
 from agl_algo_verl.settings import read_settings
-from agl_algo_verl.truncated import punishment
+from agl_objectives import answers, registry
 
 from .test_inproc import train
 from .world import PROMPT, TOKENS, World, config, episode
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from agl_testing.conformance.bench import RolloutOrder
 
 torch_preparation = pytest.importorskip("agl_algo_torch.preparation", reason="needs agl-algo-torch")
-registry = pytest.importorskip("agl_objectives.registry", reason="needs agl-objectives")
-torch_overlong = pytest.importorskip("agl_algo_torch.overlong", reason="needs agl-algo-torch")
 
 PUNISHED = {
     "reward.reward_kwargs.overlong_buffer_cfg.enable": True,
@@ -67,13 +65,14 @@ def test_masks_punishments_and_shares_are_those_of_the_torch_algorithms(
         [played(g, i, reward=reward, calls=calls, rows=rows) for i, (reward, calls, rows) in enumerate(group)]
         for g, group in enumerate(drawn)
     ]
-    soft = torch_overlong.SoftOverlong(limit=100, buffer=40) if punishes else None
+    soft = answers.SoftOverlong(limit=100, buffer=40) if punishes else answers.SoftOverlong()
     grpo = registry.find_estimator("grpo").call
     expected = torch_preparation.prepare(
         groups, credit=EpisodeCredit(), estimator=grpo, mask_truncated=masks, overlong=soft
     )
     loud = {sample.rollout for sample in expected.samples if not sample.is_silent}
-    shares = torch_preparation.rollout_shares(groups, dropped={"failed": dropped}, loud=loud)
+    episodes = [episode for group in groups for episode in group]
+    shares = answers.rollout_shares(episodes, dropped=dropped, loud=loud)
     read, _ = read_settings(config(**(PUNISHED if punishes else {})))
     found = prepare(groups, credit=EpisodeCredit(), settings=read, mask_truncated=masks, dropped=dropped)
     assert [sample.trained_tokens for sample in expected.samples] == [s.trained_tokens for s in found.samples]
@@ -126,7 +125,7 @@ def test_step_reports_the_shares_of_cut_dropped_and_silent_rollouts(
 def test_punishment_is_that_of_verls_reward_manager_up_to_its_limit(tokens: int, expected: float) -> None:
     keys = PUNISHED | {"reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": 2.0}
     read, _ = read_settings(config(**keys))
-    assert expected == pytest.approx(punishment(tokens, settings=read.reward.reward_kwargs))
+    assert expected == pytest.approx(soft_overlong(read).punishment(tokens))
 
 
 def test_on_ray_the_punishment_is_read_here_and_verl_does_not_get_it() -> None:

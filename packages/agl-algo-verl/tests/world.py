@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from agl.schemas import Episode, Row, Segment, Transition, Weights, pack_floats, pack_ids
 from agl_algo_verl.inproc import VERL
+from agl_algo_verl.settings import OWN
 from agl_testing.conformance import AlgorithmScenario
 
 if TYPE_CHECKING:
@@ -90,16 +91,18 @@ def episode(rollout: Rollout, ids: list[int], logprobs: list[float], reward: flo
 
 
 def config(**keys: Any) -> dict[str, Any]:
-    """A small configuration; dotted names such as `actor.ppo_epochs` are put below `actor_rollout_ref`."""
+    """A small configuration; names such as `actor.ppo_epochs` are put below `actor_rollout_ref`."""
     nested: dict[str, Any] = {
         "algorithm": {"adv_estimator": "grpo"},
         "data": {"train_batch_size": 2},
         "actor_rollout_ref": {"actor": {"optim": {"lr": 3e-3}}, "rollout": {"n": 4}},
         "trainer": {"total_training_steps": 3},
     }
+    if "estimator" in keys:  # which is given in place of VERL's key
+        del nested["algorithm"]
     for name, value in keys.items():
         path = name.split(".")
-        path = path if path[0] in {*nested, "critic", "reward"} else ["actor_rollout_ref", *path]
+        path = path if path[0] in {*nested, "algorithm", "critic", "reward", *OWN} else ["actor_rollout_ref", *path]
         level = nested
         for part in path[:-1]:
             level = level.setdefault(part, {})

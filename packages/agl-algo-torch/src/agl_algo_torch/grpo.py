@@ -36,11 +36,11 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.overlong import SoftOverlong
-from agl_algo_torch.preparation import prepare, rollout_shares
+from agl_algo_torch.preparation import overlong, prepare
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative
 from agl_algo_torch.typed_torch import backward
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.answers import rollout_shares
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 from agl_objectives.registry import find_estimator
@@ -164,8 +164,7 @@ class GRPO:
         self._estimator = found
         self._updates_per_step, self._epochs = updates_per_step, epochs
         self._mask_truncated = mask_truncated
-        self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
-        self._overlong.check("grpo")
+        self._overlong = overlong("grpo", limit=overlong_limit, buffer=overlong_buffer)
         self._token_budget = token_budget
         settings = LearnerSettings(
             optim=OptimSettings(
@@ -217,7 +216,7 @@ class GRPO:
         self._tell_unused(batch.final, batch.calls)
         metrics = batch.metrics | {"collect_s": collect_s}
         loud = {sample.rollout for sample in batch.samples if not sample.is_silent}
-        metrics |= rollout_shares(groups, dropped=collected.dropped, loud=loud)
+        metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
         # Rollouts that were not handed over, by reason: they failed, or have no reward, and the experiment drops such.
         metrics |= {f"dropped_{reason}": float(count) for reason, count in collected.dropped.items()}
 

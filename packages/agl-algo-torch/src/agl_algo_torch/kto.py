@@ -176,9 +176,7 @@ class KTO(PreferenceAlgorithm[Label]):
 
     def sides(self, examples: Sequence[Label]) -> dict[str, str]:
         """Return whether each rollout is good or bad, and how much it counts."""
-        return {
-            label.rollout: f"{'good' if label.is_good else 'bad'}, counts {label.weight:.3g}" for label in examples
-        }
+        return {label.rollout: f"{'good' if label.is_good else 'bad'}, counts {label.weight:.3g}" for label in examples}
 
     def judge(self, examples: Sequence[Label], ratios: Mapping[str, Ratio]) -> Judgement:
         """Equation 8 and its slopes: weight beta s (1 - s), where s is the sigmoid, up for good and down for bad."""

@@ -39,12 +39,12 @@ from agl_algo_torch.learner import LearnerSettings, PolicyLearner, mean
 from agl_algo_torch.model import LoraSettings
 from agl_algo_torch.objective import Objective, Tally
 from agl_algo_torch.optim import Decay, OptimSettings
-from agl_algo_torch.overlong import SoftOverlong
-from agl_algo_torch.preparation import rollout_shares, without_truncated
+from agl_algo_torch.preparation import overlong
 from agl_algo_torch.tuned_policy import TunedPolicy, at_least_one, check_tasks, draw_tasks, not_negative, shares
 from agl_algo_torch.typed_torch import backward
 from agl_algo_torch.uses import group_uses
 from agl_objectives.aggregation import Aggregation  # noqa: TC001 - the parameter check resolves it
+from agl_objectives.answers import rollout_shares, without_truncated
 from agl_objectives.importance import Importance, Level, Mode
 from agl_objectives.kl import KL  # noqa: TC001 - the parameter check resolves it
 
@@ -192,8 +192,7 @@ class PPO:
         self._value_clip = value_clip
         self._critic_warmup = critic_warmup
         self._mask_truncated = mask_truncated
-        self._overlong = SoftOverlong(limit=overlong_limit, buffer=overlong_buffer)
-        self._overlong.check("ppo")
+        self._overlong = overlong("ppo", limit=overlong_limit, buffer=overlong_buffer)
         self._token_budget, self._keep = token_budget, keep
         optim = OptimSettings(
             lr=lr,
@@ -245,7 +244,7 @@ class PPO:
         valued = await asyncio.to_thread(self._evaluate, learner, critic, rows)
         metrics |= _value_metrics(valued)
         loud = {row.sample.rollout for row in valued if not row.sample.is_silent}
-        metrics |= rollout_shares(groups, dropped=collected.dropped, loud=loud)
+        metrics |= rollout_shares(collected.episodes, dropped=sum(collected.dropped.values()), loud=loud)
 
         # 3. Update policy and critic.
         metrics |= await self._train(learner, critic, valued)
@@ -299,8 +298,7 @@ class PPO:
         """Return G_k of every call k of each episode, by span id."""
         found: list[dict[str, float]] = []
         for episode, credits in zip(group, self._context.credit.assign(group), strict=True):
-            if self._overlong.limit:
-                credits = self._overlong.applied(episode, credits)
+            credits = self._overlong.applied(episode, credits)
             found.append({credit.span_id: _return_of(credit) for credit in credits})
         return found
 

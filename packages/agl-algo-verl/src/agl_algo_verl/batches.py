@@ -10,19 +10,21 @@ T is the length of a row, R of its response.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from agl_algo_verl.typed import integers, ragged, verl_part
+from agl_objectives.aggregation import token_weight, update_total
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tensordict import TensorDict
     from torch import Tensor
 
+    from agl_algo_verl.objectives import LossChoice
     from agl_algo_verl.rows import RowSample
 
 
@@ -49,7 +51,7 @@ def updates(
 def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
     """Scale advantages so that a mean over the tokens of each row becomes one over the tokens of its rollout.
 
-    VERL's losses are proportional to a positive factor of the advantages, so this is exact.
+    VERL's `vanilla` and `gspo` are proportional to a positive factor of the advantages, so this is exact.
     """
     # VERL takes sum over rows of (1 / n_row) * sum of its token losses; wanted is 1 / n_rollout for each of them.
     # A * n_row / n_rollout turns the one into the other: clipping looks at the ratio and the sign of A alone.
@@ -57,6 +59,45 @@ def per_rollout(samples: Sequence[RowSample]) -> list[RowSample]:
     for sample in samples:
         tokens[sample.rollout] += sample.trained_tokens
     return [replace(s, advantages=s.advantages * (s.trained_tokens / tokens[s.rollout])) for s in samples]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighting:
+    """The weights of an update's tokens, for a loss of agl-objectives (`loss_worker.py`).
+
+    Attributes:
+        weight: w_t of the tokens of each rollout, by its id.
+        total: W, which the weighted sum is divided by.
+        number: The number of each rollout.
+    """
+
+    weight: Mapping[str, float]
+    total: float
+    number: Mapping[str, int]
+
+    def fields(self, samples: Sequence[RowSample]) -> dict[str, Tensor]:
+        """Return the fields that the loss reads of each row, [B]."""
+        return {
+            "agl_weight": torch.tensor([self.weight[s.rollout] for s in samples], dtype=torch.float32),
+            "agl_total": torch.full((len(samples),), self.total),
+            "agl_rollout": torch.tensor([self.number[s.rollout] for s in samples]),
+            "agl_row": torch.arange(len(samples)),
+        }
+
+
+def weighting(samples: Sequence[RowSample], *, rollouts: int, choice: LossChoice) -> Weighting:
+    """Return the weights of the rows of an update of so many rollouts, those without a row included."""
+    tokens: Counter[str] = Counter()
+    for sample in samples:
+        tokens[sample.rollout] += sample.trained_tokens
+    return Weighting(
+        weight={
+            rollout: token_weight(choice.aggregation, rollout_tokens=max(1, count), constant=choice.constant)
+            for rollout, count in tokens.items()
+        },
+        total=update_total(choice.aggregation, tokens=max(1, tokens.total()), rollouts=rollouts),
+        number={rollout: index for index, rollout in enumerate(tokens)},
+    )
 
 
 def fill_up(samples: Sequence[RowSample], *, multiple: int) -> list[RowSample]:
@@ -82,7 +123,7 @@ def micro_batched(
     return cast("Any", batch(samples, **sizes, **options)).to(device)
 
 
-def batch(samples: Sequence[RowSample], **options: Any) -> TensorDict:
+def batch(samples: Sequence[RowSample], *, weighting: Weighting | None = None, **options: Any) -> TensorDict:
     """Return rows as VERL's engine reads them, ragged; `options` are VERL's settings for this batch."""
     # Every entry is jagged, one vector per row: [T] in the first two, then [T - R], and [R] from `responses` on.
     tensors: dict[str, Tensor] = {
@@ -98,7 +139,10 @@ def batch(samples: Sequence[RowSample], **options: Any) -> TensorDict:
         "old_log_probs": ragged([s.behaviour if s.old is None else s.old for s in samples]),
         # [B]: the engine divides logits by it, as the server did when it drew the tokens
         "temperature": torch.tensor([s.temperature for s in samples], dtype=torch.float32),
+        "rollout_log_probs": ragged([s.behaviour for s in samples]),
     }
+    if weighting is not None:
+        tensors |= weighting.fields(samples)
     for name, found in {
         "ref_log_prob": [s.reference for s in samples if s.reference is not None],
         "values": [s.values for s in samples if s.values is not None],

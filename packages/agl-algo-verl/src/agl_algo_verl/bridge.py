@@ -37,12 +37,15 @@ class StepRows:
     Attributes:
         rows: The rows to train.
         temperature: The temperature at which all of their tokens were drawn.
-        rollouts: The number that a mean over sequences divides by; 0 for a mean over tokens, which counts its tokens.
+        rollouts: The number that a mean over sequences divides by; 0 for a mean over tokens, which counts its tokens,
+            and for a loss of agl-objectives, whose rows bring their weights.
+        total: W of that loss, which its weighted sum is divided by.
     """
 
     rows: tuple[BridgeRow, ...]
     temperature: float
     rollouts: int = 0
+    total: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,7 @@ class BridgeRow:
         mask: 1 on trained tokens; int64, [R].
         scores: Advantages, or rewards where VERL's critic makes advantages of them; float32, [R].
         logprobs: Log-probabilities that the server recorded; float32, [R].
+        weight: w_t of the row's trained tokens, for a loss of agl-objectives.
     """
 
     group: int
@@ -66,6 +70,7 @@ class BridgeRow:
     mask: Tensor
     scores: Tensor
     logprobs: Tensor
+    weight: float = 1.0
 
 
 class Bridge:

@@ -6,9 +6,11 @@ weight. Every check raises ConfigError with what was found and what to write ins
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from agl.errors import ConfigError
+from agl_algo_verl.objectives import check_choices, chosen_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +23,7 @@ def check_settings(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     _check_numbers(settings)
     _check_batches(settings)
     _check_loss(settings)
-    _check_estimator(settings)
+    check_choices(settings, partial(is_given, given))
     _check_critic(settings, given)
     _check_kl(settings, given)
     _check_adapters(settings, given)
@@ -98,27 +100,12 @@ def _check_loss(settings: VerlSettings) -> None:
             "loss_agg_mode = 'seq-mean-token-sum-norm' without loss_scale_factor divides by the longest row of a "
             "micro-batch, which differs between micro-batches. Give loss_scale_factor, such as the response length."
         )
-    # Advantages are scaled from a mean over rows to one over rollouts; the entropy has no advantage to scale.
-    if actor.entropy_coeff and actor.loss_agg_mode == "seq-mean-token-mean":
+    # VERL's own losses get advantages scaled from a mean over rows to one over rollouts; the entropy has none to scale.
+    is_over_rows = chosen_loss(settings) is None and actor.loss_agg_mode == "seq-mean-token-mean"
+    if actor.entropy_coeff and is_over_rows:
         raise ConfigError(
             "entropy_coeff with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
-            "Use token-mean, or set entropy_coeff = 0."
-        )
-
-
-def _check_estimator(settings: VerlSettings) -> None:
-    algorithm, rollouts = settings.algorithm, settings.actor_rollout_ref.rollout.n
-    # With one rollout the baseline is its own score, and every advantage is 0.
-    if rollouts == 1 and algorithm.adv_estimator not in ("gae", "reinforce_plus_plus"):
-        raise ConfigError(
-            f"algorithm.adv_estimator = {algorithm.adv_estimator!r} compares the rollouts of a task, but "
-            "actor_rollout_ref.rollout.n is 1. Give at least 2, or use reinforce_plus_plus, which compares over the "
-            "batch, or gae, which compares with its critic."
-        )
-    if algorithm.adv_estimator != "grpo" and not algorithm.norm_adv_by_std_in_grpo:
-        raise ConfigError(
-            f"norm_adv_by_std_in_grpo is ignored with adv_estimator = {algorithm.adv_estimator!r}. Remove it, or use "
-            "grpo."
+            'Use token-mean, or loss = "ppo-clip", or set entropy_coeff = 0.'
         )
 
 
@@ -130,7 +117,7 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         unused += [f"algorithm.{name}" for name in ("gamma", "lam") if getattr(algorithm, name) != 1.0]
         if unused:
             raise ConfigError(
-                f"{', '.join(unused)} would be ignored: algorithm.adv_estimator = {algorithm.adv_estimator!r} has no "
+                f"{', '.join(unused)} would be ignored: {_estimator(settings)} has no "
                 'critic. Use "gae", or remove them. Without a critic it is credit that discounts: credit = "turn" with '
                 "gamma."
             )
@@ -143,20 +130,21 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         )
 
 
+def _estimator(settings: VerlSettings) -> str:
+    """Return the setting that names the estimator."""
+    if settings.estimator:
+        return f"estimator = {settings.estimator!r}"
+    return f"algorithm.adv_estimator = {settings.algorithm.adv_estimator!r}"
+
+
 def _check_kl(settings: VerlSettings, given: Mapping[str, Any]) -> None:
     actor, algorithm = settings.actor, settings.algorithm
     own = "actor_rollout_ref.actor"
     # The KL term has no advantage to scale either.
-    if actor.use_kl_loss and actor.loss_agg_mode == "seq-mean-token-mean":
+    if actor.use_kl_loss and actor.loss_agg_mode == "seq-mean-token-mean" and chosen_loss(settings) is None:
         raise ConfigError(
             "use_kl_loss with loss_agg_mode = 'seq-mean-token-mean' would count an agent's rows, not its rollouts. "
-            "Use token-mean, or algorithm.use_kl_in_reward = true."
-        )
-    if algorithm.use_kl_in_reward and algorithm.adv_estimator == "reinforce_plus_plus":
-        raise ConfigError(
-            "use_kl_in_reward with adv_estimator = 'reinforce_plus_plus' would need a return per token, and here that "
-            "estimator compares whole rollouts. Use actor_rollout_ref.actor.use_kl_loss = true, or "
-            "reinforce_plus_plus_baseline."
+            'Use token-mean, or loss = "ppo-clip", or algorithm.use_kl_in_reward = true.'
         )
     unused: list[str] = []
     if not actor.use_kl_loss:

@@ -10,11 +10,29 @@ from agl.hints import did_you_mean
 ENGINES = ("inproc", "ray")
 
 
-def make(*, engine: str = "inproc", threads: int = 0, keep: int = 2, **config: Any) -> Any:
+def make(
+    *,
+    engine: str = "inproc",
+    threads: int = 0,
+    keep: int = 2,
+    loss: str | None = None,
+    loss_params: dict[str, Any] | None = None,
+    estimator: str | None = None,
+    estimator_params: dict[str, Any] | None = None,
+    **config: Any,
+) -> Any:
     """Return the algorithm: `inproc` trains in this process, `ray` with VERL's trainer on a Ray cluster.
 
+    `loss` and `estimator` name those of agl-objectives, in place of VERL's own keys in `config`.
     Raises ConfigError for another engine, a wrong configuration, or a VERL that is missing or too new.
     """
+    beside = {
+        "loss": loss,
+        "loss_params": loss_params,
+        "estimator": estimator,
+        "estimator_params": estimator_params,
+    }
+    config |= {name: value for name, value in beside.items() if value is not None}
     if engine == "inproc":
         from agl_algo_verl.inproc import VERL
 

@@ -3,11 +3,11 @@
 One step:
 
     1. take a batch of groups: every task run `rollout.n` times, for this step or ahead of it (`supply.py`)
-    2. rows with advantages: credit per call, through VERL's estimators over rollouts (`rows.py`, `advantages.py`)
+    2. rows with advantages: credit per call, through an estimator over rollouts (`rows.py`, `objectives.py`)
     3. log pi_old of every row, recomputed by VERL's engine; its largest distance from what the server recorded is
        `logprob_gap`. Where they are needed, log pi_ref of the reference and the values of the critic (`learning.py`)
     4. advantages once more where these change them: less a KL penalty, or by VERL's GAE (`shaping.py`)
-    5. updates by VERL's losses (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
+    5. updates by the loss (`opening.py`, `critic.py`), `ppo_mini_batch_size` tasks at a time, `ppo_epochs` times
     6. save a checkpoint and publish the weights, which the policy then serves
 
 Deviations from VERL's own trainer, and why:
@@ -52,7 +52,8 @@ class VERL:
         threads: Torch's threads while training on the CPU; 0 leaves torch's choice.
         keep: Number of saved states and exported weights that stay on disk.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        others: Further groups of VERL's configuration, which are refused by name.
+        others: `loss`, `loss_params`, `estimator` and `estimator_params` (`objectives.py`); further groups of VERL's
+            configuration are refused by name.
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.

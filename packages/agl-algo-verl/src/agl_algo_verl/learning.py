@@ -182,5 +182,5 @@ class VerlLearner:
             metrics |= shaping.value_fit(samples)
         elif penalty is not None:
             # Advantages were made in `rows.prepare` already; the penalty changes the scores that they compare.
-            samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=algorithm)
+            samples = shaping.with_penalty(prepared, samples, penalty=penalty, settings=self._settings)
         return samples, metrics

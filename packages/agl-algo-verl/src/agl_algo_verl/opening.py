@@ -1,8 +1,9 @@
 """VERL's training workers, opened for a role: the policy in training, its frozen reference, its critic.
 
 All three are VERL's `TrainingWorker` with its FSDP2 engine; they differ in the configuration that they get. The policy
-learns by VERL's `ppo_loss`. With rho_t = pi(y_t) / pi_old(y_t), A_t the advantage and w_t the importance weight of
-`batches.importance` (1 without a correction), the loss of a trained token is L_t = w_t * l_t with
+learns by a loss of agl-objectives (`loss_worker.py`), or by VERL's `ppo_loss`. With rho_t = pi(y_t) / pi_old(y_t), A_t
+the advantage and w_t the importance weight of `batches.importance` (1 without a correction), VERL's loss of a trained
+token is L_t = w_t * l_t with
 
     vanilla   l_t = max(-A_t * rho_t, -A_t * clip(rho_t, 1 - eps_low, 1 + eps_high)), at most -c * A_t where A_t < 0
     gspo      the same without the bound c, and with the row's s in place of rho_t:
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from agl.errors import ConfigError
+from agl_algo_verl.objectives import loss_mode
 from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
@@ -116,7 +118,7 @@ def actor_config(settings: VerlSettings) -> Any:
         use_kl_loss=actor.use_kl_loss,
         kl_loss_coef=actor.kl_loss_coef,  # beta of the KL to the reference in the loss
         kl_loss_type=actor.kl_loss_type,  # its estimate; with "+" the gradient is k2's, which is unbiased
-        policy_loss=verl_part("verl.workers.config:PolicyLossConfig")(loss_mode=actor.policy_loss.loss_mode),
+        policy_loss=verl_part("verl.workers.config:PolicyLossConfig")(loss_mode=loss_mode(settings)),
     )
 
 
@@ -149,7 +151,7 @@ def engine_config(
 def open_worker(kind: Kind, model: Any, *, engine: Any, optim: OptimKeys, steps: int) -> Any:
     """Return a training worker with its model loaded."""
     cast("Any", torch).manual_seed(0)  # adapters and value heads are drawn at random; here always the same ones
-    worker = verl_part("verl.workers.engine_workers:TrainingWorker")(
+    worker = verl_part("agl_algo_verl.loss_worker:LossWorker")(
         verl_part("verl.workers.config:TrainingWorkerConfig")(
             model_type=kind,
             model_config=model,

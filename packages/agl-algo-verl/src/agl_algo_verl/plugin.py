@@ -16,7 +16,7 @@ def agl_algorithms() -> Iterable[AlgorithmEntry]:
     yield AlgorithmEntry(
         name="verl",
         factory="agl_algo_verl.engines:make",
-        summary="policy gradients with VERL's engine, losses and advantages (GRPO, PPO, RLOO, REINFORCE++, GSPO)",
+        summary="policy gradients with VERL's engine and any loss and estimator (GRPO, PPO, RLOO, GSPO, CISPO)",
         tunes=("weights",),
     )
 

@@ -6,14 +6,16 @@ Later ones win: VERL's defaults, this package's, those of a machine without a GP
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agl.contracts import POLICY_KEY_ENV
+from agl_algo_verl.objectives import chosen_loss, loss_mode
 from agl_algo_verl.policy import policy_key
 from agl_algo_verl.runtime import attention
 from agl_algo_verl.typed import verl_part
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from agl_algo_verl.ray_keys import RaySettings
@@ -61,6 +63,7 @@ def compose(
         # A replica with adapters serves them to VERL's own client only; others would get the weights without them.
         needed["actor_rollout_ref.model.lora.merge"] = True
     here = _on_cpu(threads) if read.is_cpu else {}
+    needed |= _loss(read, before=here | read.given)
     with open_dict(config):
         for name, value in {**_defaults(read), **here, **read.given, **needed}.items():
             omega.update(config, name, value, force_add=True)
@@ -86,6 +89,19 @@ def _defaults(read: RaySettings) -> dict[str, Any]:
         "actor_rollout_ref.model.enable_gradient_checkpointing": (
             settings.actor_rollout_ref.model.enable_gradient_checkpointing
         ),
+    }
+
+
+def _loss(read: RaySettings, *, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a loss of agl-objectives, which VERL's workers read; none for VERL's own losses."""
+    if chosen_loss(read.settings) is None:
+        return {}
+    library = before.get("actor_rollout_ref.model.external_lib")
+    others = cast("list[str]", library if isinstance(library, list) else [library] if library else [])
+    return {
+        "actor_rollout_ref.actor.policy_loss.loss_mode": loss_mode(read.settings),
+        "actor_rollout_ref.actor.loss_agg_mode": read.settings.actor.loss_agg_mode,
+        "actor_rollout_ref.model.external_lib": [*others, "agl_algo_verl.ray_losses"],
     }
 
 

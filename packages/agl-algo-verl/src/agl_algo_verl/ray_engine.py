@@ -35,6 +35,7 @@ from agl.schemas import Weights
 from agl_algo_verl.bridge import StepRequest
 from agl_algo_verl.critic import check_model
 from agl_algo_verl.inproc import advice
+from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.policy import VerlPolicy
 from agl_algo_verl.probe import probe_files
 from agl_algo_verl.ray_config import CHECKPOINTS, METRICS, compose, environment
@@ -43,6 +44,7 @@ from agl_algo_verl.ray_weights import merge_saved, say_precision
 from agl_algo_verl.runtime import check_version
 from agl_algo_verl.supply import VerlSupply
 from agl_algo_verl.tuned_policy import own_weights, tuned_policy
+from agl_algo_verl.worker_metrics import COUNTS
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
@@ -57,7 +59,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 REPORTED = {
-    "actor/pg_loss": "loss",
+    "actor/loss": "loss",
+    "actor/pg_loss": "pg_loss",
     "actor/grad_norm": "grad_norm",
     "actor/entropy": "entropy",
     "actor/lr": "lr",
@@ -92,7 +95,8 @@ class RayVERL:
         probe: Whether to put a probe beside the weights of each step, for policies such as `vllm` that check what
             they serve. The weights are read once more for it, on the CPU of this machine.
         mask_truncated: Whether calls that were cut at a limit of tokens are left out of the loss.
-        config: VERL's configuration, by its groups.
+        config: VERL's configuration, by its groups, and `loss`, `loss_params`, `estimator` and `estimator_params`
+            (`objectives.py`).
 
     Raises:
         ConfigError: A key is unknown or would be ignored, keys contradict each other, or VERL is missing or too new.
@@ -306,7 +310,13 @@ class RayVERL:
         from agl_algo_verl.ray_rows import rows_for_verl
 
         settings = self.settings
-        return rows_for_verl(prepared, mode=settings.actor.loss_agg_mode, step=step, has_critic=settings.has_critic)
+        return rows_for_verl(
+            prepared,
+            mode=settings.actor.loss_agg_mode,
+            step=step,
+            has_critic=settings.has_critic,
+            choice=chosen_loss(settings),
+        )
 
     def _published(self, folder: Path) -> Weights:
         """Return the weights in a step's checkpoint as they are published; raises AglError where there are none."""
@@ -323,12 +333,14 @@ class RayVERL:
         return Weights(uri=str(weights), format="hf")
 
     def _trained(self, step: int) -> dict[str, float]:
-        """Return VERL's metrics of its step, by the names of `REPORTED`; none where it logged nothing."""
+        """Return VERL's metrics of its step by the names of `REPORTED`, and the loss's own; none without a log."""
         lines = (self._folder / METRICS).read_text(encoding="utf-8").splitlines()
         for line in reversed(lines):
             record = json.loads(line)
             if record["step"] == step:
-                return {name: float(record["data"][key]) for key, name in REPORTED.items() if key in record["data"]}
+                data = record["data"]
+                counts = {key.partition(COUNTS)[2]: float(value) for key, value in data.items() if COUNTS in key}
+                return counts | {name: float(data[key]) for key, name in REPORTED.items() if key in data}
         return {}
 
 

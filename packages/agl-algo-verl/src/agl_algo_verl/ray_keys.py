@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 from agl.errors import ConfigError
 from agl.hints import pip_install
 from agl_algo_verl.keys import FIXED, has, is_verl_key, leaves, misspelling, put
+from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.ray_refused import ALLOWED, DECIDED, MINI_BATCH, REFUSED
 from agl_algo_verl.runtime import check_attention
-from agl_algo_verl.settings import VerlSettings, read_settings
+from agl_algo_verl.settings import OWN, VerlSettings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +86,9 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     given: dict[str, Any] = {}
     own: dict[str, Any] = {}
     notes: list[str] = []
-    written = {".".join(path): value for path, value in leaves(config) if path[0] != "ray_kwargs"}
+    beside = {name: value for name, value in config.items() if name in OWN}
+    keys = {name: value for name, value in config.items() if name not in ("ray_kwargs", *OWN)}
+    written = {".".join(path): value for path, value in leaves(keys)}
     for name, value in written.items():
         if name.startswith(PUNISHMENT) and has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
@@ -103,7 +106,7 @@ def read_ray_settings(config: Mapping[str, Any]) -> RaySettings:
     for name, value in given.items():
         if has(VerlSettings, tuple(name.split("."))):
             put(own, tuple(name.split(".")), value)
-    settings = read_settings(own)[0]
+    settings = read_settings(own | beside)[0]
     _check_together(settings, given)
     return RaySettings(settings=settings, given=given, ray_init=dict(ray_kwargs.get("ray_init", {})), notes=notes)
 
@@ -139,10 +142,10 @@ def _check_together(settings: VerlSettings, given: Mapping[str, Any]) -> None:
         )
     _check_critic(settings, given)
     ignored = settings.actor.entropy_coeff or given.get("actor_rollout_ref.actor.use_kl_loss")
-    if settings.actor.loss_agg_mode != "token-mean" and ignored:
+    if chosen_loss(settings) is None and settings.actor.loss_agg_mode != "token-mean" and ignored:
         raise ConfigError(
             f"loss_agg_mode = {settings.actor.loss_agg_mode!r} would divide the entropy or KL term by rows, not by "
-            "rollouts. Use token-mean, or set entropy_coeff = 0 and use_kl_loss = false."
+            'rollouts. Use token-mean, or loss = "ppo-clip", or set entropy_coeff = 0 and use_kl_loss = false.'
         )
     nodes, workers = given.get("trainer.nnodes", 1), given.get("trainer.n_gpus_per_node", 1)
     if not all(isinstance(count, int) and count > 0 for count in (nodes, workers)):
@@ -167,10 +170,9 @@ def _check_critic(settings: VerlSettings, given: Mapping[str, Any]) -> None:
             "critic, which has none. Remove one of the three: use_kl_loss, model.lora_rank or "
             'adv_estimator = "gae"; or use engine = "inproc".'
         )
-    modes = {
-        "actor_rollout_ref.actor.loss_agg_mode": settings.actor.loss_agg_mode,
-        "critic.loss_agg_mode": settings.critic.loss_agg_mode,
-    }
+    modes = {"critic.loss_agg_mode": settings.critic.loss_agg_mode}
+    if chosen_loss(settings) is None:
+        modes["actor_rollout_ref.actor.loss_agg_mode"] = settings.actor.loss_agg_mode
     wrong = [f"{name} = {mode!r}" for name, mode in modes.items() if mode != "token-mean"]
     if wrong:
         raise ConfigError(

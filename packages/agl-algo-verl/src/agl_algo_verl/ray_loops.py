@@ -14,8 +14,8 @@ sequences divides by the rows of that mini-batch, N, padding included; wanted is
 
     sum(A_row * l_row) * (N / n) / N = sum(A_row * l_row) / n
 
-so advantages are scaled by N / n. VERL's losses are proportional to a positive factor of the advantages, so this is
-exact.
+so advantages are scaled by N / n. VERL's `vanilla` and `gspo` are proportional to a positive factor of the advantages,
+so this is exact. Rows for a loss of agl-objectives bring the weights of their tokens instead (`loss_worker.py`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,17 @@ class AgentLoops:
         uids = [str(uid) for uid in cast("Any", prompts["uid"])]
         counted = self._widen_mini_batch(answer)  # N, which VERL will divide a mean over sequences by
         scale = counted / answer.rollouts if answer.rollouts else 1.0  # N / n; a mean over tokens needs none
-        rows = [_row_fields(row, uids[row.group], step=step, scale=scale) for row in answer.rows]
+        numbers: dict[tuple[int, int], int] = {}
+        rows = [
+            _row_fields(row, uids[row.group], step=step, scale=scale)
+            | {
+                "agl_weight": torch.tensor([row.weight]),
+                "agl_total": torch.tensor([answer.total]),
+                "agl_rollout": torch.tensor([numbers.setdefault((row.group, row.rollout), len(numbers))]),
+                "agl_row": torch.tensor([place]),
+            }
+            for place, row in enumerate(answer.rows)
+        ]
         put: Any = cast("Any", tq).kv_batch_put
         put(
             keys=[f"{uids[row.group]}_{row.rollout}_{row.part}" for row in answer.rows],

@@ -67,7 +67,7 @@ _REWARDS = (
 _TASKS = "tasks are the experiment's `train` and `val`, and agents write the prompts; VERL loads no data set here"
 _VALIDATION = "validation is the experiment's, and its rollouts are in the store"
 _NOT_READ = "VERL 0.9.1 has this key, and its V1 trainer on FSDP2 never reads it"
-_OTHER_LOSS = "it belongs to a loss or an estimator of VERL's that cannot be used here"
+_OTHER_ESTIMATOR = "it belongs to an estimator of VERL's that cannot be used here"
 _WHOLE_STATE = "a step that counts as done is never repeated, so each saves and loads all of the model and optimizer"
 _BY_TOKENS_ALWAYS = "micro-batches are always cut by tokens, as if it were true"
 
@@ -91,12 +91,7 @@ REFUSED = (
     )
     | _each("log_val_generations validation_data_dir val_only", _VALIDATION, below=["trainer"])
     | _each("checkpoint.save_contents checkpoint.load_contents", _WHOLE_STATE, below=[ACTOR, "critic"])
-    | _each(
-        "policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub policy_loss.kl_cov_ratio "
-        "policy_loss.ppo_kl_coef policy_loss.dro_beta tau_pos tau_neg calculate_sum_pi_squared",
-        _OTHER_LOSS,
-        below=[ACTOR],
-    )
+    | _each("calculate_sum_pi_squared", _OTHER_ESTIMATOR, below=[ACTOR])
     | _each("fsdp_config.turbo_config", _NOT_READ, below=[ACTOR, REFERENCE])
     | _each("freeze_vision_tower use_prefix_grouper", _NOT_READ, below=[ACTOR])
     | _each("over_sample_rate multi_stage_wake_up", _NOT_READ, below=[SERVING])

@@ -11,18 +11,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from agl.errors import AglError
-from agl_algo_verl.batches import per_rollout
+from agl_algo_verl.batches import per_rollout, weighting
 from agl_algo_verl.bridge import BridgeRow, StepRows
 from agl_algo_verl.shaping import call_returns, call_rewards
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from agl_algo_verl.objectives import LossChoice
     from agl_algo_verl.rows import PreparedStep, RowSample
 
 
-def rows_for_verl(prepared: PreparedStep, *, mode: str, step: int, has_critic: bool = False) -> StepRows:
-    """Return the rows of a step; `mode` is the loss's `loss_agg_mode`.
+def rows_for_verl(
+    prepared: PreparedStep, *, mode: str, step: int, has_critic: bool = False, choice: LossChoice | None = None
+) -> StepRows:
+    """Return the rows of a step; `mode` is the loss's `loss_agg_mode`, `choice` a loss of agl-objectives.
 
     Raises AglError where VERL could not train them: there is no row, or rows have several temperatures.
     """
@@ -30,13 +33,18 @@ def rows_for_verl(prepared: PreparedStep, *, mode: str, step: int, has_critic: b
         prepared = replace(prepared, samples=with_rewards(prepared))
     # A mean over each row's tokens becomes one over each rollout's (`batches.per_rollout`). Modes that add up tokens
     # need nothing: how a rollout is cut into rows does not change their sum.
-    samples = per_rollout(prepared.samples) if mode == "seq-mean-token-mean" else prepared.samples
+    is_scaled = choice is None and mode == "seq-mean-token-mean"
+    samples = per_rollout(prepared.samples) if is_scaled else prepared.samples
     temperature = _temperature(prepared, step=step)
     seen: Counter[int] = Counter()
     places: dict[str, int] = {}  # of each rollout within its group, counted from 0: part of VERL's key for its rows
     for name, group in prepared.rollouts:
         places[name] = seen[group]
         seen[group] += 1
+    if choice is not None:
+        weights = weighting(samples, rollouts=len(prepared.rollouts), choice=choice)
+        rows = _rows(samples, places, weight=weights.weight)
+        return StepRows(rows=tuple(rows), temperature=temperature, total=weights.total)
     # What a mean over sequences has to divide by; a mean over tokens counts its tokens itself.
     counted = 0 if mode == "token-mean" else len(prepared.rollouts)
     return StepRows(rows=tuple(_rows(samples, places)), temperature=temperature, rollouts=counted)
@@ -66,7 +74,9 @@ def _temperature(prepared: PreparedStep, *, step: int) -> float:
     return found[0]
 
 
-def _rows(samples: Sequence[RowSample], places: dict[str, int]) -> list[BridgeRow]:
+def _rows(
+    samples: Sequence[RowSample], places: Mapping[str, int], *, weight: Mapping[str, float] | None = None
+) -> list[BridgeRow]:
     parts: Counter[str] = Counter()  # rows of each rollout so far
     rows: list[BridgeRow] = []
     for sample in samples:
@@ -78,6 +88,7 @@ def _rows(samples: Sequence[RowSample], places: dict[str, int]) -> list[BridgeRo
             mask=sample.mask.long(),
             scores=sample.advantages,
             logprobs=sample.behaviour,
+            weight=1.0 if weight is None else weight[sample.rollout],
         )
         parts[sample.rollout] += 1
         rows.append(row)

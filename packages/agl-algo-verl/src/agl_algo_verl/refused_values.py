@@ -13,32 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _NO_GRADIENT = "as a term of the loss its gradient is 0 on average; use low_var_kl, or kl+"
-_CLIPPED = "use vanilla, with clip_ratio_low and clip_ratio_high for DAPO's bounds, or gspo"
 
 ESTIMATORS = {
-    "grpo_vectorized": "it gives the numbers of grpo; use grpo",
-    "rloo_vectorized": "it gives the numbers of rloo; use rloo",
-    "grpo_passk": "it rewards only the best of a group; use grpo",
-    "gdpo": "it normalises each of several rewards alone; weigh them by the experiment's `reward_weights` and use grpo",
-    "opo": "it weighs rollouts by their length, and the calls of an agent have no length in common; use rloo",
-    "remax": "it needs a greedy rollout beside every sampled one; use rloo",
-    "gpg": "it rescales by the rollouts that differ; use grpo with norm_adv_by_std_in_grpo = false",
-    "optimal_token_baseline": "it needs the norms of gradients per token; use gae",
-    "tir_optimal_token_baseline": "it needs the norms of gradients per token; use gae",
+    "gdpo": "it normalises each of several rewards alone, and credit gives one number; weigh them by the experiment's "
+    "`reward_weights` and use grpo",
+    "remax": "it needs the reward of a greedy rollout of every task, which nothing makes; use rloo",
+    "optimal_token_baseline": "it needs the norm of the gradient of every token, which the engine does not give; use "
+    "gae",
+    "tir_optimal_token_baseline": "it needs the norm of the gradient of every token, which the engine does not give; "
+    "use gae",
 }
-"""Advantage estimators of VERL that are refused, with the reason and what to use instead."""
+"""Advantage estimators of VERL that are refused, with what they lack and what to use instead."""
 
 LOSSES = {
-    "bypass_mode": "old log-probabilities are always the engine's; use vanilla with rollout_correction.rollout_is",
-    "cispo": _CLIPPED,
-    "clip_cov": _CLIPPED,
-    "dppo_kl": _CLIPPED,
-    "dppo_tv": _CLIPPED,
-    "dro": _CLIPPED,
-    "geo_mean": _CLIPPED,
-    "gpg": _CLIPPED,
-    "kl_cov": _CLIPPED,
-    "sapo": _CLIPPED,
+    "bypass_mode": "it takes the recorded log-probabilities for the old ones, and here those are always the engine's; "
+    "use vanilla with rollout_correction.rollout_is",
 }
 """Policy losses of VERL that are refused, likewise."""
 

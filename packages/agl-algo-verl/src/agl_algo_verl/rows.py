@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl.errors import MissingTokenIdsError
-from agl_algo_verl.advantages import advantages
 from agl_algo_verl.errors import RowTooLongError
-from agl_algo_verl.truncated import punished, rollout_shares, without_truncated
+from agl_algo_verl.objectives import chosen_estimator
 from agl_algo_verl.typed import from_bytes
 from agl_algo_verl.uses import rollout_uses
+from agl_objectives.answers import SoftOverlong, rollout_shares, without_truncated
+from agl_objectives.estimating import call_advantages, trained_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -86,6 +87,7 @@ class PreparedStep:
         metrics: Numbers to log, by name.
         credits: What credit gave the calls, for each of `rollouts`.
         uses: What became of every call, by rollout id.
+        tokens: Tokens that each call wrote, by span id.
     """
 
     samples: list[RowSample]
@@ -93,6 +95,7 @@ class PreparedStep:
     metrics: dict[str, float]
     credits: tuple[tuple[CallCredit, ...], ...] = ()
     uses: dict[str, tuple[CallUse, ...]] = field(default_factory=dict[str, "tuple[CallUse, ...]"])
+    tokens: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 def prepare(
@@ -115,14 +118,16 @@ def prepare(
     # Credit compares the episodes of one task, so it gets them group by group.
     credits = [list(calls) for group in groups for calls in credit.assign(group)]
     episodes = [episode for group in groups for episode in group]
-    long = settings.reward.reward_kwargs
-    credits = [punished(episode, calls, settings=long) for episode, calls in zip(episodes, credits, strict=True)]
+    overlong = soft_overlong(settings)
+    credits = [overlong.applied(episode, calls) for episode, calls in zip(episodes, credits, strict=True)]
+    tokens = trained_tokens(episodes)
     if settings.has_critic:
         # The critic's values turn returns into advantages later (`shaping.py`); until then returns stand in, which
         # decides nothing but the calls that are trained.
         by_span = [{call.span_id: call.value for call in calls} for calls in credits]
     else:
-        by_span = advantages(credits, groups=places, settings=settings.algorithm)
+        estimator = chosen_estimator(settings).call
+        by_span = call_advantages(credits, groups=places, tokens=tokens, estimator=estimator)
     samples: list[RowSample] = []
     left_out: Counter[str] = Counter()
     refused: defaultdict[str, dict[str, str]] = defaultdict(dict)  # by rollout and span id: why its row is left out
@@ -150,7 +155,20 @@ def prepare(
     # A critic's values and a penalty come later and change advantages per token: there is no number per call then.
     is_final = not settings.has_critic and not settings.algorithm.use_kl_in_reward
     uses = rollout_uses(groups, samples, credits=kept, advantages=by_span if is_final else None, refused=refused)
-    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept, uses=uses)
+    return PreparedStep(samples=samples, rollouts=rollouts, metrics=metrics, credits=kept, uses=uses, tokens=tokens)
+
+
+def soft_overlong(settings: VerlSettings) -> SoftOverlong:
+    """Return the punishment of long answers that VERL's keys describe.
+
+    It is that of VERL's reward manager `dapo` up to the limit of an answer, where VERL's answers end. Beyond it the
+    punishment stays what it is; VERL's would grow on.
+    """
+    long = settings.reward.reward_kwargs
+    buffer = long.overlong_buffer_cfg
+    if not buffer.enable:
+        return SoftOverlong()
+    return SoftOverlong(limit=long.max_resp_len or 0, buffer=buffer.len, factor=buffer.penalty_factor)
 
 
 def _check_length(row: Row, reason: str, settings: VerlSettings) -> None:

@@ -14,15 +14,27 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from agl.errors import ConfigError
-from agl_algo_verl.combinations import check_settings
+from agl_algo_verl.combinations import check_settings, is_given
 from agl_algo_verl.keys import check_keys
+from agl_algo_verl.objectives import with_aggregation
 from agl_algo_verl.refused_values import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Estimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-Loss = Literal["vanilla", "gspo"]
+Estimator = Literal[
+    "gae",
+    "grpo",
+    "grpo_vectorized",
+    "rloo",
+    "rloo_vectorized",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "opo",
+    "gpg",
+    "grpo_passk",
+]
+Loss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "gpg", "dro"]
 KlEstimate = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 KlLoss = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+"]
 AggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -117,6 +129,12 @@ class PolicyLossKeys(Keys, frozen=True, kw_only=True):
     """The choice among VERL's policy losses."""
 
     loss_mode: Loss = "vanilla"
+    clip_cov_ratio: float = 0.0002  # share of the tokens that clip_cov holds back
+    clip_cov_lb: float = 1.0  # the covariances between which it takes them
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 0.0002  # share of the tokens that kl_cov penalises
+    ppo_kl_coef: float = 0.1  # the weight of that penalty
+    dro_beta: float | None = None  # weight of dro's quadratic bound
 
 
 class ActorKeys(Keys, frozen=True, kw_only=True):
@@ -133,7 +151,9 @@ class ActorKeys(Keys, frozen=True, kw_only=True):
     clip_ratio: float = 0.2  # eps_low and eps_high, where they are not given
     clip_ratio_low: float | None = None
     clip_ratio_high: float | None = None
-    clip_ratio_c: float = 3.0  # c of the vanilla loss
+    clip_ratio_c: float = 3.0  # c of the vanilla loss, and the largest ratio of dppo
+    tau_pos: float = 1.0  # steepness of sapo's gate where A > 0
+    tau_neg: float = 1.05  # and elsewhere
     loss_agg_mode: AggMode = "token-mean"
     loss_scale_factor: int | None = None  # of seq-mean-token-sum-norm
     entropy_coeff: float = 0.0
@@ -217,7 +237,7 @@ class V1Keys(Keys, frozen=True, kw_only=True):
 
 
 class OverlongBufferKeys(Keys, frozen=True, kw_only=True):
-    """DAPO's punishment of long answers, off by default (`truncated.py`). `log` must stay false."""
+    """DAPO's punishment of long answers, off by default (`rows.soft_overlong`). `log` must stay false."""
 
     enable: bool = False
     len: int = 0  # L_cache: the last tokens before `max_resp_len`, in which an answer loses reward
@@ -248,8 +268,12 @@ class TrainerKeys(Keys, frozen=True, kw_only=True):
     total_training_steps: int | None = None
 
 
+OWN = ("loss", "loss_params", "estimator", "estimator_params")
+"""Parameters beside VERL's keys, with the names and the meaning that they have in `grpo` of agl-algo-torch."""
+
+
 class VerlSettings(Keys, frozen=True, kw_only=True):
-    """Everything that training in one process uses of VERL's configuration."""
+    """Everything that training in one process uses of VERL's configuration, and the parameters `OWN` beside it."""
 
     algorithm: AlgorithmKeys = AlgorithmKeys()
     data: DataKeys = DataKeys()
@@ -257,6 +281,10 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
     critic: CriticKeys = CriticKeys()
     reward: RewardKeys = RewardKeys()
     trainer: TrainerKeys = TrainerKeys()
+    loss: str = ""  # in place of policy_loss.loss_mode
+    loss_params: dict[str, Any] = {}
+    estimator: str = ""  # in place of adv_estimator
+    estimator_params: dict[str, Any] = {}
 
     @property
     def has_critic(self) -> bool:
@@ -296,13 +324,16 @@ class VerlSettings(Keys, frozen=True, kw_only=True):
 def read_settings(config: Mapping[str, Any]) -> tuple[VerlSettings, list[str]]:
     """Return the settings in VERL's nested keys, and a note for the person on every key that something else decides.
 
+    `loss_agg_mode` is the one that the loss asks for, where none is given.
     Raises ConfigError for keys that are unknown or would be ignored, and for combinations that cannot train.
     """
-    used, notes = check_keys(config, VerlSettings)
+    own = {name: config[name] for name in OWN if name in config}
+    used, notes = check_keys({name: value for name, value in config.items() if name not in OWN}, VerlSettings)
     check_values(used)
     try:
-        settings = msgspec.convert(used, VerlSettings)
+        settings = msgspec.convert(used | own, VerlSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"The VERL configuration has a wrong value: {error}. See docs/how-to/verl.md.") from error
+    settings = with_aggregation(settings, is_given=is_given(used, "actor_rollout_ref.actor.loss_agg_mode"))
     check_settings(settings, used)
     return settings, notes

@@ -40,9 +40,10 @@ from msgspec.structs import replace as changed
 from torch.nn.utils.rnn import pad_sequence
 
 from agl.errors import ConfigError
-from agl_algo_verl.advantages import advantages
+from agl_algo_verl.objectives import chosen_estimator
 from agl_algo_verl.rows import spread
 from agl_algo_verl.typed import floats, verl_part
+from agl_objectives.estimating import call_advantages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 
     from agl.schemas import CallCredit
     from agl_algo_verl.rows import PreparedStep, RowSample
-    from agl_algo_verl.settings import AlgorithmKeys
+    from agl_algo_verl.settings import AlgorithmKeys, VerlSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def penalise(samples: Sequence[RowSample], *, settings: AlgorithmKeys, beta: flo
 
 
 def with_penalty(
-    prepared: PreparedStep, samples: Sequence[RowSample], *, penalty: KlPenalty, settings: AlgorithmKeys
+    prepared: PreparedStep, samples: Sequence[RowSample], *, penalty: KlPenalty, settings: VerlSettings
 ) -> list[RowSample]:
     """Return the samples with advantages of rollouts whose scores are less the penalty of all their tokens.
 
@@ -94,7 +95,9 @@ def with_penalty(
         [_with_penalty(call, lost[rollout]) for call in calls]
         for (rollout, _), calls in zip(prepared.rollouts, prepared.credits, strict=True)
     ]
-    found = advantages(credits, groups=[group for _, group in prepared.rollouts], settings=settings)
+    groups = [group for _, group in prepared.rollouts]
+    estimator = chosen_estimator(settings).call
+    found = call_advantages(credits, groups=groups, tokens=prepared.tokens, estimator=estimator)
     by_rollout = {rollout: values for (rollout, _), values in zip(prepared.rollouts, found, strict=True)}
     return [_spread(sample, by_rollout[sample.rollout]) for sample in samples]
 

@@ -19,8 +19,9 @@ import torch
 
 from agl.errors import ConfigError
 from agl.schemas import Weights
-from agl_algo_verl.batches import micro_batched, per_rollout, responses
+from agl_algo_verl.batches import micro_batched, per_rollout, responses, weighting
 from agl_algo_verl.files import prune, step_directory, write_directory
+from agl_algo_verl.objectives import chosen_loss
 from agl_algo_verl.opening import open_policy, use_rate_of_schedule
 from agl_algo_verl.probe import put_probe
 from agl_algo_verl.rows import RowSample
@@ -108,7 +109,8 @@ class VerlWorker:
         """
         self.use_threads()
         actor = self._settings.actor
-        if actor.loss_agg_mode == "seq-mean-token-mean":
+        choice = chosen_loss(self._settings)
+        if choice is None and actor.loss_agg_mode == "seq-mean-token-mean":
             samples = per_rollout(samples)  # a mean over each rollout's tokens, where VERL takes one over each row's
         options: dict[str, Any] = {
             # What VERL divides a mean over sequences by. Its sequences are rows; here it is the number of rollouts, so
@@ -116,6 +118,7 @@ class VerlWorker:
             "global_batch_size": rollouts,
             "update_lr_scheduler": is_last,
             "calculate_entropy": actor.entropy_coeff != 0.0,  # a softmax over the vocabulary: only where it is used
+            "weighting": None if choice is None else weighting(samples, rollouts=rollouts, choice=choice),
         }
         correction = self._settings.algorithm.rollout_correction
         if correction.rollout_is:

@@ -6,6 +6,9 @@ from typing import Any, cast
 
 from agl_algo_verl.typed import verl_part
 
+COUNTS = "agl_loss/"
+"""Beginning of the names of a loss's own metrics, each per trained token of an update."""
+
 
 def plain_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics of an update without VERL's prefixes; memory and speed of its process are left out."""

@@ -17,7 +17,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Estimates", "Estimator", "Loss", "LossTerms", "Scores", "SurveyedLoss", "TokenBatch", "surveyed"]
+__all__ = [
+    "Estimates",
+    "Estimator",
+    "Loss",
+    "LossTerms",
+    "Scores",
+    "SurveyedLoss",
+    "TokenBatch",
+    "surveyed",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ made it, and `groups_N` the index of the baseline group in which it is compared.
 The score s of a rollout in a group is the mean value of its calls there. All statistics are taken over the S scores
 and never over calls, so a rollout counts once, however often its agent calls the model.
 The formulas are in `estimators` and in plugins.
+`call_advantages` does the same for what credit assignment returned, by span id.
 """
 
 from __future__ import annotations
@@ -14,14 +15,56 @@ from typing import TYPE_CHECKING
 import torch
 
 from agl_objectives.contract import Scores
-from agl_objectives.typed_torch import unique
+from agl_objectives.typed_torch import floats, unique
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
 
+    from agl.schemas import CallCredit, Episode
     from agl_objectives.contract import Estimator
 
-__all__ = ["estimate"]
+__all__ = ["call_advantages", "estimate", "trained_tokens"]
+
+
+def call_advantages(
+    credits: Sequence[Sequence[CallCredit]],
+    *,
+    groups: Sequence[int],
+    tokens: Mapping[str, int],
+    estimator: Estimator,
+) -> list[dict[str, float]]:
+    """Return advantages by span id for every rollout.
+
+    `credits` is what credit gave the calls of each rollout, `groups` the task of each, and `tokens` counts those of a
+    call by span id. A call whose credit says `is_advantage` keeps its value and takes no part in the statistics.
+    """
+    # Finished advantages (hierarchical and counterfactual credit) pass through; normalising them again would undo them.
+    result: list[dict[str, float]] = [{c.span_id: c.value for c in calls if c.is_advantage} for calls in credits]
+    open_calls = [(index, call) for index, calls in enumerate(credits) for call in calls if not call.is_advantage]
+    # Calls are compared when they share both the task and the credit's baseline key: a key such as "writer" of one
+    # task must not meet that of another.
+    keys: dict[tuple[int, str], int] = {}
+    for index, call in open_calls:
+        keys.setdefault((groups[index], call.baseline), len(keys))
+    # float64: a group's deviation is a small difference of rewards.
+    advantages_N = estimate(
+        torch.tensor([call.value for _, call in open_calls], dtype=torch.float64),
+        rollouts_N=torch.tensor([index for index, _ in open_calls], dtype=torch.int64),
+        groups_N=torch.tensor([keys[groups[index], call.baseline] for index, call in open_calls], dtype=torch.int64),
+        estimator=estimator,
+        tokens_N=torch.tensor([tokens.get(call.span_id, 0) for _, call in open_calls], dtype=torch.int64),
+    )
+    for (index, call), advantage in zip(open_calls, floats(advantages_N), strict=True):
+        result[index][call.span_id] = advantage
+    return result
+
+
+def trained_tokens(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Return the tokens that every call of the episodes' rows wrote, by span id."""
+    parts = [part for episode in episodes for row in episode.rows for part in row.segments]
+    return {part.span_id: part.stop - part.start for part in parts}
 
 
 def estimate(

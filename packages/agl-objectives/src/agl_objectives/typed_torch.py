@@ -20,3 +20,8 @@ def unique(values: Tensor, *, dim: int | None = None) -> tuple[Tensor, Tensor]:
 def integers(values: Tensor) -> list[int]:
     """Return a vector of integers as Python numbers."""
     return cast("Any", values).tolist()
+
+
+def floats(values: Tensor) -> list[float]:
+    """Return a vector of floats as Python numbers."""
+    return cast("Any", values).tolist()

@@ -1,0 +1,328 @@
+"""The losses of agl-objectives in the engines of VERL and of agl-algo-torch: values and gradients of whole updates."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agl.errors import ConfigError
+from agl.schemas import Weights
+from agl_algo_verl.objectives import chosen_loss
+from agl_algo_verl.rows import RowSample
+from agl_algo_verl.settings import read_settings
+from agl_algo_verl.worker import VerlWorker
+from agl_objectives.importance import Importance
+from agl_objectives.registry import losses
+
+from .test_inproc import train
+from .world import World, config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from pathlib import Path
+
+torch_batch = pytest.importorskip("agl_algo_torch.batch", reason="needs agl-algo-torch")
+torch_objective = pytest.importorskip("agl_algo_torch.objective", reason="needs agl-algo-torch")
+torch_forward = pytest.importorskip("agl_algo_torch.forward", reason="needs agl-algo-torch")
+
+CPU = torch.device("cpu")
+
+BINDING: dict[str, dict[str, Any]] = {
+    "ppo-clip": {"clip_low": 0.1, "clip_high": 0.15, "clip_dual": 1.3},
+    "gspo": {"clip_low": 0.01, "clip_high": 0.02},
+    "gmpo": {"clip_low": 0.2, "clip_high": 0.1},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.1},
+    "sapo": {"tau_negative": 2.0},
+    "clip-cov": {"ratio": 0.3, "cov_low": 0.0, "clip_low": 0.3},
+    "kl-cov": {"ratio": 0.3, "kl_coef": 0.5},
+    "dppo": {"clip_low": 1e-4, "clip_high": 1e-4, "ratio_max": 1.2},
+    "gpg": {},
+    "dro": {"beta": 0.3},
+}
+"""Parameters of each loss with which its bounds bind."""
+
+SHAPES = (("a", 3, 7), ("a", 5, 2), ("b", 2, 9), ("c", 8, 4), ("c", 1, 1), ("c", 4, 6))
+"""Rows by rollout, tokens of the prompt, and tokens of the response."""
+
+MICRO = {"tokens": {"actor.ppo_max_token_len_per_gpu": 24}, "rows": {"actor.ppo_micro_batch_size_per_gpu": 4}}
+
+
+@dataclass
+class Update:
+    """Rows of one update for both engines, with old log-probabilities that are not the policy's."""
+
+    torch: list[Any] = field(default_factory=list)
+    verl: list[RowSample] = field(default_factory=list)
+
+
+@pytest.fixture(scope="session")
+def policy(model_dir: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def other(make_model: Callable[..., Path]) -> Any:
+    """Another network, the reference of a KL penalty."""
+    return AutoModelForCausalLM.from_pretrained(make_model(seed=7), dtype=torch.float32)
+
+
+def update_of(policy: Any, other: Any, *, seed: int) -> Update:
+    """Random rows, several of a rollout, with tokens in the middle of responses that are not trained."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[Any] = []
+    for rollout, prompt, length in SHAPES:
+        trained = torch.rand(length, generator=generator) < 0.7
+        trained[[0, -1]] = True  # a response begins and ends with trained tokens
+        mask = torch.cat([torch.zeros(prompt, dtype=torch.bool), trained])
+        sample = torch_batch.RowSample(
+            rollout=rollout,
+            ids=torch.randint(0, 250, (prompt + length,), generator=generator),
+            mask=mask,
+            advantages=torch.randn(len(mask), generator=generator) * mask,
+            behaviour=torch.randn(len(mask), generator=generator),
+            temperature=torch.ones(len(mask)),
+        )
+        drawn.append(sample)
+    now, reference = (
+        torch_forward.recompute_logprobs(model, drawn, token_budget=64, device=CPU) for model in (policy, other)
+    )
+    found = Update()
+    for sample, now_T, reference_T in zip(drawn, now, reference, strict=True):
+        away = torch.randn(2, len(now_T), generator=generator)
+        made = replace(sample, old=now_T + 0.3 * away[0], behaviour=now_T + 0.4 * away[1])
+        found.torch.append(made)
+        prompt = int(made.mask.nonzero()[0])
+        found.verl.append(
+            RowSample(
+                rollout=made.rollout,
+                group=0,
+                ids=made.ids,
+                mask=made.mask[prompt:],
+                advantages=made.advantages[prompt:],
+                behaviour=made.behaviour[prompt:],
+                temperature=1.0,
+                old=made.old[prompt:],
+                reference=reference_T[prompt:],
+            )
+        )
+    return found
+
+
+def by_torch(update: Update, policy: Any, *, budget: int, **options: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of an update and its gradient, by agl-algo-torch; `reference` is the network of a KL penalty."""
+    reference = options.pop("reference", None)
+
+    class Tuned:
+        class reference:  # noqa: N801 - an attribute of the policy that is tuned
+            @staticmethod
+            @contextmanager
+            def active() -> Generator[Any]:
+                yield reference
+
+    defaults = {"aggregation": None, "constant_tokens": 1, "kl": "k3", "kl_coef": 0.0, "entropy_coef": 0.0}
+    options = {**defaults, "importance": Importance(cap=0.0), **options}
+    objective = torch_objective.Objective("grpo", token_budget=budget, **options)
+    weight, total = objective.weights(update.torch)
+    rows = objective.surveyed(update.torch, model=policy, device=CPU)
+    policy.zero_grad()
+    value = 0.0
+    for batch in torch_batch.micro_batches(rows, weight, token_budget=budget, device=CPU, total=total):
+        loss = objective.loss(batch, model=policy, tuned=Tuned, tally=torch_objective.Tally())
+        loss.backward()
+        value += float(loss.detach())
+    return value, {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+
+
+def by_verl(update: Update, model_dir: Path, **keys: Any) -> tuple[float, dict[str, torch.Tensor], dict[str, float]]:
+    """The same by VERL's engine, and the metrics; nothing is updated."""
+    settings, _ = read_settings(config(**keys))
+    worker = VerlWorker(origin=Weights(uri=str(model_dir)), settings=settings, steps=1, threads=1)
+    engine = worker._worker.engine
+    found: dict[str, torch.Tensor] = {}
+
+    def keep() -> float:
+        found.update(
+            {name: parameter.grad.full_tensor().clone() for name, parameter in engine.module.named_parameters()}
+        )
+        return 0.0
+
+    engine.optimizer_step = keep
+    metrics = worker.update(update.verl, rollouts=3, is_last=False)
+    return metrics["loss"], found, metrics
+
+
+def assert_equal(own: tuple[float, dict[str, Any]], theirs: tuple[float, dict[str, Any]]) -> None:
+    assert own[0] == pytest.approx(theirs[0], abs=1e-6)
+    assert own[1].keys() == theirs[1].keys()
+    assert any(bool(values.any()) for values in theirs[1].values())
+    for name, values in own[1].items():
+        torch.testing.assert_close(values, theirs[1][name], atol=1e-6, rtol=1e-6)
+
+
+def test_every_loss_of_ours_is_compared() -> None:
+    assert {entry.name for entry in losses()} == {*BINDING}
+
+
+@pytest.mark.parametrize("micro", MICRO)
+@pytest.mark.parametrize("name", BINDING)
+def test_losses_and_their_gradients_are_those_of_the_torch_engine(
+    name: str, micro: str, policy: Any, other: Any, model_dir: Path
+) -> None:
+    update = update_of(policy, other, seed=len(name))
+    expected = by_torch(update, policy, budget=20, loss=name, loss_params=BINDING[name])
+    *found, _ = by_verl(update, model_dir, loss=name, loss_params=BINDING[name], **MICRO[micro])
+    assert_equal(expected, (found[0], found[1]))
+
+
+AGGREGATIONS: dict[str, dict[str, Any]] = {
+    "token": {"actor.loss_agg_mode": "token-mean"},
+    "sequence": {"actor.loss_agg_mode": "seq-mean-token-mean"},
+    "constant": {"actor.loss_agg_mode": "seq-mean-token-sum-norm", "actor.loss_scale_factor": 5},
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_penalty_bonus_and_importance_weights_are_those_of_the_torch_engine(
+    aggregation: str, policy: Any, other: Any, model_dir: Path
+) -> None:
+    update = update_of(policy, other, seed=1)
+    expected = by_torch(
+        update,
+        policy,
+        budget=20,
+        loss="dro",
+        loss_params={"beta": 0.3},
+        aggregation=aggregation,
+        constant_tokens=5,
+        importance=Importance(cap=1.2),
+        kl_coef=0.2,
+        entropy_coef=0.1,
+        reference=other,
+    )
+    keys = {
+        "loss": "dro",
+        "loss_params": {"beta": 0.3},
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.2,
+        "actor.entropy_coeff": 0.1,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_is_threshold": 1.2,
+    }
+    value, gradient, metrics = by_verl(update, model_dir, **keys, **AGGREGATIONS[aggregation], **MICRO["tokens"])
+    assert_equal(expected, (value, gradient))
+    assert {"kl_loss", "entropy_loss", "ppo_kl", "pg_loss"} <= metrics.keys()
+
+
+def test_counts_of_a_loss_are_reported_per_token(policy: Any, other: Any, model_dir: Path) -> None:
+    update = update_of(policy, other, seed=2)
+    low, high = 0.1, 0.15
+    *_, metrics = by_verl(
+        update, model_dir, loss="ppo-clip", loss_params={"clip_low": low, "clip_high": high}, **MICRO["tokens"]
+    )
+    now = torch_forward.recompute_logprobs(policy, update.torch, token_budget=64, device=CPU)
+    ratio_M = torch.cat([(p - s.old)[s.trained] for p, s in zip(now, update.torch, strict=True)]).exp()
+    advantages_M = torch.cat([s.advantages[s.trained] for s in update.torch])
+    assert float(((ratio_M < 1 - low) & (advantages_M < 0)).float().mean()) == pytest.approx(metrics["clipped_low"])
+    assert float(((ratio_M > 1 + high) & (advantages_M > 0)).float().mean()) == pytest.approx(metrics["clipped_high"])
+
+
+VERLS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "cispo": ({"actor.clip_ratio_high": 0.1}, "cispo", {"clip_low": 0.2, "clip_high": 0.1}),
+    "sapo": ({"actor.tau_neg": 2.0}, "sapo", {"tau_positive": 1.0, "tau_negative": 2.0}),
+    "geo_mean": ({"actor.clip_ratio": 0.1}, "gmpo", {"clip_low": 0.1, "clip_high": 0.1}),
+    "clip_cov": (
+        {"actor.policy_loss.clip_cov_ratio": 0.3, "actor.policy_loss.clip_cov_lb": 0.1},
+        "clip-cov",
+        {"clip_low": 0.2, "clip_high": 0.2, "ratio": 0.3, "cov_low": 0.1, "cov_high": 5.0},
+    ),
+    "kl_cov": (
+        {"actor.policy_loss.kl_cov_ratio": 0.3, "actor.policy_loss.ppo_kl_coef": 0.5},
+        "kl-cov",
+        {"ratio": 0.3, "kl_coef": 0.5},
+    ),
+    "dppo_tv": (
+        {"actor.clip_ratio_c": 20.0},
+        "dppo",
+        {"divergence": "tv", "clip_low": 0.2, "clip_high": 0.2, "ratio_max": 20.0},
+    ),
+    "dppo_kl": (
+        {"actor.clip_ratio_low": 0.1},
+        "dppo",
+        {"divergence": "kl", "clip_low": 0.1, "clip_high": 0.2, "ratio_max": 3.0},
+    ),
+    "gpg": ({}, "gpg", {}),
+    "dro": ({"actor.policy_loss.dro_beta": 0.3}, "dro", {"beta": 0.3}),
+}
+"""VERL's keys of each loss, our loss and its parameters."""
+
+
+@pytest.mark.parametrize("mode", VERLS)
+def test_verls_keys_of_a_loss_name_the_same_loss_with_its_parameters(mode: str) -> None:
+    keys, name, params = VERLS[mode]
+    read, _ = read_settings(config(**keys, **{"actor.policy_loss.loss_mode": mode}))
+    choice = chosen_loss(read)
+    assert choice is not None
+    expected = "sequence" if mode in ("sapo", "geo_mean") else "token"
+    assert (name, params, expected) == (choice.name, choice.params, choice.aggregation)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"loss": "cispoo"}, r"No loss is named 'cispoo'.*Did you mean 'cispo'"),
+        ({"loss": "cispo", "loss_params": {"beta": 1.0}}, r"the loss 'cispo' takes no parameter 'beta'"),
+        ({"loss_params": {"beta": 1.0}}, r"loss_params = .* without loss"),
+        ({"loss": "cispo", "actor.policy_loss.loss_mode": "gspo"}, r"takes loss_params and does not read .*loss_mode"),
+        ({"loss": "cispo", "actor.clip_ratio_low": 0.1}, r"does not read .*actor\.clip_ratio_low"),
+        ({"actor.policy_loss.loss_mode": "gpg", "actor.clip_ratio": 0.1}, r"'gpg' does not read .*clip_ratio"),
+        ({"actor.policy_loss.loss_mode": "dro"}, r"needs .*dro_beta"),
+        (
+            {"actor.policy_loss.loss_mode": "sapo", "actor.loss_agg_mode": "token-mean"},
+            r"mean over sequences.*use loss = 'sapo'",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_losses_that_are_named_wrongly_or_twice_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_settings(config(**keys))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"loss": "gmpo", "actor.ppo_micro_batch_size_per_gpu": 3},
+        {"actor.policy_loss.loss_mode": "clip_cov", "estimator": "opo"},
+    ],
+    ids=["gmpo", "clip_cov"],
+)
+def test_reward_rises_with_losses_that_compare_tokens_of_several_rows(
+    model_dir: Path, tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    settings = {"trainer.total_training_steps": 5, "rollout.n": 16, "actor.optim.lr": 2e-2, "actor.ppo_epochs": 2}
+    metrics, _ = train(tmp_path, model_dir, World(rows=2), **settings, **keys)
+    assert metrics[0]["reward"] + 0.1 < metrics[-1]["reward"]
+    assert {"clipped", "held_back"} & metrics[-1].keys()
+
+
+def test_verls_worker_trains_with_a_loss_of_ours_only_where_it_opens_its_model_as_expected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from agl_algo_verl import ray_losses
+    from agl_algo_verl.loss_worker import LossWorker
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "actor_worker_cls", ActorRolloutRefWorker.actor_worker_cls)
+    ray_losses.use_loss_worker()
+    assert ActorRolloutRefWorker.actor_worker_cls is LossWorker
+    monkeypatch.setattr(ray_losses, "OPENED", "self.actor = None")
+    with pytest.raises(
+        RuntimeError, match=r"replaces self\.actor = None in verl\.workers\.engine_workers.*pip install"
+    ):
+        ray_losses.use_loss_worker()

@@ -1,0 +1,79 @@
+"""Answers that were cut at a limit of tokens or came near it: left out of the loss, punished, and counted.
+
+Both remedies are DAPO's (Yu et al. 2025, arXiv 2503.14476). Overlong filtering (section 3.4) leaves cut answers out of
+the loss. The soft overlong punishment (equation 13) takes reward off long ones before they reach the limit. With L
+tokens in an answer, L_max = `limit`, L_cache = `buffer` and f = `factor`, which is 1 in the paper
+
+    0                                       where L <= L_max - L_cache
+    f * ((L_max - L_cache) - L) / L_cache   where L_max - L_cache < L <= L_max
+    -f                                      where L > L_max
+
+Deviation from the paper: its sample is one answer. Here an answer is a call, and a rollout has several: a cut call is
+left out and the others train, and the punishment is added to what credit gave that call, so no other call pays for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from agl.schemas import CallCredit, Episode
+
+__all__ = ["SoftOverlong", "rollout_shares", "without_truncated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftOverlong:
+    """The punishment for calls with more than `limit - buffer` tokens, at most `factor`; a `limit` of 0 is none."""
+
+    limit: int = 0
+    buffer: int = 0
+    factor: float = 1.0
+
+    @property
+    def is_possible(self) -> bool:
+        """False for a buffer without a limit, beyond it, or of no token."""
+        return 0 < self.buffer <= self.limit if self.limit or self.buffer else True
+
+    def punishment(self, tokens: int) -> float:
+        """Return what an answer of so many tokens loses, from `-factor` to 0."""
+        if not self.limit:
+            return 0.0
+        free = self.limit - self.buffer
+        return self.factor * max(-1.0, min(0.0, (free - tokens) / self.buffer))
+
+    def applied(self, episode: Episode, credits: Sequence[CallCredit]) -> list[CallCredit]:
+        """Return what credit gave the calls of an episode, less the punishment for the lengths of their answers."""
+        if not self.limit:
+            return list(credits)
+        tokens = {call.span_id: len(call.response_ids) // 4 for call in episode.transitions}  # packed int32
+        return [
+            msgspec.structs.replace(credit, value=credit.value + self.punishment(tokens[credit.span_id]))
+            for credit in credits
+        ]
+
+
+def without_truncated(episode: Episode, values: Mapping[str, float]) -> dict[str, float]:
+    """Return the values, by span id, of the calls that were not cut at a limit of tokens; no others are trained."""
+    cut = {call.span_id for call in episode.transitions if call.is_truncated}
+    return {span_id: value for span_id, value in values.items() if span_id not in cut}
+
+
+def rollout_shares(episodes: Sequence[Episode], *, dropped: int, loud: Collection[str]) -> dict[str, float]:
+    """Return the shares of rollouts with a cut call, of dropped ones, and of kept ones that train nothing.
+
+    `loud` are the ids of those that have a gradient; `dropped` counts those that were not handed over.
+    """
+    cut = sum(any(call.is_truncated and not call.reject for call in episode.transitions) for episode in episodes)
+    silent = sum(episode.rollout.rollout_id not in loud for episode in episodes)
+    kept = max(1, len(episodes))
+    return {
+        "truncated_share": cut / kept,
+        "dropped_share": dropped / max(1, dropped + len(episodes)),
+        "silent_share": silent / kept,
+    }
