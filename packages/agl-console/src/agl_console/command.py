@@ -1,0 +1,89 @@
+"""``agl console``: looks at the runs of a store in a browser, or prints one view as JSON."""
+
+import asyncio
+import os
+import signal
+import webbrowser
+from collections.abc import Callable
+from urllib.parse import parse_qs, urlsplit
+
+import click
+from aiohttp import web
+
+from agl import PluginManager
+from agl.contracts import Store
+from agl.errors import ConfigError
+from agl.stores import shown_url
+from agl_console.guard import checked_password
+from agl_console.server import make_app
+from agl_console.views import read_view
+from agl_run.commands import as_url, pass_manager, print_json, with_store
+
+PASSWORD_ENV = "AGL_CONSOLE_PASSWORD"
+
+
+@click.command()
+@click.argument("store_url", metavar="[STORE]", required=False, envvar="AGL_STORE")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 for any free one.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to bind; others need a password.")
+@click.option("--allow-host", "hosts", multiple=True, metavar="NAME", help="Answer to this host name too; repeatable.")
+@click.option("--open", "opens", is_flag=True, help="Open a browser.")
+@click.option("--json", "address", metavar="ADDRESS", help="Print a view, such as /rollouts?status=failed.")
+@pass_manager
+def console(
+    manager: PluginManager,
+    store_url: str | None,
+    port: int,
+    host: str,
+    hosts: tuple[str, ...],
+    opens: bool,
+    address: str | None,
+) -> None:
+    """Look at the runs of STORE in a browser: a URL or a SQLite file; by default $AGL_STORE, or the only runs/*.db.
+
+    The console reads only. It answers to this machine alone; with another --host it asks for the password in
+    $AGL_CONSOLE_PASSWORD.
+    """
+    if address is not None:
+        with_store(manager, store_url, lambda store: _print(store, address))
+        return
+    password = checked_password(host, os.environ.get(PASSWORD_ENV, ""))
+
+    async def serve(store: Store) -> None:
+        name = shown_url(as_url(store_url)) if store_url else "runs"
+        app = make_app(store, name=name, hosts=(host, *hosts), password=password)
+        await _serve(app, host, port, on_ready=webbrowser.open if opens else lambda _: True)
+
+    with_store(manager, store_url, serve)
+
+
+async def _print(store: Store, address: str) -> None:
+    parts = urlsplit(address)
+    print_json((await read_view(store, parts.path, parse_qs(parts.query))).data)
+
+
+async def _serve(app: web.Application, host: str, port: int, *, on_ready: Callable[[str], bool]) -> None:
+    """Serve until an interrupt."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
+    await runner.setup()
+    try:
+        address = await _bound(runner, host, port)
+        click.echo(f"console at {address}; Ctrl-C ends it")
+        on_ready(address)
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+
+
+async def _bound(runner: web.AppRunner, host: str, port: int) -> str:
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose another --port, or 0 for any"
+        ) from error
+    found = runner.addresses[0][1]
+    return f"http://{f'[{host}]' if ':' in host else host}:{found}/"
