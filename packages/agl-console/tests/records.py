@@ -154,6 +154,11 @@ def numbers(experiment: str, *, steps: int, speed: float) -> list[Metric]:
     return found
 
 
+def rollout_name(number: int) -> str:
+    """The id of a rollout, as trainers make them."""
+    return f"sums-1-grpo-train-{number % 3 + 1:05d}-{number:05d}-000"
+
+
 async def fill(store: Store) -> None:
     """Two runs with numbers and versions, one of a long name that was lost, and rollouts of every fate."""
     await store.publish(
@@ -175,8 +180,8 @@ async def fill(store: Store) -> None:
         await store.log_metrics(numbers(name, steps=steps, speed=speed))
     await store.announce(Presence(experiment="sums-slow", session="s"))
     for number in range(12):
-        rollout_id = f"sums-1-grpo-{number:05d}"
-        await record(store, rollout_id, reward=number / 12, step=number % 3 + 1, group=f"task-{number % 4}")
+        step, task = number % 3 + 1, number % 4
+        await record(store, rollout_name(number), reward=number / 12, step=step, group=f"task-{task}")
     failure = ErrorInfo(type="KeyError", message="'answer'", traceback="  File \"team.py\", line 3\nKeyError: 'answer'")
     await record(store, "sums-1-grpo-failed", reward=None, error=failure)
     await record(store, "sums-1-grpo-hostile", text=HOSTILE, reward=0.5)

@@ -12,9 +12,10 @@ import pytest
 
 from agl.schemas import Rollout
 from agl_run import SQLiteStore
+from agl_testing.commands import run_agl
 
 from .conftest import run_apart
-from .records import HOSTILE
+from .records import HOSTILE, rollout_name
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")
@@ -22,9 +23,14 @@ axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-p
 BROWSER = os.environ.get("AGL_TEST_BROWSER") or shutil.which("chromium") or shutil.which("google-chrome") or ""
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no Chromium is installed: apt-get install chromium")
 
+FIRST = rollout_name(0)
 VIEWS = (
     *("/", "/?compare=sums&compare=sums-slow", "/runs/sums", "/rollouts?experiment=sums"),
-    *("/rollouts/sums-1-grpo-hostile", "/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-00000/tokens?row=1"),
+    *(
+        "/rollouts/sums-1-grpo-hostile",
+        "/rollouts/sums-1-grpo-failed",
+        f"/rollouts/{FIRST}/tokens?row=1",
+    ),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/nothing"),
 )
 SERIOUS = ("serious", "critical")
@@ -102,6 +108,15 @@ def test_figures_are_drawn_and_a_click_leads_to_the_rollouts_of_the_step(browser
         assert [] == shown.errors
 
 
+def test_exported_run_draws_its_figures_from_one_file(browser: Any, filled: Path, tmp_path: Path) -> None:
+    run_agl("console", str(filled), "export", "sums", "--output", "run.html", folder=tmp_path)
+    with Page(browser, width=1000) as shown:
+        shown.page.goto((tmp_path / "run.html").as_uri())
+        assert shown.page.locator("figure").count() == shown.page.locator("figure canvas").count() > 5
+        assert [(tmp_path / "run.html").as_uri()] == shown.requests
+        assert [] == shown.errors
+
+
 def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> None:
     with Page(browser, width=1000, scripts=False) as shown:
         shown.page.goto(address)
@@ -113,7 +128,7 @@ def test_tables_and_tokens_work_without_scripts(browser: Any, address: str) -> N
         shown.page.get_by_role("button", name="Filter").click()
         shown.page.get_by_role("link", name="sums-1-grpo-failed").click()
         assert "KeyError" in shown.page.inner_text("main")
-        shown.page.goto(address + "/rollouts/sums-1-grpo-00000/tokens")
+        shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
         before = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
         shown.page.get_by_label("what trains").check()
         after = shown.page.locator(".cells .m").first.evaluate("cell => getComputedStyle(cell).backgroundColor")
@@ -126,7 +141,7 @@ def test_keyboard_alone_opens_spans_and_reads_tokens(browser: Any, address: str)
         shown.page.locator(".tree summary").nth(2).focus()
         shown.page.keyboard.press("Enter")
         assert HOSTILE[:25] in shown.page.locator(".tree details[open]").inner_text()
-        shown.page.goto(address + "/rollouts/sums-1-grpo-00000/tokens")
+        shown.page.goto(f"{address}/rollouts/{FIRST}/tokens")
         shown.page.locator("[data-cells]").focus()
         for _ in range(31):
             shown.page.keyboard.press("ArrowRight")

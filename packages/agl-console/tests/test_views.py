@@ -13,13 +13,18 @@ from agl.stores import MemoryStore
 from agl_console.rollouts import PAGE, SCANNED
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, record
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, record, rollout_name
 
+FIRST = rollout_name(0)
 VIEWS = (
     *("/", "/?compare=sums&compare=sums-slow", "/runs/sums", f"/runs/{LONG_NAME}", "/rollouts"),
-    *("/rollouts?experiment=sums&step=2", "/rollouts/sums-1-grpo-00000", "/rollouts/sums-1-grpo-hostile"),
+    *(
+        "/rollouts?experiment=sums&step=2",
+        f"/rollouts/{FIRST}",
+        "/rollouts/sums-1-grpo-hostile",
+    ),
     *("/rollouts/sums-1-grpo-failed", "/rollouts/sums-1-grpo-waiting", "/rollouts/sums-1-grpo-long"),
-    *("/rollouts/sums-1-grpo-00000/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
+    *(f"/rollouts/{FIRST}/tokens?row=1", "/rollouts/sums-1-grpo-waiting/tokens"),
     *("/rollouts/sums-1-grpo-hostile/spans/3", "/rollouts/sums-1-grpo-long/spans/3"),
 )
 
@@ -110,7 +115,9 @@ FILTERS = {
 async def test_filters_select_rollouts(opened: Open, query: str, expected: set[str]) -> None:
     async with opened() as client:
         data = await data_of(client, f"/rollouts?{query}")
-    assert expected == {row["rollout_id"].rpartition("-")[2] for row in data["rollouts"]}
+    assert expected == {
+        re.sub("^sums-1-grpo-(train-[0-9]*-)?|-000$", "", row["rollout_id"]) for row in data["rollouts"]
+    }
 
 
 async def test_bars_of_the_histogram_part_the_rollouts_and_filter_them(opened: Open) -> None:
@@ -125,7 +132,7 @@ async def test_bars_of_the_histogram_part_the_rollouts_and_filter_them(opened: O
 
 async def test_mean_of_rollouts_is_over_tasks_and_has_an_interval(opened: Open) -> None:
     async with opened() as client:
-        summary = (await data_of(client, "/rollouts?experiment=sums&text=sums-1-grpo-000"))["summary"]
+        summary = (await data_of(client, "/rollouts?experiment=sums&text=sums-1-grpo-train"))["summary"]
     means = [sum((number + 4 * k) / 12 for k in range(3)) / 3 for number in range(4)]
     assert (12, 4) == (summary["rollouts"], summary["tasks"])
     assert summary["mean"] == pytest.approx(sum(means) / 4)
@@ -165,9 +172,37 @@ async def test_page_looks_through_a_bounded_number_of_rollouts_and_goes_on_from_
     assert "Look further" in page
 
 
+async def test_step_of_an_algorithm_is_looked_up_in_a_store_of_any_size(opened: Open) -> None:
+    store = MemoryStore()
+    await store.save_state({}, experiment=ExperimentRecord(name="large"))
+    await store.enqueue(
+        [
+            Rollout(
+                rollout_id=f"large-1-grpo-{mode}-{step:05d}-{number:05d}-000",
+                task=number,
+                experiment="large",
+                mode=mode,
+                metadata={"algorithm": "grpo", "step": step},
+            )
+            for step in range(1, 30)
+            for mode in ("train", "val")
+            for number in range(40)
+        ]
+    )
+    async with opened(store) as client:
+        first = await data_of(client, "/rollouts?experiment=large&algorithm=grpo&step=2")
+        answer = await client.get("/rollouts", params=first["next"] | {"format": "json"})
+        second = await answer.json()
+    assert 80 == first["looked_through"]
+    rows = [*first["rollouts"], *second["rollouts"]]
+    assert [2] * 80 == [row["step"] for row in rows]
+    assert 80 == len({row["rollout_id"] for row in rows})
+    assert {} == second["next"]
+
+
 async def test_rollout_shows_the_tree_with_calls_rewards_and_reasons(opened: Open) -> None:
     async with opened() as client:
-        data = await data_of(client, "/rollouts/sums-1-grpo-00006")
+        data = await data_of(client, "/rollouts/sums-1-grpo-train-00001-00006-000")
     nodes = [(node["depth"], node["kind"], node["agent"]) for node in data["nodes"]]
     assert [
         (0, "step", ""),
@@ -219,8 +254,8 @@ async def test_long_rollout_is_shown_in_pages(opened: Open) -> None:
 
 async def test_tokens_have_probabilities_versions_and_what_trains(opened: Open) -> None:
     async with opened() as client:
-        data = await data_of(client, "/rollouts/sums-1-grpo-00000/tokens?row=1")
-        part = await data_of(client, "/rollouts/sums-1-grpo-00000/tokens?row=1&start=70")
+        data = await data_of(client, f"/rollouts/{FIRST}/tokens?row=1")
+        part = await data_of(client, f"/rollouts/{FIRST}/tokens?row=1&start=70")
     cells = data["cells"]
     assert list(range(100, 180)) == [cell["id"] for cell in cells]
     sampled = [*range(20, 50), *range(60, 80)]
@@ -275,10 +310,10 @@ WRONG = {
     "/nothing": (404, "the console has /"),
     "/runs/unknown": (404, "unknown"),
     "/rollouts/unknown": (404, "unknown"),
-    "/rollouts/sums-1-grpo-00000/tokens?row=9": (404, "has 2 rows"),
-    "/rollouts/sums-1-grpo-00000/tokens?start=50": (400, "50 tokens"),
-    "/rollouts/sums-1-grpo-00000/spans/99": (404, "has no span"),
-    "/rollouts/sums-1-grpo-00000?attempt=2": (404, "attempt"),
+    f"/rollouts/{FIRST}/tokens?row=9": (404, "has 2 rows"),
+    f"/rollouts/{FIRST}/tokens?start=50": (400, "50 tokens"),
+    f"/rollouts/{FIRST}/spans/99": (404, "has no span"),
+    f"/rollouts/{FIRST}?attempt=2": (404, "attempt"),
     "/rollouts?step=first": (400, "step"),
     "/rollouts?steps=1": (400, "steps"),
     "/rollouts?status=done": (400, "status"),

@@ -83,15 +83,15 @@ class LearningView(Record, frozen=True, kw_only=True, omit_defaults=False):
     next: dict[str, str]
 
 
-async def learning_view(store: Store, name: str, chosen: LearningFilter) -> LearningView:
-    """Read a run's numbers; raises :class:`NotFoundError` for an unknown run."""
+async def learning_view(store: Store, name: str, chosen: LearningFilter, *, rows: int = STEPS) -> LearningView:
+    """Read a run's numbers, with tables of ``rows`` steps; raises :class:`NotFoundError` for an unknown run."""
     records = await store.experiments(name)
     if not records:
-        raise NotFoundError("run", name, "the console's first page lists the runs of the store")
+        raise NotFoundError("run", name, "agl console --json / lists those of the store")
     record, metrics = records[0], await store.metrics(name)
     shown = [metric for metric in metrics if chosen.before is None or metric.step < chosen.before]
     newest = sorted({metric.step for metric in shown}, reverse=True)
-    steps = newest[:STEPS]
+    steps = newest[:rows]
     return LearningView(
         name=name,
         status=await status_of(store, record),
@@ -104,7 +104,7 @@ async def learning_view(store: Store, name: str, chosen: LearningFilter) -> Lear
         meanings=MEANINGS,
         tables=_tables([metric for metric in shown if steps and metric.step >= steps[-1]]),
         settings=await load_settings(store, record),
-        next={"before": str(steps[-1])} if len(newest) > STEPS else {},
+        next={"before": str(steps[-1])} if len(newest) > rows else {},
     )
 
 

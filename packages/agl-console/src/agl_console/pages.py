@@ -2,13 +2,14 @@
 
 import math
 from datetime import UTC, datetime
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from agl.schemas import to_builtins
+from agl.schemas import Record, to_builtins
 from agl_console.views import View
 from agl_run.commands import visible
 
@@ -40,9 +41,21 @@ class Pages:
         """Render a view; ``here`` is the path and query of its address."""
         return self._templates.get_template(view.template).render(view=view.data, here=here, store=self._store)
 
+    def export(self, view: Record, written_at: float) -> str:
+        """Render a run's numbers as a file that needs no other; ``written_at`` is in Unix seconds."""
+        style, script = _static("uPlot.min.css", "console.css"), _static("uPlot.iife.min.js", "console.js")
+        template = self._templates.get_template("export.html")
+        return template.render(view=view, written_at=written_at, style=style, script=script)
+
     def error(self, title: str, message: str) -> str:
         """Render a page that says why there is no view, and what to do."""
         return self._templates.get_template("error.html").render(title=title, message=message, store=self._store)
+
+
+def _static(*names: str) -> Markup:
+    """Read files of this package to put them into a page as they are."""
+    folder = files("agl_console") / "static"
+    return Markup("\n".join((folder / name).read_text(encoding="utf-8") for name in names))
 
 
 def link(*parts: Any, **query: Any) -> str:

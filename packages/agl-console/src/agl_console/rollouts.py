@@ -1,8 +1,8 @@
 """The view of rollouts: a page of those that fit the filters, with a histogram of their rewards.
 
-A store selects by experiment, status, mode, group and text. Step, algorithm, agent and reward are looked up here, in
-at most ``SCANNED`` rollouts for a page, so that a page costs the same in a store of any size: it says how many
-rollouts it looked through, and the next page goes on from there.
+A store selects by experiment, status, mode, group and text, and finds the rollouts of an algorithm's step by their ids.
+Whatever else is asked for is looked up here, in at most ``SCANNED`` rollouts for a page, so that a page costs the same
+in a store of any size: it says how many rollouts it looked through, and the next page goes on from there.
 """
 
 import math
@@ -18,7 +18,7 @@ from agl.contracts import Recording, RolloutQuery, SpanQuery, Store
 from agl.episodes import episode_reward
 from agl.errors import ConfigError
 from agl.schemas import Mode, Record, RolloutStatus, to_json
-from agl_run.commands import interval
+from agl_run.commands import id_prefix, interval
 
 PAGE = 50
 """Rollouts of a page."""
@@ -27,6 +27,9 @@ SCANNED = 1000
 """Rollouts that are looked through for one page."""
 
 _CHUNK = 250
+_MODES: tuple[Mode, ...] = ("test", "train", "val")
+"""In the order of the ids of a step."""
+
 _BINS = 12
 _TASK = 160
 """Characters of a task that the table shows."""
@@ -140,9 +143,8 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
     """Read a page of rollouts; raises :class:`ConfigError` for bounds of rewards that hold nothing."""
     if chosen.low is not None and chosen.high is not None and chosen.low >= chosen.high:
         raise ConfigError(f"no reward is at least {chosen.low:g} and below {chosen.high:g}; exchange low and high")
-    seen = await _scan(store, chosen)
-    fitting = [(recording, episode_reward(recording.spans)) for recording in seen.fitting]
-    admitted = [(recording, reward) for recording, reward in fitting if chosen.admits(reward)]
+    seen = await _step(store, chosen) or await _scan(store, chosen)
+    admitted = [(recording, reward) for recording, reward in seen.fitting if chosen.admits(reward)]
     page = admitted[:PAGE]
     filters = _filters(chosen)
     last = page[-1][0] if len(admitted) > PAGE else None if seen.is_end else seen.last
@@ -150,34 +152,66 @@ async def rollouts_view(store: Store, chosen: RolloutsFilter) -> RolloutsView:
         filters=filters,
         rollouts=[_row(recording, reward) for recording, reward in page],
         summary=_summary(admitted),
-        histogram=_histogram([reward for _, reward in fitting], filters),
+        histogram=_histogram([reward for _, reward in seen.fitting], filters),
         looked_through=seen.count,
         next={**filters, "after": last.rollout.rollout_id, "at": repr(last.rollout.created_at)} if last else {},
     )
 
 
 class _Seen(Record, frozen=True, kw_only=True):
-    """The rollouts of a scan that fit all filters but that on rewards, and the last one that was looked at."""
+    """Rollouts of which those that fit all filters but that on rewards are kept, each with its reward.
 
-    fitting: list[Recording]
+    Attributes:
+        count: Rollouts that were looked at; ``last`` the last of them.
+        is_end: Whether there are no more of them.
+    """
+
+    fitting: list[tuple[Recording, float | None]]
     count: int
     last: Recording | None
     is_end: bool
 
 
 async def _scan(store: Store, chosen: RolloutsFilter) -> _Seen:
+    """Look through the rollouts, the newest first, until a page is full."""
     query = _query(chosen)
-    fitting: list[Recording] = []
-    count, last = 0, None
-    while count < SCANNED:
+    seen = _Seen(fitting=[], count=0, last=None, is_end=False)
+    while seen.count < SCANNED and sum(chosen.admits(reward) for _, reward in seen.fitting) <= PAGE:
         page = await store.recordings(query, spans=SpanQuery(kind="reward"))
         if not page:
-            return _Seen(fitting=fitting, count=count, last=last, is_end=True)
-        fitting += await _with_agent(store, [one for one in page if _is_of_step(one, chosen)], chosen.agent)
-        count, last = count + len(page), page[-1]
-        query = query.next(last.rollout)
-    is_end = not await store.rollouts(replace(query, limit=1))
-    return _Seen(fitting=fitting, count=count, last=last, is_end=is_end)
+            return replace(seen, is_end=True)
+        seen = await _with(seen, store, page, chosen)
+        query = query.next(page[-1].rollout)
+    return replace(seen, is_end=not await store.rollouts(replace(query, limit=1)))
+
+
+async def _step(store: Store, chosen: RolloutsFilter) -> _Seen | None:
+    """Look up the rollouts of a step by how their ids begin; ``None`` if the filters name no step, or it has none."""
+    records = await store.experiments(chosen.experiment) if chosen.experiment and chosen.algorithm else []
+    if not records or chosen.step is None:
+        return None
+    seen = _Seen(fitting=[], count=0, last=None, is_end=True)
+    for mode in (chosen.mode,) if chosen.mode else _MODES:
+        prefix = id_prefix(chosen.experiment, records[0].run, chosen.algorithm, mode, step=chosen.step)
+        start = {"after": max(prefix, chosen.after), "after_value": ""}
+        query = replace(_query(chosen), mode=mode, sort="rollout_id", is_newest_first=False, **start)
+        while page := await store.recordings(query, spans=SpanQuery(kind="reward")):
+            own = [recording for recording in page if recording.rollout.rollout_id.startswith(prefix)]
+            seen = await _with(seen, store, own, chosen)
+            if len(own) < len(page):
+                break
+            if seen.count >= SCANNED:
+                return replace(seen, is_end=False)
+            query = query.next(page[-1].rollout)
+    return seen if seen.count else None
+
+
+async def _with(seen: _Seen, store: Store, page: Sequence[Recording], chosen: RolloutsFilter) -> _Seen:
+    """Add a page of rollouts that were looked at."""
+    fitting = await _with_agent(store, [one for one in page if _is_of_step(one, chosen)], chosen.agent)
+    rewards = [(recording, episode_reward(recording.spans)) for recording in fitting]
+    last = page[-1] if page else seen.last
+    return _Seen(fitting=[*seen.fitting, *rewards], count=seen.count + len(page), last=last, is_end=seen.is_end)
 
 
 def _query(chosen: RolloutsFilter) -> RolloutQuery:

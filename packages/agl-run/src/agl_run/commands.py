@@ -15,6 +15,7 @@ from agl_run.cli.query import (
     seconds_of,
 )
 from agl_run.comparison import interval
+from agl_run.experiment.collect import id_prefix
 from agl_run.experiment.hints import command
 from agl_run.experiment.labels import NAME as LABEL
 from agl_run.experiment.labels import labelled, move
@@ -40,6 +41,7 @@ __all__ = [
     "explain",
     "filter_options",
     "find_ids",
+    "id_prefix",
     "interval",
     "is_counted",
     "json_line",

@@ -67,17 +67,19 @@ function draw(figure, strokes) {
   });
   place.replaceChildren();
   const plot = new uPlot(options, table, place);
-  plot.over.addEventListener("click", () => openStep(figure, series, steps[plot.cursor.idx]));
+  plot.over.addEventListener("click", () => openStep(figure, series, plot));
   drawn.set(figure, plot);
 }
 
-// The rollouts of the step that was clicked; a figure with several runs leads nowhere.
-function openStep(figure, series, step) {
+// The rollouts of the step that was clicked, of the line that is nearest; a figure of several runs leads nowhere.
+function openStep(figure, series, plot) {
   const address = figure.closest("[data-steps]")?.dataset.steps;
+  const step = plot.data[0][plot.cursor.idx];
   if (address === undefined || step === undefined) return;
-  const own = series.filter((line) => line.steps.includes(step));
-  const algorithm = own.length === 1 ? `&algorithm=${encodeURIComponent(own[0].algorithm)}` : "";
-  location.assign(`${address}&step=${step}${algorithm}`);
+  const height = plot.posToVal(plot.cursor.top, "y");
+  const distance = (line) => Math.abs(line.values[line.steps.indexOf(step)] - height);
+  const own = series.filter((line) => line.steps.includes(step)).sort((one, other) => distance(one) - distance(other));
+  location.assign(`${address}&step=${step}&algorithm=${encodeURIComponent(own[0].algorithm)}`);
 }
 
 function drawAll() {
