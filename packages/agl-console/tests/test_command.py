@@ -50,7 +50,9 @@ def test_console_serves_the_only_store_on_a_free_port_until_an_interrupt(
         match = re.fullmatch(r"console at (http://127\.0\.0\.1:\d+/); Ctrl-C ends it\n", said)
         assert match is not None, said
         with urlopen(match[1]) as answer:
-            assert b"halves" in answer.read()
+            page = answer.read()
+        assert b"halves" in page
+        assert b"runs/agl.db</span>" in page
         process.send_signal(number)
         assert 0 == process.wait(60)
 

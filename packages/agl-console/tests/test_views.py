@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from aiohttp.test_utils import TestClient
+from msgspec.structs import replace
 
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery
 from agl.schemas import Rollout
@@ -13,7 +14,7 @@ from agl.stores import MemoryStore
 from agl_console.rollouts import PAGE, SCANNED
 
 from .conftest import Open
-from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, record, rollout_name
+from .records import HOSTILE, LONG_LINE, LONG_NAME, Recorder, call, record, rollout_name
 
 FIRST = rollout_name(0)
 VIEWS = (
@@ -264,6 +265,21 @@ async def test_tokens_have_probabilities_versions_and_what_trains(opened: Open) 
     assert ["v1", "v1b"] == data["versions"]
     assert [None, 0, None, 1] == [cells[index]["version"] for index in (19, 20, 50, 60)]
     assert cells[70:] == part["cells"]
+
+
+async def test_tokens_of_a_rejected_call_do_not_train(opened: Open) -> None:
+    def late(recorder: Recorder, **_: Any) -> None:
+        failed = call(1, prompt=range(3), answer=range(3, 6), version="v", messages=[], said="x")
+        recorder.add("chat small", call=replace(failed, is_complete=False))
+
+    store = MemoryStore()
+    await record(store, "cut", spans=late, experiment="")
+    async with opened(store) as client:
+        span = await data_of(client, "/rollouts/cut/spans/1")
+        page = await text_of(client, "/rollouts/cut")
+    assert span["fate"].startswith("rejected, incomplete")
+    assert [False] * 6 == [cell["is_trained"] for cell in span["cells"]]
+    assert "rejected" in page
 
 
 async def test_span_shows_long_texts_further_than_the_rollout(opened: Open) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 from agl import PluginManager
 from agl.contracts import Store
 from agl.errors import ConfigError
-from agl.stores import shown_url
+from agl.stores import TableStore, shown_url
 from agl_console.guard import checked_password
 from agl_console.learning import LearningFilter, learning_view
 from agl_console.pages import Pages
@@ -77,8 +77,8 @@ def console(
     password = checked_password(host, os.environ.get(PASSWORD_ENV, ""))
 
     async def serve(store: Store) -> None:
-        name = shown_url(as_url(store_url)) if store_url else "runs"
-        app = make_app(store, name=name, hosts=(host, *hosts), password=password)
+        own = store.backend.shown_url if isinstance(store, TableStore) else shown_url(as_url(store_url or ""))
+        app = make_app(store, name=own, hosts=(host, *hosts), password=password)
         await _serve(app, host, port, on_ready=webbrowser.open if opens else lambda _: True)
 
     with_store(manager, store_url, serve)

@@ -185,7 +185,7 @@ async def span_view(store: Store, name: str, sequence: int, chosen: RolloutFilte
         reward=span.reward,
         texts=contents.of(span)[1],
         attributes=[contents.text(key, value) for key, value in sorted(span.attributes.items())],
-        cells=call_cells(span.call) if span.call else [],
+        cells=call_cells(span.call, trains=call is not None and not call.reject) if span.call else [],
     )
 
 

@@ -113,8 +113,11 @@ def tokens_view(episode: Episode, chosen: TokensFilter) -> TokensView:
     )
 
 
-def call_cells(call: ModelCall) -> list[TokenCell]:
-    """Return the last tokens of a call's prompt and the first ones of its answer, a window in all."""
+def call_cells(call: ModelCall, *, trains: bool) -> list[TokenCell]:
+    """Return the last tokens of a call's prompt and the first ones of its answer, a window in all.
+
+    ``trains`` says whether the call reaches a row.
+    """
     answer = unpack_ids(call.response_ids[: WINDOW * 4])
     prompt = unpack_ids(call.prompt_ids[-max(1, WINDOW - len(answer)) * 4 :])
     given = unpack_floats(call.logprobs[: len(answer) * 4])
@@ -123,7 +126,7 @@ def call_cells(call: ModelCall) -> list[TokenCell]:
         [*prompt, *answer],
         logprobs,
         versions=[-1] * len(prompt) + [0] * len(answer),
-        mask=bytes(len(prompt)) + b"\x01" * len(answer),
+        mask=bytes(len(prompt)) + (b"\x01" if trains else b"\x00") * len(answer),
         start=call.prompt_len - len(prompt),
     )
 

@@ -113,12 +113,25 @@ function readTokens(cells) {
   });
 }
 
-// The page is asked for again through htmx, which keeps the focus and what is open.
+// The page is asked for again through htmx, which keeps the focus. A hidden page lets its connection go, because a
+// browser has few of them for one host; it asks once more when it is seen again.
 function watch() {
   if (!document.querySelector("#live[hx-get]")) return;
-  const feed = new EventSource("/changes");
-  feed.onmessage = () => document.body.dispatchEvent(new CustomEvent("agl:changed"));
+  const change = () => document.body.dispatchEvent(new CustomEvent("agl:changed"));
+  let feed;
+  const open = () => {
+    feed = new EventSource("/changes");
+    feed.onmessage = change;
+  };
+  document.addEventListener("visibilitychange", () => {
+    feed.close();
+    if (!document.hidden) {
+      open();
+      change();
+    }
+  });
   addEventListener("pagehide", () => feed.close());
+  open();
 }
 
 drawAll();
