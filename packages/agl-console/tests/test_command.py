@@ -64,6 +64,19 @@ def test_view_is_printed_as_json(recorded: Path) -> None:
     assert ["halves-1-validate-val-00000-00001-000"] == [row["rollout_id"] for row in found["rollouts"]]
 
 
+def test_store_behind_a_gateway_has_the_same_views(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AGL_TOKEN", "an-admin-token-of-the-tests")
+    command = [sys.executable, "-m", "agl", "serve", "--store", "sqlite:///runs/agl.db", "--port", "0"]
+    with subprocess.Popen(command, cwd=recorded, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = re.search(r"http://\S+", process.stdout.readline())
+        assert url is not None
+        for address in ("/", "/runs/halves", "/rollouts?low=0.5", "/rollouts/latest"):
+            here = run_agl("console", "runs/agl.db", "--json", address, folder=recorded)
+            assert here == run_agl("console", url[0], "--json", address, folder=recorded)
+        process.terminate()
+
+
 def test_run_is_exported_as_one_file_that_refers_to_nothing(recorded: Path) -> None:
     assert "halves in other.html\n" == run_agl("console", "export", "halves", "--output", "other.html", folder=recorded)
     assert "halves in halves.html\n" == run_agl("console", "runs/agl.db", "export", "halves", folder=recorded)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from agl.contracts import ExperimentRecord, Metric, RolloutQuery
 from agl.schemas import Rollout
 from agl.stores import MemoryStore
+from agl_console.rollout import SPANS
 from agl_console.rollouts import PAGE, SCANNED
 
 from .conftest import Open
@@ -106,7 +107,7 @@ FILTERS = {
     "agent=planner&group=task-3": {"00003", "00007", "00011"},
     "agent=nobody": set[str](),
     "low=0.8": {"00010", "00011"},
-    "low=0.25&high=0.34": {"00003", "00004", "long"},
+    "low=0.25&high=0.5": {"00003", "00004", "00005", "long"},
     "reward=none": {"failed", "waiting"},
     "experiment=other": set[str](),
 }
@@ -248,6 +249,7 @@ async def test_long_rollout_is_shown_in_pages(opened: Open) -> None:
         while query:
             answer = await client.get("/rollouts/many", params=query | {"format": "json"})
             data = await answer.json()
+            assert len(data["nodes"]) <= SPANS
             names += [node["name"] for node in data["nodes"]]
             query = data["next"]
     assert [f"step {number}" for number in range(700)] == names
